@@ -1,0 +1,1 @@
+"""Operators of halftune, usable alone. This package never imports halftune."""

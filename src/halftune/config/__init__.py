@@ -1,0 +1,1 @@
+"""The configuration: one YAML, checked whole, resolved once. No torch here."""

@@ -1,0 +1,29 @@
+"""The ``attention`` section: which backend, how strict the guard in front of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from halftune.config.section import Section
+
+Backend = Literal["auto", "fa2", "fa3", "fa4", "sdpa", "flex", "eager"]
+
+
+class AttentionSection(Section):
+    """Softmax and linear attention. `attention: sdpa` is short for `attention: {backend: sdpa}`."""
+
+    backend: Backend = "auto"
+    """Softmax-attention backend. `auto` takes the fastest one that this device, dtype and model allow; the plan says why."""
+
+    linear: Literal["auto", "fla", "torch"] = "auto"
+    """Backend of linear-attention layers (gated delta rule, SSD …) where the model has them."""
+
+    guard: Literal["cast", "strict", "off"] = "cast"
+    """What to do with an operand that left the planned dtype on its way into attention: cast and log it, raise, or nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return {"backend": value} if isinstance(value, str) else value

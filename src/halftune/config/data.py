@@ -1,0 +1,86 @@
+"""The ``data`` section: sources, lengths, what happens to samples that do not fit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from halftune.config.section import Flag, Int, Number, Section
+
+
+class SourceSection(Section):
+    """One data source. A plain string is short for `{path: string}`."""
+
+    path: str
+    """A file (JSON, JSONL, CSV, Parquet, text), a folder of such files, a hub data set id, or `builtin:<name>`."""
+
+    split: str = "train"
+    """Split of a hub data set."""
+
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
+    """Row format; `auto` detects it from the columns and prints what it found."""
+
+    columns: dict[str, str] = {}
+    """Where the format's columns are under other names, e.g. `{prompt: question, completion: answer}`."""
+
+    samples: Annotated[Int, Field(ge=1)] | None = None
+    """Take this many rows (the first ones after a shuffle by `training.seed`); all by default."""
+
+    weight: Annotated[Number, Field(gt=0)] = 1.0
+    """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+class PackingSection(Section):
+    """Packing with pins. `packing: true` is short for `packing: {enabled: true}`."""
+
+    enabled: Flag | Literal["auto"] = "auto"
+    """Put several samples into one row without attention across them. `auto`: where the model keeps samples apart."""
+
+    split: Flag = False
+    """Cut a sample that does not fit in the rest of a row in two, instead of leaving the rest empty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool | str) else value
+
+
+class DataSection(Section):
+    """Training and evaluation data."""
+
+    train: Annotated[list[SourceSection], BeforeValidator(_listed), Field(min_length=1)]
+    """Training sources: a path, a list of paths, or a list of sections with weights and sample counts."""
+
+    eval: Annotated[list[SourceSection], BeforeValidator(_listed)] = []
+    """Evaluation sources, like `train`."""
+
+    eval_split: Annotated[Number, Field(ge=0)] = 0.0
+    """Without `eval`: hold out this share (below 1) or this many (1 and above) of the training samples."""
+
+    max_length: Annotated[Int, Field(ge=8)] = 2048
+    """Longest sample in tokens; with packing, the length of a row."""
+
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a longer sample. Truncation never cuts a template header or an end-of-turn token, nor a whole answer."""
+
+    packing: PackingSection = PackingSection()
+    """`true`, `false` or `auto`, or a section."""
+
+    system: str | None = None
+    """A system message for conversations that bring none. The data's own is never changed."""
+
+    num_workers: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Processes that tokenise; `auto` takes one per core for large sets and none for small ones."""
+
+    cache: Flag = True
+    """Keep tokenised data in the user's cache folder, keyed by content, tokenizer and settings."""

@@ -1,0 +1,23 @@
+"""The ``logging`` section: where metrics go besides the run folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from halftune.config.section import Flag, Section
+
+
+class LoggingSection(Section):
+    """`metrics.jsonl`, `loss.png` and `report.html` are always written; these come on top."""
+
+    report_to: list[Literal["tensorboard", "wandb"]] = []
+    """Further loggers."""
+
+    run_name: str | None = None
+    """Name of the run in reports and loggers; the folder's name by default."""
+
+    progress: Flag = True
+    """Show a progress bar on a terminal."""
+
+    sample_prompts: list[str] = []
+    """Prompts answered before and after training; the report shows both answers."""

@@ -1,0 +1,24 @@
+"""The ``model`` section: which checkpoint, which tokenizer."""
+
+from __future__ import annotations
+
+from halftune.config.section import Flag, Section
+
+
+class ModelSection(Section):
+    """The base model and its tokenizer."""
+
+    name_or_path: str
+    """A Hugging Face hub id, a local folder, or `builtin:<name>` (a small real architecture made locally, offline)."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    tokenizer: str | None = None
+    """Hub id or folder of another tokenizer; the model's own by default."""
+
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's chat template, or `chatml`."""
+
+    trust_remote_code: Flag = False
+    """Run Python code that comes with the checkpoint. Needs `revision`, so that the code cannot change behind your back."""

@@ -1,0 +1,48 @@
+"""The whole configuration of a run."""
+
+from __future__ import annotations
+
+from halftune.config.adapter import AdapterSection, LoraAdapter
+from halftune.config.attention import AttentionSection
+from halftune.config.data import DataSection
+from halftune.config.generation import GenerationSection
+from halftune.config.logging import LoggingSection
+from halftune.config.method import MethodSection, SftMethod
+from halftune.config.model import ModelSection
+from halftune.config.precision import PrecisionSection
+from halftune.config.section import Section
+from halftune.config.training import TrainingSection
+
+
+class RunConfig(Section):
+    """One run: model, number formats, attention, adapter, data, method, training."""
+
+    depends_on: list[str] = []
+    """Recipes (paths relative to this file) that are trained first, where their run folder is not finished yet."""
+
+    model: ModelSection
+    """The base model and its tokenizer."""
+
+    precision: PrecisionSection = PrecisionSection()
+    """`auto`, `bf16`, `fp16` or `fp32`, or a section."""
+
+    attention: AttentionSection = AttentionSection()
+    """`auto`, `fa2`, `fa3`, `fa4`, `sdpa`, `flex` or `eager`, or a section."""
+
+    adapter: AdapterSection = LoraAdapter()
+    """`none` for full fine-tuning, or LoRA."""
+
+    data: DataSection
+    """Training and evaluation data."""
+
+    method: MethodSection = SftMethod()
+    """What is learned from a sample."""
+
+    training: TrainingSection
+    """Batch, schedule, optimizer, checkpoints."""
+
+    logging: LoggingSection = LoggingSection()
+    """Where metrics go besides the run folder."""
+
+    generation: GenerationSection = GenerationSection()
+    """How chat and the report's samples are decoded."""

@@ -1,0 +1,93 @@
+"""The ``training`` section: batch, schedule, optimizer, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from halftune.config.section import Flag, Int, Number, Section
+
+
+class TrainingSection(Section):
+    """The loop and its hyperparameters, under their usual names."""
+
+    output_dir: str
+    """The run folder: config, plan, checkpoints, metrics, report and the final adapter or model."""
+
+    num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    """Passes over the training data."""
+
+    max_steps: Annotated[Int, Field(ge=1)] | None = None
+    """Optimizer steps; overrides `num_train_epochs`."""
+
+    per_device_train_batch_size: Annotated[Int, Field(ge=1)] = 4
+    """Rows per device and forward pass."""
+
+    per_device_eval_batch_size: Annotated[Int, Field(ge=1)] | None = None
+    """Rows per device in evaluation; as in training by default."""
+
+    gradient_accumulation_steps: Annotated[Int, Field(ge=1)] = 1
+    """Forward passes per optimizer step. The loss is that of the whole global batch, whatever its split."""
+
+    learning_rate: Annotated[Number, Field(gt=0)] = 2.0e-4
+    """Peak learning rate."""
+
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
+    ] = "cosine"
+    """Learning-rate schedule, by its name in transformers."""
+
+    warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] = 0.03
+    """Share of the steps in which the learning rate rises from zero."""
+
+    warmup_steps: Annotated[Int, Field(ge=0)] | None = None
+    """Warm-up in steps; overrides `warmup_ratio`."""
+
+    optim: Literal["adamw", "adam", "sgd", "adafactor", "adagrad"] = "adamw"
+    """Optimizer."""
+
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    """Decoupled weight decay; biases and norms are exempt."""
+
+    adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    """First-moment decay of Adam(W)."""
+
+    adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
+    """Second-moment decay of Adam(W)."""
+
+    adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    """Epsilon of Adam(W)."""
+
+    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
+    """Clip the global gradient norm to this; 0 switches clipping off."""
+
+    gradient_checkpointing: Flag | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass; `auto` switches it on when the memory estimate says it must."""
+
+    torch_compile: Flag = False
+    """Compile the model with torch.compile."""
+
+    seed: Annotated[Int, Field(ge=0)] = 42
+    """Seed of data order, adapter weights and dropout."""
+
+    logging_steps: Annotated[Int, Field(ge=1)] = 1
+    """Steps between two lines of metrics."""
+
+    eval_steps: Annotated[Int, Field(ge=1)] | Literal["epoch"] = "epoch"
+    """Steps between two evaluations, or once per epoch, where there is evaluation data."""
+
+    save_steps: Annotated[Int, Field(ge=1)] | Literal["epoch", "end"] = "epoch"
+    """Steps between two checkpoints, once per epoch, or only the final result."""
+
+    save_total_limit: Annotated[Int, Field(ge=1)] | None = 2
+    """Keep this many checkpoints; the best one is always kept."""
+
+    early_stopping_patience: Annotated[Int, Field(ge=1)] | None = None
+    """Stop after this many evaluations without improvement of the evaluation loss."""
+
+    load_best: Flag = False
+    """Save the weights of the best evaluation, not the last ones, as the final result."""
+
+    resume: str = "auto"
+    """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`: start anew in an empty folder; or a checkpoint's path."""

@@ -1,0 +1,23 @@
+"""The package's one logger. Only the main process speaks below WARNING."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module, a child of ``halftune``."""
+    return logging.getLogger(name)
+
+
+def configure(level: int = logging.INFO) -> None:
+    """Sets the console handler up once; ranks above 0 log warnings only."""
+    root = logging.getLogger("halftune")
+    if root.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+    root.addHandler(handler)
+    root.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
+    root.propagate = False

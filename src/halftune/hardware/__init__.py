@@ -1,0 +1,1 @@
+"""The machine as data: facts, how to probe them, and whether a run fits."""

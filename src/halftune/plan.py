@@ -1,0 +1,76 @@
+"""The plan of a run: computed once, from data alone, and never revised below.
+
+``resolve(config, hardware, facts)`` is pure: no weights, no device, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halftune.attention.plan import AttentionPlan
+from halftune.core.choice import Choice
+from halftune.precision.plan import PrecisionPlan
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How samples reach the devices.
+
+    Attributes:
+        micro_batch: rows per device and forward.
+        accumulation: forwards per optimizer step.
+        world_size: processes.
+        tokens_per_step: upper bound, rows × max_length.
+        packing: whether several samples share a row (``auto`` is decided here from the model's family; a start-up check
+            may still refuse it, loudly).
+        gradient_checkpointing: whether activations are recomputed.
+    """
+
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    tokens_per_step: int
+    packing: Choice[bool]
+    gradient_checkpointing: Choice[bool]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Estimated bytes on one device, and whether they fit.
+
+    Attributes:
+        weights, gradients, optimizer, activations, logits, overhead: the parts; overhead is the runtime itself.
+        available: the device's memory.
+        checkpoint_disk: bytes that one checkpoint takes.
+        verdict: fits / tight / does not fit, with the reason.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    overhead: int
+    available: int
+    checkpoint_disk: int
+    verdict: Choice[str]
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts in bytes."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.overhead
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was decided about a run, each with its reason."""
+
+    device: Choice[str]
+    precision: PrecisionPlan
+    attention: AttentionPlan
+    batch: BatchPlan
+    memory: MemoryPlan
+    distribution: Choice[str]
+    num_parameters: Choice[int]
+    num_trainable: Choice[int]
+    warnings: tuple[str, ...] = ()

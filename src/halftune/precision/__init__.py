@@ -1,0 +1,1 @@
+"""Number formats: decided once (resolve), reported (report), kept at run time (guard)."""

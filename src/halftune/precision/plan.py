@@ -1,0 +1,39 @@
+"""The dtypes of a run, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from halftune.core.choice import Choice
+
+Format = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Every dtype of a run. Names are ours (``bf16 | fp16 | fp32``); ``precision.dtypes`` turns them into torch's.
+
+    Attributes:
+        storage: dtype in which frozen weights are loaded.
+        trainable: dtype of the weights that are trained (master weights).
+        compute: dtype of matmuls and attention.
+        autocast: whether torch.autocast is on in forward, evaluation and generation.
+        grad_scaler: whether the loss is scaled (fp16 only).
+        reduce: dtype of the gradient all-reduce.
+        optimizer_state: dtype of the optimizer's moments.
+        keep_fp32: name patterns (regular expressions, searched in the parameter name) that stay fp32 through load, save and export.
+        tf32: whether fp32 matmuls may use TF32.
+        warnings: full sentences that the user must see before training.
+    """
+
+    storage: Choice[Format]
+    trainable: Choice[Format]
+    compute: Choice[Format]
+    autocast: Choice[bool]
+    grad_scaler: Choice[bool]
+    reduce: Choice[Format]
+    optimizer_state: Choice[Format]
+    keep_fp32: Choice[tuple[str, ...]]
+    tf32: Choice[bool]
+    warnings: tuple[str, ...] = ()
