@@ -31,10 +31,10 @@ class LoraAdapter(Section):
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout in front of A."""
 
-    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
 
-    modules_to_save: list[str] = []
+    modules_to_save: tuple[str, ...] = ()
     """Modules trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]` after adding tokens."""
 
     use_rslora: Flag = False

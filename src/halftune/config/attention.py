@@ -15,13 +15,13 @@ class AttentionSection(Section):
     """Softmax and linear attention. `attention: sdpa` is short for `attention: {backend: sdpa}`."""
 
     backend: Backend = "auto"
-    """Softmax-attention backend. `auto` takes the fastest one that this device, dtype and model allow; the plan says why."""
+    """Softmax-attention backend. `auto` takes the fastest that device, dtype and model allow; the plan says why."""
 
     linear: Literal["auto", "fla", "torch"] = "auto"
     """Backend of linear-attention layers (gated delta rule, SSD …) where the model has them."""
 
     guard: Literal["cast", "strict", "off"] = "cast"
-    """What to do with an operand that left the planned dtype on its way into attention: cast and log it, raise, or nothing."""
+    """An operand that left the planned dtype on its way into attention is cast and logged, raises, or is ignored."""
 
     @model_validator(mode="before")
     @classmethod

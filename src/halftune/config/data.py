@@ -21,7 +21,7 @@ class SourceSection(Section):
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
     """Row format; `auto` detects it from the columns and prints what it found."""
 
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = Field(default_factory=dict)
     """Where the format's columns are under other names, e.g. `{prompt: question, completion: answer}`."""
 
     samples: Annotated[Int, Field(ge=1)] | None = None
@@ -58,10 +58,10 @@ class PackingSection(Section):
 class DataSection(Section):
     """Training and evaluation data."""
 
-    train: Annotated[list[SourceSection], BeforeValidator(_listed), Field(min_length=1)]
+    train: Annotated[tuple[SourceSection, ...], BeforeValidator(_listed), Field(min_length=1)]
     """Training sources: a path, a list of paths, or a list of sections with weights and sample counts."""
 
-    eval: Annotated[list[SourceSection], BeforeValidator(_listed)] = []
+    eval: Annotated[tuple[SourceSection, ...], BeforeValidator(_listed)] = ()
     """Evaluation sources, like `train`."""
 
     eval_split: Annotated[Number, Field(ge=0)] = 0.0
@@ -71,7 +71,7 @@ class DataSection(Section):
     """Longest sample in tokens; with packing, the length of a row."""
 
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a longer sample. Truncation never cuts a template header or an end-of-turn token, nor a whole answer."""
+    """What happens to a longer sample. Truncation never cuts a template header, an end-of-turn token or a whole answer."""
 
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""

@@ -10,7 +10,7 @@ from halftune.config.section import Flag, Section
 class LoggingSection(Section):
     """`metrics.jsonl`, `loss.png` and `report.html` are always written; these come on top."""
 
-    report_to: list[Literal["tensorboard", "wandb"]] = []
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Further loggers."""
 
     run_name: str | None = None
@@ -19,5 +19,5 @@ class LoggingSection(Section):
     progress: Flag = True
     """Show a progress bar on a terminal."""
 
-    sample_prompts: list[str] = []
+    sample_prompts: tuple[str, ...] = ()
     """Prompts answered before and after training; the report shows both answers."""

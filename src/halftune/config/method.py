@@ -20,7 +20,7 @@ class SftMethod(Section):
 
 
 class PretrainMethod(Section):
-    """Continued pre-training on plain text: every token carries a label, documents are cut into `data.max_length` pieces."""
+    """Continued pre-training on plain text: every token is trained, documents are cut into `data.max_length` pieces."""
 
     type: Literal["pretrain"]
     """Causal language modelling on plain text."""

@@ -21,4 +21,4 @@ class ModelSection(Section):
     """Path of a Jinja file that replaces the tokenizer's chat template, or `chatml`."""
 
     trust_remote_code: Flag = False
-    """Run Python code that comes with the checkpoint. Needs `revision`, so that the code cannot change behind your back."""
+    """Run Python code that comes with the checkpoint. Needs `revision`, so that the code cannot change later."""

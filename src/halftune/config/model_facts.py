@@ -15,7 +15,7 @@ class ModelFacts:
         dtype: the checkpoint's own dtype, ``"bf16" | "fp16" | "fp32"``, or None where config.json does not say.
         hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: the usual sizes.
         tie_word_embeddings: whether the head is the embedding.
-        num_parameters: all weights; exact from safetensors headers where they are at hand, else computed from the sizes.
+        num_parameters: all weights; exact where safetensors headers are at hand, else computed from the sizes.
         num_parameters_exact: which of the two.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
         sliding_window: window of local layers in tokens, or None.

@@ -27,7 +27,7 @@ class PrecisionSection(Section):
     """Whether fp32 matmuls may run in TF32 on devices that have it. `auto` allows it only where compute is not fp32."""
 
     on_unsupported: Literal["error", "fallback"] = "error"
-    """What to do when the device cannot run the dtype asked for: stop before loading, or take the next best and say so."""
+    """What to do when the device cannot run the dtype asked for: stop before loading, or take the next best."""
 
     @model_validator(mode="before")
     @classmethod

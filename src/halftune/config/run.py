@@ -17,7 +17,7 @@ from halftune.config.training import TrainingSection
 class RunConfig(Section):
     """One run: model, number formats, attention, adapter, data, method, training."""
 
-    depends_on: list[str] = []
+    depends_on: tuple[str, ...] = ()
     """Recipes (paths relative to this file) that are trained first, where their run folder is not finished yet."""
 
     model: ModelSection
