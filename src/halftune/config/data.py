@@ -71,7 +71,7 @@ class DataSection(Section):
     """Longest sample in tokens; with packing, the length of a row."""
 
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a longer sample. Truncation never cuts a template header, an end-of-turn token or a whole answer."""
+    """What happens to a longer sample. Truncation never cuts a header, an end-of-turn token or a whole answer."""
 
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""

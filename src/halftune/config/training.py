@@ -90,4 +90,4 @@ class TrainingSection(Section):
     """Save the weights of the best evaluation, not the last ones, as the final result."""
 
     resume: str = "auto"
-    """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`: start anew in an empty folder; or a checkpoint's path."""
+    """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""

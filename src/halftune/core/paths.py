@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The user's cache folder of halftune: ``$HALFTUNE_CACHE``, else ``$XDG_CACHE_HOME/halftune``, else ``~/.cache/halftune``."""
+    """The user's cache folder: ``$HALFTUNE_CACHE``, else ``$XDG_CACHE_HOME/halftune``, else ``~/.cache/halftune``."""
     if own := os.environ.get("HALFTUNE_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

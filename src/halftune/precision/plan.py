@@ -22,7 +22,7 @@ class PrecisionPlan:
         grad_scaler: whether the loss is scaled (fp16 only).
         reduce: dtype of the gradient all-reduce.
         optimizer_state: dtype of the optimizer's moments.
-        keep_fp32: name patterns (regular expressions, searched in the parameter name) that stay fp32 through load, save and export.
+        keep_fp32: regular expressions; a parameter whose name one of them finds stays fp32 through load and save.
         tf32: whether fp32 matmuls may use TF32.
         warnings: full sentences that the user must see before training.
     """
