@@ -1,0 +1,77 @@
+"""The command line. A verb's module is imported only when that verb runs, so that help needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from halftune import __version__
+from halftune.core.errors import HalftuneError
+from halftune.core.table import did_you_mean
+
+# verb → (module with add_arguments(parser) and run(args) -> exit code, one line of help)
+VERBS: dict[str, tuple[str, str]] = {
+    "train": ("halftune.cli.train", "train from a YAML file: plan, load, train, save, report"),
+    "plan": ("halftune.cli.plan", "show every decision about a run and its reason, without loading anything"),
+    "data": ("halftune.cli.data", "show the data report and samples with their trained tokens coloured"),
+    "chat": ("halftune.cli.chat", "talk to a run's result, with the adapter on or off"),
+    "export": ("halftune.cli.export", "merge an adapter into its base model, checked against the unmerged one"),
+    "convert": ("halftune.cli.convert", "translate a LLaMA-Factory, axolotl or TRL config into ours"),
+    "schema": ("halftune.cli.schema", "print the JSON Schema of the configuration"),
+}
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in VERBS.items())
+    return (
+        "usage: halftune VERB [options]     halftune VERB --help explains a verb\n\n"
+        "Fine-tune language models from one YAML file; every number format is decided before a weight is read.\n\n"
+        f"verbs:\n{verbs}\n\n"
+        "start here:\n"
+        "  halftune train --config configs/quickstart.yaml\n"
+        "  halftune plan --config configs/qwen_lora_bf16.yaml --hardware t4"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``halftune``; leaves the process with the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        sys.exit(0)
+    if arguments[0] in ("-V", "--version"):
+        print(f"halftune {__version__}")
+        sys.exit(0)
+    verb, *rest = arguments
+    if verb not in VERBS:
+        print(f"halftune: unknown verb {verb!r} · {did_you_mean(verb, VERBS)}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(_run(verb, rest))
+
+
+def train_main() -> None:
+    """Entry point of ``train``: the same as ``halftune train``."""
+    sys.exit(_run("train", sys.argv[1:]))
+
+
+def _run(verb: str, arguments: Sequence[str]) -> int:
+    module_name, line = VERBS[verb]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"halftune {verb}", description=module.__doc__ or line, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(arguments))
+    except HalftuneError as error:
+        print(f"halftune {verb}: {error}" if "\n" not in str(error) else str(error), file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output (head, less) has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -22,6 +22,7 @@ class PrecisionPlan:
         grad_scaler: whether the loss is scaled (fp16 only).
         reduce: dtype of the gradient all-reduce.
         optimizer_state: dtype of the optimizer's moments.
+        saved: dtype in which the final adapter or model is written, and that its config.json names.
         keep_fp32: regular expressions; a parameter whose name one of them finds stays fp32 through load and save.
         tf32: whether fp32 matmuls may use TF32.
         warnings: full sentences that the user must see before training.
@@ -34,6 +35,7 @@ class PrecisionPlan:
     grad_scaler: Choice[bool]
     reduce: Choice[Format]
     optimizer_state: Choice[Format]
+    saved: Choice[Format]
     keep_fp32: Choice[tuple[str, ...]]
     tf32: Choice[bool]
     warnings: tuple[str, ...] = ()
