@@ -1,4 +1,4 @@
-"""What a callback sees, and when it is called. Everything periodic in a run is a callback; the loop itself only steps."""
+"""What a callback sees, and when it is called. Everything periodic in a run is a callback; the loop only steps."""
 
 from __future__ import annotations
 

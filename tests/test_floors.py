@@ -1,0 +1,112 @@
+"""The house keeps its floors: a module imports only from floors below its own, or from its own room."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {"halftune": ROOT / "src", "halftune_kernels": ROOT / "kernels", "halftune_webui": ROOT / "webui"}
+
+FLOORS: dict[str, int] = {
+    "halftune_kernels": 0,
+    "halftune.core": 1,
+    "halftune.config": 2,
+    "halftune.hardware": 3,
+    "halftune.precision": 4,
+    "halftune.attention": 4,
+    "halftune.plan": 5,
+    "halftune.data": 6,
+    "halftune.model": 6,
+    "halftune.train": 7,
+    "halftune.infer": 7,
+    "halftune.export": 7,
+    "halftune.evaluate": 8,
+    "halftune.launch": 9,
+    "halftune_webui": 9,
+    "halftune.cli": 10,
+}
+ENTRY_POINTS = {"halftune", "halftune.__main__"}  # the version, and `python -m halftune`
+TORCH_FREE = ("halftune.core", "halftune.config", "halftune.hardware", "halftune.plan", "halftune.cli")
+HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "gradio", "triton"}
+NO_PACKAGE = ("kernels", "webui", "configs", "scripts")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package, base in SOURCES.items():
+        for path in sorted((base / package).rglob("*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str | None:
+    if module.startswith(("halftune_kernels", "halftune_webui")):
+        return module.split(".")[0]
+    room = ".".join(module.split(".")[:2])
+    return room if room in FLOORS else None
+
+
+def imports_of(path: Path, known: dict[str, Path]) -> list[tuple[int, str, bool]]:
+    """(line, module, at module level) of every import, those inside functions included."""
+    tree = ast.parse(path.read_text())
+    top = {id(node) for node in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.append((node.lineno, whole if whole in known else str(node.module), id(node) in top))
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_module_imports_only_from_below(module: str) -> None:
+    known = modules()
+    if module in ENTRY_POINTS:
+        return
+    room = room_of(module)
+    assert room is not None, f"{module} stands in no room: give it a floor here"
+    wrong = []
+    for line, target, _ in imports_of(known[module], known):
+        if not target.startswith("halftune") or target in ENTRY_POINTS:
+            continue
+        other = room_of(target)
+        assert other is not None, f"{module}:{line} imports {target}, which stands in no room"
+        if other != room and FLOORS[other] >= FLOORS[room]:
+            wrong.append(f"line {line}: {target} (floor {FLOORS[other]})")
+    assert not wrong, f"{module} (floor {FLOORS[room]}) imports upwards or sideways: {wrong}"
+
+
+@pytest.mark.parametrize("module", [name for name in sorted(modules()) if name.startswith(TORCH_FREE)])
+def test_lower_floors_and_command_line_start_without_torch(module: str) -> None:
+    known = modules()
+    heavy = [(line, target) for line, target, top in imports_of(known[module], known) if top]
+    assert not [pair for pair in heavy if pair[1].split(".")[0] in HEAVY]
+
+
+def test_table_targets_exist_and_obey_the_floors() -> None:
+    """Names in registries ("package.module:Name") are imports too."""
+    known = modules()
+    for module, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("halftune"):
+                target, colon, name = node.value.partition(":")
+                if not colon or not name.isidentifier():
+                    continue
+                assert target in known, f"{module}:{node.lineno} names {target}, which does not exist"
+                assert f"{name}" in known[target].read_text(), f"{target} has no {name}"
+                room, other = room_of(module), room_of(target)
+                assert room and other
+                assert other == room or FLOORS[other] < FLOORS[room], f"{module} reaches up to {target}"
+
+
+@pytest.mark.parametrize("folder", NO_PACKAGE)
+def test_top_level_folders_are_no_packages(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists(), f"an importable {folder!r} would shadow other packages"
