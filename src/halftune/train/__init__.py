@@ -1,0 +1,1 @@
+"""Training: set-up, the loop, checkpoints, callbacks and the report."""

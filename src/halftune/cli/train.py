@@ -1,0 +1,62 @@
+"""Train from a YAML file.
+
+  train --config configs/quickstart.yaml
+  train --config x.yaml training.learning_rate=1e-4 precision=auto
+  train --config x.yaml --print-config        the resolved configuration and where each value came from
+  train --rerun runs/my-run training.output_dir=runs/again
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.config.load import LoadedConfig, load_config
+from halftune.config.model_facts import read_model_facts
+from halftune.config.render import resolved_yaml
+from halftune.core import log
+from halftune.plan import explain, resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``halftune train``."""
+    add_config_arguments(parser)
+    parser.add_argument("--rerun", metavar="RUN_DIR", help="train again what a run folder holds")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads, plans, trains; prints the plan first and where everything is at the end."""
+    loaded = load_from(args)
+    if args.print_config:
+        print(resolved_yaml(loaded), end="")
+        return 0
+    log.configure()
+    for recipe in loaded.run.depends_on:
+        train_one(load_config(loaded.path.parent / recipe))
+    train_one(loaded)
+    return 0
+
+
+def train_one(loaded: LoadedConfig) -> None:
+    """Plans and trains one recipe, after the ones it depends on."""
+    from halftune.hardware.probe import probe
+
+    facts = read_model_facts(loaded.run.model)
+    plan = resolve(loaded.run, probe(), facts, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    main = os.environ.get("RANK", "0") == "0"
+    if main:
+        print(explain(plan))
+
+    from halftune.train.trainer import train  # torch is imported here, after every check that needs none
+
+    outcome = train(loaded, plan)
+    if main:
+        print(outcome.message)
+        for name in ("report.html", "loss.png", "metrics.jsonl"):
+            if (Path(outcome.folder) / name).exists():
+                print(f"  {Path(outcome.folder) / name}")
+        sys.stdout.flush()

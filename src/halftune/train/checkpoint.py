@@ -1,0 +1,171 @@
+"""Checkpoints to go on from: safetensors and JSON, written beside their final name and renamed when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halftune.core.errors import TrainingError
+from halftune.core.log import get_logger
+from halftune.model.state import load_trainable_state, trainable_state
+
+log = get_logger(__name__)
+
+MARKER = "checkpoint.json"  # written last: a folder without it is no checkpoint
+PREFIX = "checkpoint-"
+TRAINABLE, OPTIMIZER, RANDOM = "trainable.safetensors", "optimizer.safetensors", "random.safetensors"
+
+
+@dataclass
+class Trained:
+    """The objects whose state a checkpoint holds."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler
+
+
+def save_checkpoint(folder: Path, step: int, trained: Trained, progress: dict[str, Any]) -> Path:
+    """Writes ``folder/checkpoint-<step>`` completely or not at all.
+
+    Args:
+        progress: JSON-able facts that the trainer wants back (epoch, best evaluation …).
+
+    Raises:
+        TrainingError: the disk is full or the folder cannot be written; earlier checkpoints are untouched.
+    """
+    final = folder / f"{PREFIX}{step}"
+    beside = folder / f".{PREFIX}{step}.writing"
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        tensors, numbers = _flatten_optimizer(trained.optimizer)
+        save_file(trainable_state(trained.model), beside / TRAINABLE)
+        save_file(tensors, beside / OPTIMIZER)
+        save_file(_random_tensors(), beside / RANDOM)
+        state = {
+            "step": step,
+            "progress": progress,
+            "optimizer": numbers,
+            "schedule": trained.schedule.state_dict(),
+            "scaler": trained.scaler.state_dict(),
+            "random": {"python": random.getstate(), "numpy": _numpy_state()},
+        }
+        (beside / MARKER).write_text(json.dumps(state, indent=1))
+        for path in beside.iterdir():
+            _fsync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        beside.rename(final)
+        _fsync(folder)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise TrainingError(
+            f"cannot write the checkpoint of step {step}: {error.strerror}",
+            where=str(final),
+            remedy="free space or choose another training.output_dir; earlier checkpoints are intact",
+        ) from error
+    return final
+
+
+def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
+    """Restores weights, optimizer, schedule and scaler, and returns ``step`` and ``progress``.
+
+    Raises:
+        TrainingError: the folder is no complete checkpoint of this model.
+    """
+    try:
+        state = json.loads((checkpoint / MARKER).read_text())
+        load_trainable_state(trained.model, load_file(checkpoint / TRAINABLE))
+        tensors = load_file(checkpoint / OPTIMIZER)
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"not a complete checkpoint: {error}", where=str(checkpoint), remedy="choose another one, or resume: never"
+        ) from error
+    trained.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
+    trained.schedule.load_state_dict(state["schedule"])
+    trained.scaler.load_state_dict(state["scaler"])
+    return {"step": state["step"], "progress": state["progress"]}
+
+
+def restore_random(checkpoint: Path) -> None:
+    """Restores the random states of Python, NumPy and torch (all devices) as they were when ``checkpoint`` was written."""
+    numbers = json.loads((checkpoint / MARKER).read_text())["random"]
+    tensors = load_file(checkpoint / RANDOM)
+    version, internal, gauss = numbers["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = numbers["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["cpu"])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda{index}"], index)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    for path in found:
+        if not (path / MARKER).is_file():
+            log.warning("%s is no complete checkpoint and is ignored", path)
+    return sorted((p for p in found if (p / MARKER).is_file()), key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def rotate(folder: Path, limit: int | None, best_step: int | None) -> None:
+    """Removes the oldest checkpoints beyond ``limit``; never the newest, never the best."""
+    kept = checkpoints(folder)
+    if limit is None:
+        return
+    spare = [path for path in kept[:-1] if path.name != f"{PREFIX}{best_step}"]
+    for path in spare[: max(0, len(kept) - limit)]:
+        shutil.rmtree(path)
+
+
+def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    state = optimizer.state_dict()
+    tensors, numbers = {}, {}
+    for index, entry in state["state"].items():
+        for name, value in entry.items():
+            (tensors if torch.is_tensor(value) else numbers)[f"{index}.{name}"] = value
+    return {k: v.contiguous() for k, v in tensors.items()}, {"numbers": numbers, "groups": state["param_groups"]}
+
+
+def _unflatten_optimizer(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**tensors, **rest["numbers"]}.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    return {"state": state, "param_groups": rest["groups"]}
+
+
+def _random_tensors() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _numpy_state() -> list[Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return [name, keys.tolist(), position, has_gauss, cached]  # type: ignore[union-attr]
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""One optimizer step: the loss of the whole global batch, its gradient, clipping, the update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halftune.plan import Plan
+from halftune.precision.dtypes import autocast
+from halftune.train.callbacks.base import StepMetrics
+from halftune.train.feed import MicroBatch
+from halftune.train.losses import forward_loss_sum
+from halftune.train.memory import peak_memory_bytes
+
+
+@dataclass
+class Stepper:
+    """Everything that a step touches.
+
+    Attributes:
+        accelerator: processes and devices; its own mixed precision is off, the plan's autocast is used.
+        model: as the accelerator prepared it.
+        check_finite: called with loss, gradient norm and the micro-batches before the weights change; raises or returns
+            False to leave the weights alone.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler
+    plan: Plan
+    max_grad_norm: float
+    check_finite: Callable[[float, float, list[MicroBatch]], bool]
+
+    def __post_init__(self) -> None:
+        self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def step(self, batches: list[MicroBatch]) -> StepMetrics:
+        """Trains on one global batch.
+
+        The loss is the sum over its labelled tokens divided by their number, over all micro-batches and processes: how
+        the batch is split changes nothing but rounding.
+        """
+        started = time.perf_counter()
+        counts = self._total([[batch.tokens, batch.tokens_real, batch.tokens_trained] for batch in batches])
+        tokens, real, trained = (int(value) for value in counts)
+        loss = self._accumulate(batches, trained)
+        self.scaler.unscale_(self.optimizer)
+        norm = self._clip()
+        rate = float(self.schedule.get_last_lr()[0])
+        metrics = StepMetrics(loss, rate, norm, tokens, real, trained, 0.0, 0)
+        self._update(metrics, batches)
+        metrics.seconds = time.perf_counter() - started
+        metrics.memory_bytes = peak_memory_bytes(self.accelerator.device)
+        return metrics
+
+    def _accumulate(self, batches: list[MicroBatch], trained: int) -> float:
+        # DDP averages gradients over processes; the loss wants their sum.
+        scale = self.accelerator.num_processes / max(trained, 1)
+        total = torch.zeros((), dtype=torch.float64 if self.accelerator.device.type != "mps" else torch.float32)
+        total = total.to(self.accelerator.device)
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss_sum = self.forward(batch)
+                self.scaler.scale(loss_sum * scale).backward()
+            total += loss_sum.detach()
+        return float(self.accelerator.reduce(total, reduction="sum")) / max(trained, 1)  # type: ignore[arg-type]
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Sum of the cross-entropy over the labelled tokens of a micro-batch, fp32, under the plan's autocast."""
+        device = self.accelerator.device
+        inputs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
+        with autocast(self.plan.precision, device):
+            return forward_loss_sum(self.model, inputs)[0]
+
+    def _clip(self) -> float:
+        if self.max_grad_norm > 0:
+            return float(nn.utils.clip_grad_norm_(self.trainable, self.max_grad_norm))
+        gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
+        return float(nn.utils.get_total_norm(gradients))
+
+    def _update(self, metrics: StepMetrics, batches: list[MicroBatch]) -> None:
+        # An overflow of scaled gradients is the scaler's daily business: it skips the update and lowers the scale.
+        scaled = self.scaler.is_enabled()
+        finite = self.check_finite(metrics.loss, 0.0 if scaled else metrics.grad_norm, batches)
+        if scaled:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            metrics.extra["loss_scale"] = self.scaler.get_scale()
+            metrics.extra["skipped"] = float(self.scaler.get_scale() < before)
+        elif finite:
+            self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _total(self, rows: list[list[int]]) -> torch.Tensor:
+        """Sums of the columns over all rows and processes."""
+        sums = torch.tensor(rows).sum(dim=0)
+        if self.accelerator.num_processes == 1:
+            return sums
+        return self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum").cpu()  # type: ignore[union-attr]

@@ -1,0 +1,216 @@
+"""The training loop, from a loaded config to a final adapter or model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from halftune.config.load import LoadedConfig
+from halftune.core.errors import TrainingError
+from halftune.core.log import get_logger
+from halftune.model.save import save_final
+from halftune.model.state import load_trainable_state
+from halftune.plan import Plan
+from halftune.train.callbacks import build as build_callbacks
+from halftune.train.callbacks.base import Callback, Phase
+from halftune.train.callbacks.nonfinite import check_finite
+from halftune.train.checkpoint import PREFIX, TRAINABLE, load_checkpoint, restore_random, rotate, save_checkpoint
+from halftune.train.folder import FINISHED, RunFolder, open_folder, replace_folder, write_intent
+from halftune.train.interrupt import Interrupts
+from halftune.train.setup import Session, build
+from halftune.train.step import Stepper
+from halftune.train.validation import evaluate
+
+log = get_logger(__name__)
+
+
+class Interrupted(TrainingError):
+    """A signal ended the run after a complete step; its checkpoint is saved."""
+
+    def __init__(self, number: signal.Signals, step: int, checkpoint: Path) -> None:
+        super().__init__(
+            f"stopped by {number.name} after step {step}; saved {checkpoint}",
+            remedy="the same command goes on from there",
+        )
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its folder, the optimizer steps done and one sentence for the user."""
+
+    folder: Path
+    step: int
+    message: str
+
+
+def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
+    """Trains a run to its end, or goes on with it where its folder holds checkpoints.
+
+    Raises:
+        HalftuneError: anything the user can act on; earlier checkpoints are intact.
+    """
+    folder = open_folder(loaded)
+    if folder.finished:
+        step = json.loads((folder.path / FINISHED).read_text())["step"]
+        return Outcome(folder.path, step, f"{folder.path} is finished already ({step} steps): nothing to do")
+    session = build(loaded, plan, folder.path)
+    if session.run.is_main:
+        write_intent(folder, loaded, plan)
+        (folder.path / "data_report.json").write_text(json.dumps(session.data.report.to_dict(), indent=1))
+    return Trainer(session, folder).train()
+
+
+class Trainer:
+    """Runs a session: steps, and everything periodic through callbacks."""
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self.session, self.folder, self.run = session, folder, session.run
+        self.callbacks: list[Callback] = build_callbacks(session.run.config, session.run.plan)
+        trained, training = session.trained, session.run.config.training
+        self.stepper = Stepper(
+            session.accelerator,
+            session.wrapped,
+            trained.optimizer,
+            trained.schedule,
+            trained.scaler,
+            session.run.plan,
+            training.max_grad_norm,
+            lambda loss, norm, batches: check_finite(self.run, loss, norm, [batch.inputs for batch in batches]),
+        )
+        self.last_saved = self.last_evaluated = -1
+
+    def train(self) -> Outcome:
+        """The whole run; callbacks are told of its end whatever happens."""
+        failure: BaseException | None = None
+        try:
+            with Interrupts() as self.interrupts:
+                self._restore()
+                self._loop()
+                return self._finish()
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._tell("on_end", failure)
+
+    def _restore(self) -> None:
+        run, checkpoint = self.run, self.folder.resume_from
+        if checkpoint is not None:
+            state = load_checkpoint(checkpoint, self.session.trained)
+            run.step, run.epoch = state["step"], state["progress"]["epoch"]
+            best = state["progress"]["best"]
+            run.best = (best[0], best[1]) if best else None
+            self.last_saved = run.step
+            log.info("going on from %s", checkpoint)
+        self._tell("on_start")
+        if checkpoint is not None:
+            restore_random(checkpoint)  # last, so that nothing above has drawn from it
+
+    def _loop(self) -> None:
+        """Step, and after each step what is due."""
+        run = self.run
+        self._phase("training")
+        run.model.train()
+        for run.epoch, batches in self.session.feed.steps(run.step, run.total_steps):
+            metrics = self.stepper.step(batches)
+            run.step += 1
+            self._tell("on_step", metrics)
+            if self._due(run.config.training.eval_steps):
+                self._evaluate()
+            if self._due(run.config.training.save_steps):
+                self._save()
+            if run.stop or self._interrupted():
+                break
+
+    def _due(self, every: int | str) -> bool:
+        if every == "end":
+            return False
+        if every == "epoch":
+            return float(self.run.epoch).is_integer()
+        return self.run.step % int(every) == 0
+
+    def _evaluate(self) -> None:
+        run, feed = self.run, self.session.eval_feed
+        if feed is None or self.last_evaluated == run.step:
+            return
+        self._phase("evaluating")
+        started = time.perf_counter()
+        loss = evaluate(self.stepper, feed)
+        self.last_evaluated = run.step
+        if run.best is None or loss < run.best[1]:
+            run.best = (run.step, loss)
+            if run.config.training.load_best:
+                self._save()
+        self._tell("on_evaluate", {"eval_loss": loss, "eval_seconds": time.perf_counter() - started})
+        self._phase("training")
+
+    def _save(self) -> None:
+        run = self.run
+        if self.last_saved == run.step:
+            return
+        self._phase("saving")
+        progress = {"epoch": run.epoch, "best": run.best}
+        if run.is_main:
+            folder = save_checkpoint(run.folder, run.step, self.session.trained, progress)
+            rotate(run.folder, run.config.training.save_total_limit, run.best[0] if run.best else None)
+            self._tell("on_save", folder)
+        self.session.accelerator.wait_for_everyone()
+        self.last_saved = run.step
+        self._phase("training")
+
+    def _interrupted(self) -> bool:
+        """Whether any process has received a signal; all of them agree."""
+        received = self.interrupts.received is not None
+        if self.session.accelerator.num_processes == 1:
+            return received
+        flag = torch.tensor(int(received), device=self.run.device)
+        return bool(self.session.accelerator.reduce(flag, reduction="sum"))
+
+    def _finish(self) -> Outcome:
+        run = self.run
+        if self._interrupted():
+            self._save()
+            number = self.interrupts.received or signal.SIGTERM  # another process was told
+            raise Interrupted(number, run.step, run.folder / f"{PREFIX}{run.step}")
+        self._evaluate()
+        if run.config.training.save_steps != "end":
+            self._save()
+        if run.config.training.load_best and run.best:
+            best = run.folder / f"{PREFIX}{run.best[0]}"
+            load_trainable_state(run.model, load_file(best / TRAINABLE))
+            log.info("the final result is that of %s (eval loss %.4f)", best.name, run.best[1])
+        self._phase("saving")
+        if run.is_main:
+            self._write_final()
+        self.session.accelerator.wait_for_everyone()
+        self._phase("finished")
+        stopped = f", stopped early: {run.stop}" if run.stop else ""
+        return Outcome(run.folder, run.step, f"trained {run.step} steps{stopped}; the result is in {self.folder.final}")
+
+    def _write_final(self) -> None:
+        beside = self.run.folder / ".final.writing"
+        try:
+            save_final(self.run.model, self.run.tokenizer, self.run.plan, beside)
+            replace_folder(self.folder.final, beside)
+            (self.run.folder / FINISHED).write_text(json.dumps({"step": self.run.step, "time": time.time()}))
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write the result: {error.strerror}",
+                where=str(self.folder.final),
+                remedy="free space and run the same command again; checkpoints are intact",
+            ) from error
+
+    def _phase(self, phase: Phase) -> None:
+        self._tell("on_phase", phase)
+
+    def _tell(self, event: str, *details: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.run, *details)
