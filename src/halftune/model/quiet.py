@@ -1,0 +1,20 @@
+"""Keeps transformers' own progress bars out of our output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers inside the block; what was set before is restored."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
