@@ -102,7 +102,7 @@ def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
 
 
 def restore_random(checkpoint: Path) -> None:
-    """Restores the random states of Python, NumPy and torch (all devices) as they were when ``checkpoint`` was written."""
+    """Restores the random states of Python, NumPy and torch (all devices) as of when ``checkpoint`` was written."""
     numbers = json.loads((checkpoint / MARKER).read_text())["random"]
     tensors = load_file(checkpoint / RANDOM)
     version, internal, gauss = numbers["python"]

@@ -119,9 +119,9 @@ class Trainer:
         run = self.run
         self._phase("training")
         run.model.train()
-        for run.epoch, batches in self.session.feed.steps(run.step, run.total_steps):
+        for epoch, batches in self.session.feed.steps(run.step, run.total_steps):
             metrics = self.stepper.step(batches)
-            run.step += 1
+            run.step, run.epoch = run.step + 1, epoch
             self._tell("on_step", metrics)
             if self._due(run.config.training.eval_steps):
                 self._evaluate()

@@ -1,0 +1,20 @@
+# Makes .venv with halftune in it, once per state of pyproject.toml and constraints.txt, and puts it on PATH.
+# Use: source scripts/environment.sh [EXTRA,EXTRA]      from the repository's root
+# PYTHON names the interpreter (default: python3).
+
+_extras="${1:-}"
+_stamp=".venv/.halftune-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)-${_extras:-base}"
+if [ ! -e "$_stamp" ]; then
+    _python="${PYTHON:-python3}"
+    if ! "$_python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "halftune needs Python 3.10 or newer; $_python is $("$_python" --version 2>&1)" >&2
+        exit 1
+    fi
+    [ -x .venv/bin/python ] || "$_python" -m venv .venv
+    echo "installing halftune into .venv (a few minutes the first time)"
+    # torch first and alone: its pinned line decides between the CPU and the CUDA build that this machine gets.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${_extras:+[$_extras]}"
+    touch "$_stamp"
+fi
+export PATH="$PWD/.venv/bin:$PATH"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Makes .venv with the development tools and runs every check and test that can run on this machine.
+#   bash scripts/test.sh           everything (what CI runs)
+#   bash scripts/test.sh fast      without the tests marked slow
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh dev
+
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ruff check .
+ruff format --check .
+pyright
+jobs="$(python -c 'import os; print(min(8, os.cpu_count() or 1))')"
+marks="slow or not slow"
+[ "${1:-}" = fast ] && marks="not slow"
+pytest -q -n "$jobs" -m "$marks"
