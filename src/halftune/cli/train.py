@@ -13,11 +13,12 @@ import os
 import sys
 from pathlib import Path
 
+from halftune.cli.facts import dependencies, model_facts
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.config.load import LoadedConfig, load_config
-from halftune.config.model_facts import read_model_facts
+from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
 from halftune.core import log
+from halftune.hardware.probe import probe
 from halftune.plan import explain, resolve
 
 
@@ -35,18 +36,15 @@ def run(args: argparse.Namespace) -> int:
         print(resolved_yaml(loaded), end="")
         return 0
     log.configure()
-    for recipe in loaded.run.depends_on:
-        train_one(load_config(loaded.path.parent / recipe))
     train_one(loaded)
     return 0
 
 
 def train_one(loaded: LoadedConfig) -> None:
     """Plans and trains one recipe, after the ones it depends on."""
-    from halftune.hardware.probe import probe
-
-    facts = read_model_facts(loaded.run.model)
-    plan = resolve(loaded.run, probe(), facts, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    for recipe in dependencies(loaded):
+        train_one(recipe)
+    plan = resolve(loaded.run, probe(), model_facts(loaded), world_size=int(os.environ.get("WORLD_SIZE", "1")))
     main = os.environ.get("RANK", "0") == "0"
     if main:
         print(explain(plan))
