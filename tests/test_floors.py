@@ -103,7 +103,8 @@ def test_table_targets_exist_and_obey_the_floors() -> None:
                 assert target in known, f"{module}:{node.lineno} names {target}, which does not exist"
                 assert f"{name}" in known[target].read_text(), f"{target} has no {name}"
                 room, other = room_of(module), room_of(target)
-                assert room and other
+                assert room is not None
+                assert other is not None
                 assert other == room or FLOORS[other] < FLOORS[room], f"{module} reaches up to {target}"
 
 

@@ -1,0 +1,99 @@
+"""Loss parity with transformers' Trainer and peft on the same batches, and across processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from halftune.model.state import trainable_state
+from halftune.train.setup import build
+from halftune.train.trainer import train
+
+
+class _Rows(torch.utils.data.Dataset):
+    """The feed's micro-batches, one a row, so that both trainers see the same tensors."""
+
+    def __init__(self, batches: list[dict]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.batches[index]
+
+
+class _Losses(TrainerCallback):
+    def __init__(self) -> None:
+        self.curve: list[float] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if "loss" in logs:
+            self.curve.append(logs["loss"])
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_twenty_steps_equal_transformers_trainer(recipe, losses, tmp_path: Path, adapter: str) -> None:
+    settings = (
+        "adapter=none" if adapter == "none" else "adapter.rank=8",
+        "training.max_steps=20",
+        "training.gradient_accumulation_steps=2",
+        "training.per_device_train_batch_size=4",
+        "training.weight_decay=0.01",
+        "training.learning_rate=2e-3",
+    )
+    loaded, plan = recipe(*settings)
+    session = build(loaded, plan, tmp_path / "their-start")
+    initial = {name: value.clone() for name, value in trainable_state(session.run.model).items()}
+    batches = [batch.inputs for _, step in session.feed.steps(0, 20) for batch in step]
+
+    ours = losses(train(loaded, plan).folder)
+
+    assert all(torch.equal(value, initial[name]) for name, value in trainable_state(session.run.model).items())
+    recorder = _Losses()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "theirs"),
+        max_steps=20,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-3,
+        weight_decay=0.01,
+        lr_scheduler_type="cosine",
+        warmup_steps=1,
+        logging_steps=1,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    theirs = Trainer(
+        session.run.model, arguments, train_dataset=_Rows(batches), data_collator=lambda rows: dict(rows[0]),
+        callbacks=[recorder],
+    )  # fmt: skip
+    theirs.train()
+    assert len(ours) == len(recorder.curve) == 20
+    assert max(abs(a - b) / b for a, b in zip(ours, recorder.curve, strict=True)) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_processes_follow_the_curve_of_one(recipe, losses, tmp_path: Path) -> None:
+    one, plan = recipe("training.per_device_train_batch_size=8", f"training.output_dir={tmp_path}/one")
+    expected = losses(train(one, plan).folder)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "halftune", "train",
+        "--config", str(tmp_path / "recipe.yaml"), "training.per_device_train_batch_size=4",
+        f"training.output_dir={tmp_path}/two",
+    ]  # fmt: skip
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = losses(tmp_path / "two")
+    assert len(two) == len(expected) == 8
+    assert max(abs(a - b) / b for a, b in zip(two, expected, strict=True)) < 1e-5
