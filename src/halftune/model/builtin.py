@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
 from halftune.core.errors import ModelError
@@ -119,14 +119,15 @@ def write_tokenizer(folder: Path) -> None:
     learned = json.loads(raw.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
+        merges=[tuple(pair) for pair in learned["merges"]],  # pyright: ignore[reportArgumentType]
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
-        unk_token=None,
+        unk_token=None,  # pyright: ignore[reportArgumentType]
         extra_special_tokens=[START_TOKEN],
         model_max_length=4096,
     )
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in CALL_TOKENS])
+    for token in CALL_TOKENS:
+        tokenizer.add_tokens(AddedToken(token, special=False, normalized=False))
     tokenizer.chat_template = chatml_template()
     assert len(tokenizer) == VOCAB_SIZE, f"{len(tokenizer)} tokens"
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,55 @@
+"""Attaches the adapter that the config asks for; the table of adapters is here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from halftune.config.adapter import AdapterSection
+from halftune.core import table
+from halftune.core.errors import ModelError
+from halftune.model.adapters.weights import cast_adapter
+from halftune.plan import Plan
+
+# type of the section → attach(model, section, plan, seed) -> model
+ADAPTERS: dict[str, str] = {
+    "none": "halftune.model.adapters.none:attach",
+    "lora": "halftune.model.adapters.lora:attach",
+}
+
+
+def attach_adapter(model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int) -> torch.nn.Module:
+    """The model ready for training: what is trained requires a gradient, in ``plan.precision.trainable``.
+
+    Args:
+        model: as ``load_model`` returns it.
+        adapter: which adapter.
+        plan: gives the dtypes.
+        seed: of the adapter's first weights; the global random state is left alone.
+
+    Raises:
+        ConfigError: the adapter does not fit this model; says what would.
+    """
+    return table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
+    """The model with a saved adapter, for inference, the adapter's weights in the dtype they were trained in.
+
+    Raises:
+        ModelError: the folder holds no adapter, or one of another model.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        raise ModelError("no adapter here (adapter_config.json)", where=str(folder), remedy="write a finished run")
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+        first = str(error).strip().split("\n")[0]
+        remedy = "check that adapter and base model belong together"
+        raise ModelError(f"the adapter does not load: {first}", where=str(folder), remedy=remedy) from error
+    cast_adapter(adapted, plan)
+    return adapted.eval()

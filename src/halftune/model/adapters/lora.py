@@ -1,0 +1,86 @@
+"""LoRA, rsLoRA and DoRA through peft, with deterministic first weights and planned dtypes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from difflib import get_close_matches
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import PreTrainedModel
+
+from halftune.config.adapter import LoraAdapter
+from halftune.core.errors import ConfigError
+from halftune.model.adapters.weights import cast_adapter
+from halftune.plan import Plan
+
+
+def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) -> PeftModel:
+    """The model with adapters on its target modules; everything else is frozen.
+
+    Raises:
+        ConfigError: a target or a module to save does not exist in this model; names those that do.
+    """
+    targets = _targets(model, adapter)
+    saved = _modules_to_save(model, adapter)
+    tied = bool(model.config.tie_word_embeddings) and saved is not None
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        modules_to_save=saved,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        bias="none",
+        ensure_weight_tying=tied,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        # peft asks transformers by a name that transformers has renamed
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    assert isinstance(adapted, PeftModel)
+    cast_adapter(adapted, plan)
+    return adapted
+
+
+def _targets(model: PreTrainedModel, adapter: LoraAdapter) -> str | list[str]:
+    """What peft is to match, after checking that each part of it matches something.
+
+    Raises:
+        ConfigError: something matches nothing.
+    """
+    asked = adapter.target_modules
+    if asked == "all-linear":
+        return "all-linear"
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
+    where, endings = "adapter.target_modules", sorted({name.rpartition(".")[2] for name in names})
+    known = f"this model has: {', '.join(endings)}"
+    if isinstance(asked, str):
+        try:
+            found = any(re.fullmatch(asked, name) for name in names)
+        except re.error as error:
+            raise ConfigError(f"{asked!r} is not a regular expression: {error}", where=where) from error
+        if not found:
+            hint = f"write it as a list: [{asked}]" if asked in endings else f"it must match whole names; {known}"
+            raise ConfigError(f"the expression {asked!r} matches no module", where=where, remedy=hint)
+        return asked
+    for ending in asked:
+        if not any(name == ending or name.endswith(f".{ending}") for name in names):
+            close = get_close_matches(ending, endings, n=1)
+            remedy = f"did you mean {close[0]}? {known}" if close else known
+            raise ConfigError(f"no module is called {ending!r}", where=where, remedy=remedy)
+    return list(asked)
+
+
+def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter) -> list[str] | None:
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
+    for module in adapter.modules_to_save:
+        if module.rpartition(".")[2] not in names:
+            close = get_close_matches(module, sorted(names), n=1)
+            remedy = f"did you mean {close[0]}?" if close else "write names such as embed_tokens, lm_head"
+            raise ConfigError(f"no module is called {module!r}", where="adapter.modules_to_save", remedy=remedy)
+    return list(adapter.modules_to_save) or None

@@ -1,0 +1,23 @@
+"""Full fine-tuning: every parameter is trained."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from halftune.config.adapter import NoAdapter
+from halftune.plan import Plan
+from halftune.precision.dtypes import stays_fp32, torch_dtype
+
+
+def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) -> PreTrainedModel:
+    """The same model, every parameter requiring a gradient, in the plan's trainable dtype.
+
+    Parameters are cast one by one and the module never: that would cast rotary tables along with them.
+    """
+    trainable = torch_dtype(plan.precision.trainable.value)
+    for name, parameter in model.named_parameters():
+        kept = stays_fp32(name, parameter, plan.precision.keep_fp32.value)
+        parameter.data = parameter.data.to(torch.float32 if kept else trainable)
+        parameter.requires_grad_(True)
+    return model

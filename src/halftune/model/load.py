@@ -1,0 +1,117 @@
+"""Loads a model's weights with the plan's dtypes, which are always explicit, and never half a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from halftune.config.model import ModelSection
+from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
+from halftune.model.locate import locate
+from halftune.model.patch import register_attention
+from halftune.model.quiet import quiet
+from halftune.plan import Plan
+from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
+
+log = get_logger(__name__)
+
+
+def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) -> PreTrainedModel:
+    """The model on the CPU, its weights in ``plan.precision.storage``, its attention behind the plan's guard.
+
+    Parameters that the plan's ``keep_fp32`` patterns name, or that the model's own code keeps in fp32, are read as fp32
+    from the checkpoint, never by way of a shorter format. Rotary tables are fp32.
+
+    Args:
+        model: which checkpoint.
+        plan: gives dtypes, attention backend and gradient checkpointing.
+        for_training: without it, no weight requires a gradient and the key-value cache is on.
+
+    Raises:
+        ModelError: the checkpoint cannot be read, or its weights are not all and only this architecture's.
+    """
+    folder = locate(model)
+    storage = torch_dtype(plan.precision.storage.value)
+    with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
+        loaded, info = _read(folder, model, storage, register_attention(plan))
+    _check_complete(info, folder)
+    for name, parameter in loaded.named_parameters():
+        if parameter.dtype == torch.float32 != storage and not stays_fp32(name, None, plan.precision.keep_fp32.value):
+            mark_kept(parameter)
+            log.info("%s stays fp32: the model's own code asks for it", name)
+    # what adapters, cards and messages name as the base is what the user wrote, not a folder in a cache
+    loaded.config.name_or_path = loaded.name_or_path = model.name_or_path
+    if not for_training:
+        return loaded.requires_grad_(False).eval()
+    loaded.config.use_cache = False
+    if plan.batch.gradient_checkpointing.value:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return loaded.train()
+
+
+def _read(
+    folder: Path, model: ModelSection, storage: torch.dtype, attention: str
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=storage,
+            attn_implementation=attention,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        return loaded
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        first = str(error).strip().split("\n")[0]
+        remedy = "check that the folder is a whole causal language model that this transformers version knows"
+        if "trust_remote_code" in str(error):
+            first = "the checkpoint brings Python code of its own"
+            remedy = "read it, then set model.trust_remote_code: true and model.revision to the commit that you read"
+        raise ModelError(f"the model does not load: {first}", where=str(folder), remedy=remedy) from error
+
+
+def _check_complete(info: dict[str, Any], folder: Path) -> None:
+    """Weights that the checkpoint lacks would be random numbers: an error. Weights left over: a warning.
+
+    Raises:
+        ModelError: names how many are missing or of another shape, and the first of them.
+    """
+    mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
+    for kind, keys in (("missing", sorted(info["missing_keys"])), ("of another shape", mismatched)):
+        if keys:
+            what = f"{len(keys)} weights are {kind}, first {keys[0]}: they would be random numbers"
+            raise ModelError(what, where=str(folder), remedy="fetch the checkpoint again, or check its config.json")
+    if info["error_msgs"]:
+        raise ModelError(str(info["error_msgs"][0]), where=str(folder), remedy="fetch the checkpoint again")
+    if unexpected := sorted(info["unexpected_keys"]):
+        some = ", ".join(unexpected[:3])
+        log.warning("%s: %d weights have no place in this model and are left out: %s", folder, len(unexpected), some)
+
+
+@contextmanager
+def _kept_in_fp32(patterns: tuple[str, ...]) -> Iterator[None]:
+    """Inside, ``from_pretrained`` reads the parameters that ``patterns`` find in fp32.
+
+    transformers decides the dtype of each tensor from a table that the model class makes; the plan's names are added
+    to it, so that a checkpoint's fp32 values arrive unrounded.
+    """
+    original = PreTrainedModel._get_dtype_plan
+
+    def extended(self: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        names = [name for name, parameter in self.named_parameters() if stays_fp32(name, None, patterns)]
+        return {**original(self, dtype), **{f"^{re.escape(name)}$": torch.float32 for name in names}}
+
+    PreTrainedModel._get_dtype_plan = extended
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = original

@@ -1,0 +1,130 @@
+"""Turns what the user wrote for a model into a folder on this machine: config, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from halftune.config.model import ModelSection
+from halftune.core.errors import ModelError
+from halftune.model.builtin import materialize
+
+BUILTIN = "builtin:"
+WEIGHTS = ("*.safetensors",)
+# tokenizers and configs in every spelling; JSON includes the index of sharded weights
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+IGNORED = ("consolidated*", "original/*", "onnx/*", "openvino/*", "*.bin.index.json", "flax*", "tf_*")
+
+
+def locate(model: ModelSection) -> Path:
+    """The folder of a model's files: made (``builtin:``), as given (a folder), or downloaded (a hub id).
+
+    Of a hub repository only safetensors weights, JSON, templates and tokenizer files are fetched (Python files with
+    ``trust_remote_code`` only). Pickle checkpoints are refused: loading one runs code.
+
+    Raises:
+        ModelError: nothing is there, the hub cannot be reached, a shard is missing, or there are no safetensors.
+    """
+    name = model.name_or_path
+    if name.startswith(BUILTIN):
+        return materialize(name.removeprefix(BUILTIN))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _checked(folder)
+    if folder.is_file() or _looks_like_a_path(name):
+        raise ModelError(f"no model folder at {name}", remedy="write an existing folder, a hub id or builtin:<name>")
+    return _checked(download(name, model, (*WEIGHTS, *SMALL_FILES)))
+
+
+def locate_tokenizer(model: ModelSection) -> Path:
+    """The folder of the tokenizer: ``model.tokenizer`` where it is set, else the model's own.
+
+    Raises:
+        ModelError: as ``locate``.
+    """
+    if model.tokenizer is None:
+        return locate(model)
+    if model.tokenizer.startswith(BUILTIN):
+        return materialize(model.tokenizer.removeprefix(BUILTIN))
+    folder = Path(model.tokenizer).expanduser()
+    if folder.is_dir():
+        return folder
+    if _looks_like_a_path(model.tokenizer):
+        raise ModelError(f"no tokenizer folder at {model.tokenizer}", remedy="correct model.tokenizer")
+    return download(model.tokenizer, model.model_copy(update={"revision": None}), SMALL_FILES)
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~", "\\")) or name.count("/") != 1 or name.endswith("/")
+
+
+def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
+    """Folder with the files of a hub repository that match ``patterns``, from the hub's cache or from the hub.
+
+    Raises:
+        ModelError: with what to do about each way this can fail.
+    """
+    where = f"{name}@{model.revision}" if model.revision else name
+    wanted = [*patterns, *(("*.py",) if model.trust_remote_code else ())]
+    try:
+        return Path(
+            snapshot_download(name, revision=model.revision, allow_patterns=wanted, ignore_patterns=list(IGNORED))
+        )
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} is neither a folder nor a hub id", remedy="check model.name_or_path") from error
+    except GatedRepoError as error:
+        remedy = "accept its licence on the hub and log in with `hf auth login`"
+        raise ModelError("the repository is gated", where=where, remedy=remedy) from error
+    except RepositoryNotFoundError as error:
+        remedy = "check the spelling; for a private one log in with `hf auth login`"
+        raise ModelError("no such repository on the hub", where=where, remedy=remedy) from error
+    except RevisionNotFoundError as error:
+        raise ModelError("no such revision on the hub", where=where, remedy="check model.revision") from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        remedy = "go online once (HF_HUB_OFFLINE unset), write a local folder, or use builtin:qwen2-tiny"
+        raise ModelError("not in the local cache, and the hub is out of reach", where=where, remedy=remedy) from error
+    except (HfHubHTTPError, OSError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ModelError(f"download failed: {first}", where=where, remedy="try again or write a folder") from error
+
+
+def _checked(folder: Path) -> Path:
+    """The folder, when it holds a whole checkpoint in safetensors.
+
+    Raises:
+        ModelError: it does not; the message says what is missing.
+    """
+    where = str(folder)
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            remedy = "train or chat from its base model; `halftune export` merges an adapter into one"
+            raise ModelError("this folder holds an adapter, not a model", where=where, remedy=remedy)
+        raise ModelError("the folder has no config.json", where=where, remedy="write the folder of a model")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise ModelError("the index of weights is damaged", where=str(index), remedy="fetch it again") from error
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            what = f"{len(missing)} of {len(shards)} weight files are missing, first {missing[0]}"
+            raise ModelError(what, where=where, remedy="fetch the model again")
+    elif not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickles:
+            what = f"weights are pickles ({pickles[0]}), which run code when loaded"
+            raise ModelError(what, where=where, remedy="convert them to safetensors with a tool that you trust")
+        raise ModelError("no weights (*.safetensors)", where=where, remedy="write a model that has them")
+    return folder

@@ -1,0 +1,101 @@
+"""Loads the tokenizer of a run: padding set, chat template replaced where the config says so, ends of turns known."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from halftune.config.builtin_models import END_TOKEN, START_TOKEN
+from halftune.config.model import ModelSection
+from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
+from halftune.model.builtin import chatml_template
+from halftune.model.locate import locate_tokenizer
+
+log = get_logger(__name__)
+
+# Names under which vocabularies keep an unused token that may pad, in order of preference.
+PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|pad|>", "<unk>")
+# transformers' own tag around what the assistant says; plain Jinja does not know it
+GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+
+
+def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, right-padding, with a pad token and the chat template that the config asks for.
+
+    Raises:
+        ModelError: it cannot be loaded, or the template asked for does not fit it.
+    """
+    folder = locate_tokenizer(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().split("\n")[0]
+        remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
+        raise ModelError(f"the tokenizer does not load: {first}", where=str(folder), remedy=remedy) from error
+    if len(tokenizer) == 0:
+        raise ModelError("the folder has no tokenizer", where=str(folder), remedy="set model.tokenizer")
+    tokenizer.padding_side = "right"
+    _set_pad_token(tokenizer)
+    if model.chat_template is not None:
+        tokenizer.chat_template = _template(model.chat_template, tokenizer)
+    return tokenizer
+
+
+def _set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.pad_token_id is not None:
+        return
+    vocabulary = tokenizer.get_vocab()
+    unused = [token for token in PAD_CANDIDATES if token in vocabulary and token != tokenizer.eos_token]
+    tokenizer.pad_token = unused[0] if unused else tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        remedy = "set model.tokenizer to one with a pad or end-of-text token"
+        raise ModelError("the tokenizer has neither a pad nor an end-of-text token", remedy=remedy)
+    # harmless for training: padding is masked by position, never by token id
+    log.info("the tokenizer has no pad token; padding with %s", tokenizer.pad_token)
+
+
+def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if asked == "chatml":
+        vocabulary = tokenizer.get_vocab()
+        missing = [token for token in (START_TOKEN, END_TOKEN) if token not in vocabulary]
+        if missing:
+            raise ModelError(
+                f"the chatml template needs the tokens {START_TOKEN} and {END_TOKEN}; this tokenizer lacks {missing}",
+                remedy="write model.chat_template: a Jinja file made of control tokens that the tokenizer has",
+            )
+        tokenizer.eos_token = END_TOKEN
+        return chatml_template()
+    path = Path(asked).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
+    except OSError as error:
+        remedy = "write `chatml` or the path of a Jinja file"
+        raise ModelError(f"cannot read the chat template: {error.strerror}", where=asked, remedy=remedy) from error
+    except TemplateError as error:
+        raise ModelError(f"the chat template is not valid Jinja: {error}", where=asked) from error
+    return text
+
+
+def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: the tokenizer's end of text and the control token its template closes a turn with.
+
+    Base checkpoints often name ``<|endoftext|>`` as EOS while their template ends turns with another token; a chat
+    that stops only at the first runs on past its answer.
+    """
+    found: list[int] = []
+    if tokenizer.chat_template is not None:
+        probe = "zq7"
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": probe}]
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        tail = rendered[rendered.rfind(probe) + len(probe) :] if probe in rendered else ""
+        special = set(tokenizer.all_special_ids)
+        found += [token for token in tokenizer.encode(tail, add_special_tokens=False) if token in special][:1]
+    if isinstance(tokenizer.eos_token_id, int):
+        found.append(tokenizer.eos_token_id)
+    return list(dict.fromkeys(found))
