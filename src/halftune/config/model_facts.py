@@ -2,7 +2,61 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.model import ModelSection
+from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, tensors_of
+from halftune.config.model_types import check_causal
+from halftune.config.model_weights import Sizes, Tensor
+from halftune.config.safetensors_headers import count_parameters, main_format, read_headers
+from halftune.core.errors import ModelError
+from halftune.core.table import did_you_mean
+
+# The same size under the names that configs have had for it.
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+FORMATS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+SINKS = {"gpt_oss", "mimo_v2_flash"}
+# Families with state-space, convolution or linear-attention layers whose config may not list the layers' types.
+NOT_ONLY_SOFTMAX = {
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "glm5_next",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen4_exp",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +79,8 @@ class ModelFacts:
         num_experts, num_experts_per_token: 0 for dense models.
         quantization: quantisation method of the checkpoint, or None.
         max_position_embeddings: longest position the model was made for.
+        window_layers: number of layers with the sliding window (0 without one).
+        tensors: every weight tensor by name and shape where the family is described, else empty.
         raw: the whole parsed config.json (nested text_config already resolved into the fields above).
     """
 
@@ -50,4 +106,198 @@ class ModelFacts:
     num_experts_per_token: int = 0
     quantization: str | None = None
     max_position_embeddings: int | None = None
+    window_layers: int = 0
+    tensors: tuple[Tensor, ...] = ()
     raw: dict | None = None
+
+
+def read_model_facts(model: ModelSection) -> ModelFacts:
+    """Facts about a model from its config.json (and, in a local folder, the headers of its weights).
+
+    Raises:
+        ModelError: there is no config.json, it is damaged, or it describes no causal language model.
+    """
+    name = model.name_or_path
+    if name.startswith("builtin:"):
+        known = {f"builtin:{key}": raw for key, raw in BUILTIN_MODELS.items()}
+        if name not in known:
+            raise ModelError(f"there is no model {name}", where="model.name_or_path", remedy=did_you_mean(name, known))
+        return facts_from_config(known[name], name)
+    file = _config_file(model)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(
+            f"config.json cannot be read: {error}", where=str(file), remedy="fetch the model again"
+        ) from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise ModelError(
+            "config.json names no model_type", where=str(file), remedy="is this a transformers checkpoint?"
+        )
+    check_causal(raw, where=str(file), trust_remote_code=model.trust_remote_code)
+    return facts_from_config(raw, name, headers=read_headers(file.parent), where=str(file))
+
+
+def facts_from_config(
+    raw: dict[str, Any], name: str, *, headers: dict[str, tuple[str, tuple[int, ...]]] | None = None, where: str = ""
+) -> ModelFacts:
+    """Facts from a parsed config.json; pure.
+
+    Args:
+        raw: the parsed config.json.
+        name: what the user wrote for the model.
+        headers: as ``read_headers`` gives them; where there are some, they tell the dtype and the exact count.
+        where: the file, for errors.
+
+    Raises:
+        ModelError: a size is missing or is not a number.
+    """
+    nested = raw.get("text_config")
+    text = {**raw, **nested} if isinstance(nested, dict) else raw
+    model_type = _text_type(raw, text)
+    text = {**defaults_of(model_type), **{key: value for key, value in text.items() if value is not None}}
+    sizes = _sizes(text, where or name)
+    tensors = tensors_of(model_type, text, sizes)
+    quantization = (text.get("quantization_config") or {}).get("quant_method")
+    parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
+    if headers and not quantization and not isinstance(nested, dict):
+        parameters, exact = count_parameters(headers, tied=sizes.tied), True
+    window = _window(text)
+    experts = _first(text, EXPERTS, 0)
+    return ModelFacts(
+        name_or_path=name,
+        model_type=str(raw.get("model_type")),
+        dtype=(main_format(headers) if headers else None) or _dtype(text),
+        hidden_size=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate,
+        vocab_size=sizes.vocab,
+        tie_word_embeddings=sizes.tied,
+        num_parameters=parameters or _estimate(text, sizes),
+        num_parameters_exact=exact,
+        linear_layers=_count_linear(model_type, text, sizes.layers),
+        sliding_window=window,
+        softcap=text.get("attn_logit_softcapping"),
+        sinks=model_type in SINKS,
+        attention_dropout=float(_first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)),
+        num_experts=experts,
+        num_experts_per_token=_first(text, ("num_experts_per_tok", "moe_topk", "num_experts_per_token"), 0)
+        if experts
+        else 0,
+        quantization=quantization,
+        max_position_embeddings=_first(text, ("max_position_embeddings", "n_positions"), None),
+        window_layers=_window_layers(text, sizes.layers) if window else 0,
+        tensors=tensors,
+        raw=raw,
+    )
+
+
+def _config_file(model: ModelSection) -> Path:
+    name = model.name_or_path
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+        if (folder / "adapter_config.json").is_file():
+            remedy = "model.name_or_path is the base model; merge the adapter first with `halftune export`"
+            raise ModelError("this folder holds an adapter, not a model", where=name, remedy=remedy)
+        raise ModelError("there is no config.json in the model's folder", where=name)
+    if folder.is_file() or name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
+        remedy = "write an existing folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or builtin:<name>"
+        raise ModelError(f"there is no model folder {name}", where="model.name_or_path", remedy=remedy)
+    return _from_hub(name, model.revision)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    """config.json of a hub repository: the cached one, else downloaded (some kilobytes)."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json", revision=revision))
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} is neither a folder nor a hub id", where="model.name_or_path") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:  # not there, gated, offline, unreachable
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = (
+            "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or give a folder"
+        )
+        raise ModelError(
+            f"cannot get config.json of {name}: {reason}", where="model.name_or_path", remedy=remedy
+        ) from error
+
+
+def _text_type(raw: dict[str, Any], text: dict[str, Any]) -> str:
+    """The family under which the text model is described."""
+    for name in (str(text.get("model_type")), f"{raw.get('model_type')}_text", str(raw.get("model_type"))):
+        if name in LLAMA_LIKE or name in OTHERS:
+            return name
+    return str(text.get("model_type"))
+
+
+def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
+    return next((text[key] for key in keys if text.get(key) is not None), otherwise)
+
+
+def _sizes(text: dict[str, Any], where: str) -> Sizes:
+    hidden, layers = (_whole(text, keys, where) for keys in (HIDDEN, LAYERS))
+    heads = _whole(text, HEADS, where, 1)
+    kv_heads = _whole(text, ("num_key_value_heads", "num_kv_heads"), where, heads)
+    head_dim = _whole(text, ("head_dim",), where, hidden // heads)
+    if text.get("kv_lora_rank"):  # multi-head latent attention: queries and keys have two parts
+        head_dim = int(text.get("qk_nope_head_dim", 0)) + int(text.get("qk_rope_head_dim", 0)) or head_dim
+    return Sizes(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=_whole(text, WIDTH, where, 4 * hidden),
+        vocab=_whole(text, ("vocab_size",), where),
+        tied=bool(text.get("tie_word_embeddings", False)),
+    )
+
+
+def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: int | None = None) -> int:
+    value = _first(text, keys, otherwise)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        said = "is missing" if value is None else f"is {value!r}, not a positive whole number"
+        raise ModelError(f"config.json: {keys[0]} {said}", where=where, remedy="fetch the model again")
+    return value
+
+
+def _dtype(text: dict[str, Any]) -> str | None:
+    return FORMATS.get(str(_first(text, ("dtype", "torch_dtype"), "")).removeprefix("torch."))
+
+
+def _window(text: dict[str, Any]) -> int | None:
+    return text.get("sliding_window") or None if text.get("use_sliding_window", True) else None
+
+
+def _window_layers(text: dict[str, Any], layers: int) -> int:
+    if types := text.get("layer_types"):
+        return sum(kind == "sliding_attention" for kind in types[:layers])
+    if pattern := text.get("sliding_window_pattern"):
+        return sum((layer + 1) % int(pattern) != 0 for layer in range(layers))
+    return layers - min(layers, int(text.get("max_window_layers") or 0)) if "max_window_layers" in text else layers
+
+
+def _count_linear(model_type: str, text: dict[str, Any], layers: int) -> int:
+    found = len(linear_layers(text, layers))
+    if found or model_type not in NOT_ONLY_SOFTMAX or text.get("layer_types"):
+        return found
+    return layers  # it has some; which ones its config tells in a way of its own
+
+
+def _estimate(text: dict[str, Any], sizes: Sizes) -> int:
+    """Parameters of a Llama-like model of these sizes: within a few per cent for most decoders."""
+    attention = sizes.hidden * sizes.head_dim * 2 * (sizes.heads + sizes.kv_heads)
+    experts = int(_first(text, EXPERTS, 0))
+    width = int(text.get("moe_intermediate_size") or sizes.intermediate) if experts else sizes.intermediate
+    mlp = 3 * sizes.hidden * width * max(experts, 1) + sizes.hidden * experts
+    embedding = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2)
+    return embedding + sizes.layers * (attention + mlp + 2 * sizes.hidden) + sizes.hidden

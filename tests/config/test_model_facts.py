@@ -1,0 +1,254 @@
+"""What config.json tells: sizes, exact parameter counts against transformers, and clear errors for damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.model import ModelSection
+from halftune.config.model_facts import facts_from_config, read_model_facts
+from halftune.config.model_families import LLAMA_LIKE, OTHERS
+from halftune.core.errors import ModelError
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "llama", {"num_key_value_heads": 2}),
+    ("llama with biases", "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("llama, old config without key heads", "llama", {}),
+    ("llama, tied", "llama", {"tie_word_embeddings": True}),
+    ("granite", "granite", {"num_key_value_heads": 2}),
+    ("helium", "helium", {"num_key_value_heads": 2, "head_dim": 16}),
+    ("smollm3", "smollm3", {}),
+    ("mistral", "mistral", {"num_key_value_heads": 2}),
+    ("ministral", "ministral", {"num_key_value_heads": 2, "head_dim": 32}),
+    ("qwen2", "qwen2", {"num_key_value_heads": 2}),
+    ("qwen2, tied", "qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("qwen3, defaults", "qwen3", {"num_key_value_heads": 2}),
+    ("qwen3, bias", "qwen3", {"num_key_value_heads": 4, "head_dim": 16, "attention_bias": True}),
+    ("gemma", "gemma", {"num_key_value_heads": 1}),
+    ("gemma2", "gemma2", {}),
+    ("gemma3", "gemma3_text", {"head_dim": 32}),
+    ("phi3", "phi3", {"num_key_value_heads": 2}),
+    ("starcoder2", "starcoder2", {}),
+    ("starcoder2 without biases", "starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("olmo", "olmo", {}),
+    ("olmo2", "olmo2", {"num_key_value_heads": 2}),
+    ("olmo3", "olmo3", {"num_key_value_heads": 2}),
+    ("mixtral", "mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    ("qwen2_moe", "qwen2_moe", {**EXPERTS, "num_key_value_heads": 2, "shared_expert_intermediate_size": 80}),
+    ("qwen2_moe, some dense", "qwen2_moe", {**EXPERTS, "num_key_value_heads": 2, "mlp_only_layers": [0]}),
+    ("qwen3_moe", "qwen3_moe", {**EXPERTS}),
+    ("qwen3_moe, every other", "qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2}),
+    ("olmoe", "olmoe", {"num_experts": 4, "num_key_value_heads": 4}),
+    ("gpt_oss", "gpt_oss", {"num_local_experts": 4}),
+    ("qwen3_next", "qwen3_next", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    ("qwen3_5", "qwen3_5_text", {**LINEAR, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    ("qwen3_5, interval", "qwen3_5_text", {**LINEAR}),
+    ("qwen3_5_moe", "qwen3_5_moe_text", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    ("gpt2", "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
+    ("gpt2, inner width", "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 100, "n_positions": 77}),
+    ("gpt_neox", "gpt_neox", {}),
+    ("gpt_neox without attention bias", "gpt_neox", {"attention_bias": False}),
+    ("falcon 7b style", "falcon", {}),
+    ("falcon 40b style", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon rw style", "falcon", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
+]
+
+
+def config_of(model_type: str, extra: dict[str, Any]) -> dict[str, Any]:
+    base = {k: v for k, v in SMALL.items() if model_type != "gpt2" or k.endswith(("vocab_size", "token_id"))}
+    return {**base, "model_type": model_type, **extra}
+
+
+@pytest.mark.parametrize(("model_type", "extra"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any]) -> None:
+    """Name by name and shape by shape, on the meta device."""
+    raw = config_of(model_type, extra)
+    facts = facts_from_config(raw, "here")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    ours: dict[str, tuple[int, ...]] = {}
+    for tensor in facts.tensors:
+        for module in tensor.modules():
+            ours[f"{module}.{tensor.name.rpartition('.')[2]}".lstrip(".")] = tensor.shape
+    for name in built.keys() & ours.keys():
+        if model_type == "gpt2" and len(built[name]) == 2:  # Conv1D keeps its weight transposed
+            assert sorted(ours[name]) == sorted(built[name]), name
+        else:
+            assert ours[name] == built[name], name
+    assert ours.keys() == built.keys()
+    assert facts.num_parameters == sum(p.numel() for p in model.parameters())
+    assert facts.num_parameters_exact
+    linear = {
+        name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
+    }
+    assert {m for t in facts.tensors if t.kind == "linear" for m in t.modules()} == linear - (
+        {"lm_head"} if facts.tie_word_embeddings else set()
+    )
+
+
+@pytest.mark.parametrize(("model_type", "extra"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_sizes_are_those_of_transformers(model_type: str, extra: dict[str, Any]) -> None:
+    raw = config_of(model_type, extra)
+    facts, config = facts_from_config(raw, "here"), AutoConfig.for_model(**raw)
+    heads = config.num_attention_heads
+    assert (facts.hidden_size, facts.num_layers, facts.num_heads) == (
+        config.hidden_size,
+        config.num_hidden_layers,
+        heads,
+    )
+    assert facts.tie_word_embeddings == config.tie_word_embeddings
+    types = getattr(config, "layer_types", None) or []
+    assert facts.linear_layers == sum(kind == "linear_attention" for kind in types)
+    assert facts.softcap == getattr(config, "attn_logit_softcapping", None)
+    if types:
+        assert facts.window_layers == (
+            sum(kind == "sliding_attention" for kind in types) if facts.sliding_window else 0
+        )
+
+
+def test_every_described_family_is_tested() -> None:
+    assert {case[1] for case in CASES} == {*LLAMA_LIKE, *OTHERS}
+
+
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
+def test_builtin_models_are_counted_exactly(name: str) -> None:
+    facts = read_model_facts(ModelSection(name_or_path=f"builtin:{name}"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BUILTIN_MODELS[name]))
+    assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert facts.dtype == "fp32"
+
+
+def folder_with(tmp_path: Path, raw: dict[str, Any] | str) -> ModelSection:
+    (tmp_path / "config.json").write_text(raw if isinstance(raw, str) else json.dumps(raw))
+    return ModelSection(name_or_path=str(tmp_path))
+
+
+def test_an_undescribed_family_is_estimated(tmp_path: Path) -> None:
+    raw = {**SMALL, "model_type": "arcee", "num_key_value_heads": 2}
+    facts = read_model_facts(folder_with(tmp_path, raw))
+    with torch.device("meta"):
+        exact = sum(p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).parameters())
+    assert not facts.num_parameters_exact
+    assert facts.num_parameters == pytest.approx(exact, rel=0.25)
+
+
+def test_headers_count_what_is_on_disk(tmp_path: Path) -> None:
+    """Sharded, a tied head saved twice, a prediction head that is not loaded; the files' dtype wins."""
+    section = folder_with(tmp_path, {**SMALL, "model_type": "arcee", "tie_word_embeddings": True, "dtype": "bfloat16"})
+    table = torch.zeros(300, 64, dtype=torch.float16)
+    save_file({"model.embed_tokens.weight": table, "lm_head.weight": table.clone()}, tmp_path / "a.safetensors")
+    save_file({"model.norm.weight": torch.zeros(64), "mtp.fc.weight": torch.zeros(9, 9)}, tmp_path / "b.safetensors")
+    weight_map = {"model.embed_tokens.weight": "a.safetensors", "model.norm.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    facts = read_model_facts(section)
+    assert facts.num_parameters == 300 * 64 + 64
+    assert facts.num_parameters_exact
+    assert facts.dtype == "fp16"
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    section = folder_with(tmp_path, {**SMALL, "model_type": "llama"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    with pytest.raises(ModelError, match=r"gone\.safetensors is missing"):
+        read_model_facts(section)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_a_damaged_weight_file_is_an_error(tmp_path: Path, damage: str) -> None:
+    section, file = folder_with(tmp_path, {**SMALL, "model_type": "llama"}), tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(100)}, file)
+    whole = file.read_bytes()
+    file.write_bytes(
+        {"cut": whole[:-50], "empty": b"", "text": b"version https://git-lfs.github.com/spec/v1\n"}[damage]
+    )
+    with pytest.raises(ModelError, match="not a whole safetensors file"):
+        read_model_facts(section)
+
+
+def test_the_text_part_of_a_multimodal_model() -> None:
+    raw = {
+        "model_type": "qwen3_5",
+        "text_config": {**SMALL, **LINEAR, "model_type": "qwen3_5_text", "dtype": "bfloat16"},
+        "vision_config": {"hidden_size": 999},
+        "tie_word_embeddings": True,
+    }
+    facts = facts_from_config(raw, "here")
+    assert (facts.model_type, facts.hidden_size, facts.linear_layers, facts.dtype) == ("qwen3_5", 64, 3, "bf16")
+    assert facts.tie_word_embeddings
+    assert (
+        facts.num_parameters
+        == facts_from_config({**raw["text_config"], "tie_word_embeddings": True}, "x").num_parameters
+    )
+
+
+def test_windows_experts_sinks_and_quantisation() -> None:
+    gemma = facts_from_config({**SMALL, "model_type": "gemma2", "num_hidden_layers": 26}, "x")
+    assert (gemma.softcap, gemma.sliding_window, gemma.head_dim) == (50.0, 4096, 256)
+    oss = facts_from_config({**SMALL, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "x")
+    assert (oss.sinks, oss.num_experts, oss.num_experts_per_token, oss.quantization) == (True, 128, 4, "mxfp4")
+    qwen = facts_from_config({**SMALL, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 128}, "x")
+    assert (qwen.sliding_window, qwen.window_layers) == (None, 0)
+    hybrid = facts_from_config({**SMALL, "model_type": "bamba"}, "x")
+    assert hybrid.linear_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("{broken", "cannot be read"),
+        ("", "cannot be read"),
+        ("[1]", "names no model_type"),
+        ({"hidden_size": 4}, "names no model_type"),
+        ({**SMALL, "model_type": "lama"}, "did you mean llama"),
+        ({**SMALL, "model_type": "bert"}, "is an encoder"),
+        ({**SMALL, "model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({**SMALL, "model_type": "mystery9000", "auto_map": {"AutoModelForCausalLM": "a.B"}}, "trust_remote_code"),
+        ({**SMALL, "model_type": "llama", "hidden_size": "big"}, "hidden_size is 'big'"),
+        ({"model_type": "llama"}, "hidden_size is missing"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, raw: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model_facts(folder_with(tmp_path, raw))
+
+
+def test_places_that_hold_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        read_model_facts(ModelSection(name_or_path=str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter"):
+        read_model_facts(ModelSection(name_or_path=str(tmp_path)))
+    with pytest.raises(ModelError, match="no model folder"):
+        read_model_facts(ModelSection(name_or_path="./nowhere"))
+    with pytest.raises(ModelError, match=r"did you mean builtin:qwen2-tiny"):
+        read_model_facts(ModelSection(name_or_path="builtin:qwen2-tine"))
+    with pytest.raises(ModelError, match=r"cannot get config\.json of nobody/nothing"):
+        read_model_facts(ModelSection(name_or_path="nobody/nothing"))
