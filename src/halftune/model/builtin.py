@@ -6,7 +6,7 @@ import json
 import platform
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
+from halftune.model.folder import written_whole
 from halftune.model.quiet import quiet
 
 log = get_logger(__name__)
@@ -62,10 +63,12 @@ def materialize(name: str) -> Path:
         with FileLock(root / f"{version}.lock"):
             if not tokenizer.is_dir():
                 log.info("training the builtin tokenizer on Python's standard library (once)")
-                _make(tokenizer, write_tokenizer)
+                with written_whole(tokenizer) as folder:
+                    write_tokenizer(folder)
             if not target.is_dir():
                 log.info("making builtin:%s in %s (once)", name, root)
-                _make(target, lambda folder: _write_model(name, folder, tokenizer))
+                with written_whole(target) as folder:
+                    _write_model(name, folder, tokenizer)
     except OSError as error:
         raise ModelError(
             f"cannot write builtin:{name}: {error}",
@@ -73,15 +76,6 @@ def materialize(name: str) -> Path:
             remedy="set HALFTUNE_CACHE to a folder with space that you may write to",
         ) from error
     return target
-
-
-def _make(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder beside its place and renames it: a killed process never leaves half a model under its name."""
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    write(partial)
-    partial.rename(target)
 
 
 def _write_model(name: str, folder: Path, tokenizer: Path) -> None:

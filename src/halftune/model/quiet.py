@@ -1,7 +1,8 @@
-"""Keeps transformers' own progress bars out of our output."""
+"""Keeps other libraries' progress bars and notes to their own authors out of our output."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +19,11 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without the warning that peft asks transformers something by a name that transformers has since changed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield

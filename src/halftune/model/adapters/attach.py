@@ -13,6 +13,7 @@ from halftune.config.adapter import AdapterSection
 from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.weights import cast_adapter
+from halftune.model.quiet import quiet_peft
 from halftune.plan import Plan
 
 # type of the section → attach(model, section, plan, seed) -> model
@@ -46,7 +47,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     if not (folder / "adapter_config.json").is_file():
         raise ModelError("no adapter here (adapter_config.json)", where=str(folder), remedy="write a finished run")
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
+        with quiet_peft():
+            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
         first = str(error).strip().split("\n")[0]
         remedy = "check that adapter and base model belong together"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-import warnings
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from halftune.config.adapter import LoraAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters.weights import cast_adapter
+from halftune.model.quiet import quiet_peft
 from halftune.plan import Plan
 
 
@@ -37,14 +39,27 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         bias="none",
         ensure_weight_tying=tied,
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), quiet_peft():
         torch.manual_seed(seed)
-        # peft asks transformers by a name that transformers has renamed
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert isinstance(adapted, PeftModel)
     cast_adapter(adapted, plan)
+    if adapter.use_dora:
+        _measure_magnitudes(adapted)
     return adapted
+
+
+def _measure_magnitudes(adapted: PeftModel) -> None:
+    """DoRA's magnitudes from the frozen weights in fp32: peft takes the norms in the weights' own dtype, and rounded to
+    bf16 they are off by up to 0.4 %, so that the adapter would change the model before its first step.
+    """
+    layer: Any
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer):
+            for dora in layer.lora_magnitude_vector.values():  # pyright: ignore[reportAttributeAccessIssue]
+                weight = layer.get_base_layer().weight.detach().float()
+                norms = dora.get_weight_norm(weight=weight, lora_weight=torch.zeros(()), scaling=1.0)
+                dora.weight.data.copy_(norms)  # lora_B is zero, so these are the norms of the sum
 
 
 def _targets(model: PreTrainedModel, adapter: LoraAdapter) -> str | list[str]:

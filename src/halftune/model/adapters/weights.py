@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora import LoraLayer
 
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
@@ -14,7 +14,8 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
     """Brings the adapter's weights to ``plan.precision.trainable``, parameter by parameter.
 
     Under autocast the adapters' matmuls are cast by autocast itself, so peft's own cast of their input to the adapter's
-    dtype (a whole fp32 copy of every activation) is switched off.
+    dtype (a whole fp32 copy of every activation) is switched off. DoRA keeps it: its weight norms are computed in the
+    input's dtype, and magnitudes are compared with them.
     """
     trainable = torch_dtype(plan.precision.trainable.value)
     for name, parameter in model.named_parameters():
@@ -23,5 +24,5 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
             parameter.data = parameter.data.to(torch.float32 if kept else trainable)
     if plan.precision.autocast.value:
         for module in model.modules():
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, LoraLayer) and not module.lora_variant:
                 module.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]

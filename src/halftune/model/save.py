@@ -1,0 +1,101 @@
+"""Writes the result of a run: an adapter or a full model, in the planned dtype, which config.json names too."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from halftune.core.errors import ModelError
+from halftune.model.folder import written_whole
+from halftune.model.quiet import quiet
+from halftune.plan import Plan
+from halftune.precision.dtypes import CONFIG_NAMES, stays_fp32, torch_dtype
+from halftune.precision.plan import Format
+
+
+def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan: Plan, folder: Path) -> None:
+    """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
+
+    Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names. The folder appears when it is whole,
+    and replaces an older one.
+
+    Args:
+        model: as ``attach_adapter`` returned it, unwrapped.
+        tokenizer: written beside the weights, chat template included.
+        plan: gives the dtype.
+        folder: e.g. ``RUN/final``.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
+    saved, keep = plan.precision.saved.value, plan.precision.keep_fp32.value
+    try:
+        with written_whole(folder) as partial:
+            if isinstance(model, PeftModel):
+                _write_adapter(model, saved, keep, partial)
+            elif isinstance(model, PreTrainedModel):
+                write_model(model, saved, keep, partial)
+            else:
+                raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
+            tokenizer.save_pretrained(partial)
+    except OSError as error:
+        remedy = "free space or choose another training.output_dir"
+        raise ModelError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
+
+
+def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = {name: tensor.clone() for name, tensor in _cast(state, saved, keep).items()}  # a tied pair: two tensors
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def write_model(model: PreTrainedModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
+    """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``."""
+    state = _cast(model.state_dict(), saved, keep, live=dict(model.named_parameters()))
+    with quiet():
+        model.save_pretrained(folder, state_dict=state)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    _name_dtype(config, CONFIG_NAMES[saved])
+    config["use_cache"] = True  # off while training only
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _cast(
+    state: Mapping[str, torch.Tensor],
+    saved: Format,
+    keep: Iterable[str],
+    live: Mapping[str, torch.nn.Parameter] | None = None,
+) -> dict[str, torch.Tensor]:
+    """CPU copies in the saved dtype; tensors that share memory (a tied head) go on sharing it."""
+    patterns, dtype = tuple(keep), torch_dtype(saved)
+    done: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    cast = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in done:
+            kept = stays_fp32(name, (live or {}).get(name), patterns)
+            target = (torch.float32 if kept else dtype) if tensor.is_floating_point() else tensor.dtype
+            done[key] = tensor.detach().to("cpu", target).contiguous()
+        cast[name] = done[key]
+    return cast
+
+
+def _name_dtype(config: dict[str, Any], name: str) -> None:
+    """Writes the dtype into config.json and into those of its parts (text, vision …) that name one."""
+    config.pop("torch_dtype", None)
+    config["dtype"] = name
+    for part in config.values():
+        if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part):
+            _name_dtype(part, name)
