@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import Field
+
 from halftune.config.section import Flag, Section
 
 
@@ -19,6 +23,9 @@ class ModelSection(Section):
 
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template, or `chatml`."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, e.g. `{enable_thinking: false}`; what they may be, the template decides."""
 
     trust_remote_code: Flag = False
     """Run Python code that comes with the checkpoint. Needs `revision`, so that the code cannot change later."""

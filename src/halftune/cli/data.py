@@ -1,0 +1,45 @@
+"""Show what a run would be trained on: the data report, and samples with their trained tokens marked.
+
+Trained tokens are green and stand between ⟦ and ⟧; control tokens are reversed. Nothing is trained and no weight is
+loaded; the tokenised data is kept for the training run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from halftune.cli.overrides import add_config_arguments, load_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``halftune data``."""
+    add_config_arguments(parser)
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default 3)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, without samples")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report and samples."""
+    config = load_from(args).run
+
+    from rich.console import Console
+    from rich.rule import Rule
+
+    from halftune.data.pipeline import prepare
+    from halftune.data.preview import preview
+    from halftune.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    prepared = prepare(config, tokenizer)
+    if args.json:
+        print(json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False))
+        return 0
+    console = Console()
+    console.print(prepared.report.render())
+    for number in range(min(max(args.samples, 0), len(prepared.train))):
+        sample = prepared.train.sample(number)
+        trained = int((sample.labels != -100).sum())
+        console.print(Rule(f"sample {number + 1}: {len(sample.input_ids)} tokens, {trained} trained", align="left"))
+        console.print(preview(sample, tokenizer), soft_wrap=True)
+    return 0

@@ -1,0 +1,1 @@
+"""Data sets that come with halftune or are made of what every machine has."""

@@ -1,0 +1,126 @@
+"""Renders conversations by the tokenizer's own chat template; its control tokens are told from the texts'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from halftune.core.errors import DataError
+from halftune.data.control import FIRST_ALIAS, ControlTokens, special_tokens
+from halftune.data.conversation import RowDropped
+
+Messages = Sequence[Mapping[str, Any]]
+# `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
+# block trims white space exactly as the original does.
+OPEN, CLOSE = chr(FIRST_ALIAS + 0xF00), chr(FIRST_ALIAS + 0xF01)
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_ANSWER = "Zq7 halftune probe 7qZ"
+
+
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        variables: further variables of the template, e.g. ``{"enable_thinking": False}``.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the tokenizer has no chat template, so a conversation cannot be rendered",
+                where=f"model {tokenizer.name_or_path}",
+                remedy="set model.chat_template: chatml, or to the path of a Jinja file",
+            )
+        self._tokenizer = tokenizer
+        self._variables = dict(variables or {})
+        self.control = ControlTokens(special_tokens(tokenizer, self._frame()))
+        self.has_generation = bool(_GENERATION.search(self.source(None)))
+        self.header, self.end_tokens = self._probe()
+
+    def source(self, tools: list[dict[str, Any]] | None) -> str:
+        """The Jinja source that is used for a conversation with these tools."""
+        return self._tokenizer.get_chat_template(tools=tools)
+
+    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = False) -> str:
+        """Renders marked messages; the result has aliases for control tokens.
+
+        Args:
+            messages: marked by ``control.mark``.
+            tools: marked too.
+            prompt: end with the header of the answer that is to come.
+
+        Raises:
+            RowDropped: the template refuses the conversation.
+        """
+        return self.control.alias(self._render(messages, tools, prompt=prompt))
+
+    def render_generation(
+        self, messages: Messages, tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Renders by a template with ``{% generation %}``: the text, and the (start, end) characters generated."""
+        source = _GENERATION.sub(_marker, self.source(tools))
+        text = self.control.alias(self._render(messages, tools, chat_template=source))
+        pieces, spans, start, length = re.split(f"([{OPEN}{CLOSE}])", text), [], 0, 0
+        for piece in pieces:
+            if piece == OPEN:
+                start = length
+            elif piece == CLOSE:
+                spans.append((start, length))
+            else:
+                length += len(piece)
+        return re.sub(f"[{OPEN}{CLOSE}]", "", text), spans
+
+    def _render(self, messages: Messages, tools: Any = None, *, prompt: bool = False, **options: Any) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self._variables,
+                **options,
+            )  # type: ignore[return-value]
+        except TemplateError as error:
+            raise RowDropped(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
+        except (TypeError, KeyError, AttributeError) as error:  # a template that trips over a shape it does not expect
+            raise RowDropped(f"the chat template cannot render it: {error}") from error
+
+    def _frame(self) -> str:
+        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+        try:
+            return self._render([question, answer, question])
+        except RowDropped:
+            return ""
+
+    def _probe(self) -> tuple[str, frozenset[str]]:
+        """What the template writes in front of an answer that is not the last turn, and which tokens end a turn."""
+        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}
+        header, ends = "", set()
+        if self._tokenizer.eos_token in self.control.tokens:
+            ends.add(self.control.alias_of(str(self._tokenizer.eos_token)))
+        try:
+            before = self.render([question])
+            middle, last = self.render([question, answer, question]), self.render([question, answer])
+        except RowDropped:
+            return header, frozenset(ends)
+        # A template that ends no last turn by a control token ends none: what follows earlier turns is a header.
+        if any(map(self.control.is_alias, last.partition(_ANSWER)[2])):
+            for text in (middle, last):
+                rest = text.partition(_ANSWER)[2]
+                ends.update([character for character in rest if self.control.is_alias(character)][:1])
+        if middle.startswith(before) and _ANSWER in middle:
+            header = middle[len(before) : middle.index(_ANSWER)]
+        return (header if any(map(self.control.is_alias, header)) else ""), frozenset(ends)
+
+
+def _marker(match: re.Match[str]) -> str:
+    before, end, after = match.groups()
+    return f"{{%{before} if true %}}{CLOSE if end else OPEN}{{% endif {after}%}}"

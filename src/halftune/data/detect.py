@@ -1,0 +1,152 @@
+"""Which format a source's rows have, or which ``columns:`` would give them one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halftune.config.data import SourceSection
+from halftune.core.errors import DataError
+from halftune.core.table import did_you_mean
+from halftune.data.conversation import Format
+from halftune.data.formats import FORMATS, load_format
+from halftune.data.formats.fields import MEDIA_COLUMNS
+
+# What other sets call our columns; the first that is there is suggested.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "prompt": ("question", "query", "problem", "instruction", "user", "input", "text_input", "request", "source"),
+    "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant", "generation", "chosen"),
+    "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "chosen"),
+    "text": ("content", "body", "document", "article", "passage", "code", "story", "raw_content"),
+}
+PREFERENCE = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of one source are read.
+
+    Attributes:
+        format: the format.
+        columns: the format's column → the file's column, only those that are there.
+        absent: optional columns that the set has not: nothing stands for them.
+        unused: columns of the file that nothing reads.
+        gaps: optional columns that some rows have and others not → number of rows without.
+    """
+
+    format: Format
+    columns: dict[str, str]
+    absent: tuple[str, ...]
+    unused: tuple[str, ...]
+    gaps: dict[str, int]
+
+    def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row under the format's own column names; a column that the row has not is left out."""
+        renamed = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
+        return renamed | {name: row[name] for name in MEDIA_COLUMNS if name in row}
+
+
+def detect(rows: Sequence[Mapping[str, Any]], section: SourceSection, where: str) -> Reading:
+    """Finds the format of a source: the one asked for, or the first whose required columns are there.
+
+    Raises:
+        DataError: no format fits (the remedy is a ``columns:`` mapping where one can be guessed), or the mapping names
+            a column that does not exist.
+    """
+    found: dict[str, int] = {}
+    for row in rows:
+        for name in row:
+            found[name] = found.get(name, 0) + 1
+    _check_mapping(section.columns, found, where)
+    candidates = FORMATS if section.format == "auto" else [section.format]
+    for name in candidates:
+        made = load_format(name)
+        columns = _columns(made, section.columns, found)
+        if all(column in columns for column in made.required):
+            if all(name in found for name in PREFERENCE) and "chosen" not in columns.values():
+                raise _preference_error(where)
+            return _reading(made, columns, found, len(rows))
+    raise _unknown(rows, found, section, where)
+
+
+def _columns(made: Format, mapping: Mapping[str, str], found: Mapping[str, int]) -> dict[str, str]:
+    """The format's columns that are there; what the mapping leaves out keeps its own name."""
+    pairs = {ours: mapping.get(ours, ours) for ours in (*made.required, *made.optional)}
+    return {ours: theirs for ours, theirs in pairs.items() if theirs in found}
+
+
+def _reading(made: Format, columns: dict[str, str], found: Mapping[str, int], total: int) -> Reading:
+    used = {*columns.values(), *MEDIA_COLUMNS}
+    return Reading(
+        format=made,
+        columns=columns,
+        absent=tuple(name for name in made.optional if name not in columns),
+        unused=tuple(name for name in found if name not in used),
+        gaps={
+            ours: total - found[columns[ours]]
+            for ours in made.optional
+            if ours in columns and found[columns[ours]] < total
+        },
+    )
+
+
+def _check_mapping(mapping: Mapping[str, str], found: Mapping[str, int], where: str) -> None:
+    formats = [load_format(name) for name in FORMATS]
+    known = {name for made in formats for name in (*made.required, *made.optional)}
+    for ours, theirs in mapping.items():
+        if ours not in known:
+            raise DataError(
+                f"columns: {ours!r} is no column of any format", where=where, remedy=did_you_mean(ours, known)
+            )
+        if theirs not in found:
+            raise DataError(
+                f"columns: the data has no column {theirs!r}", where=where, remedy=did_you_mean(theirs, found)
+            )
+
+
+def _preference_error(where: str) -> DataError:
+    return DataError(
+        "row without an answer: these are preference pairs (columns chosen and rejected), "
+        "and the conversation before them holds no answer to learn",
+        where=where,
+        remedy="append the chosen answer to each conversation to fine-tune on it",
+    )
+
+
+def _unknown(
+    rows: Sequence[Mapping[str, Any]], found: Mapping[str, int], section: SourceSection, where: str
+) -> DataError:
+    names = ", ".join(found)
+    if section.format != "auto":
+        needed = load_format(section.format).required
+        missing = " and ".join(column for column in needed if section.columns.get(column, column) not in found)
+        what = f"format {section.format} needs the column {missing}; the data has {names}"
+    else:
+        what = f"the columns {names} fit no format"
+    if all(name in found for name in PREFERENCE):
+        return DataError(what + " (preference pairs hold no single answer to learn)", where=where)
+    mapping = suggest(rows, found)
+    if mapping:
+        inner = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
+        return DataError(what, where=where, remedy=f"did you mean columns: {{{inner}}}?")
+    needs = "; ".join(f"{name}: {', '.join(load_format(name).required)}" for name in FORMATS)
+    return DataError(what, where=where, remedy=f"map them with columns: {{...}}. Formats need {needs}")
+
+
+def suggest(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> dict[str, str]:
+    """A ``columns:`` mapping that would give these columns a format; empty where none can be guessed."""
+    lower = {name.lower(): name for name in found}
+    first = rows[0]
+
+    def pick(ours: str, kinds: type | tuple[type, ...]) -> str | None:
+        names = [lower[name] for name in (ours, *SYNONYMS[ours]) if name in lower]
+        return next((name for name in names if isinstance(first.get(name), kinds)), None)
+
+    if listed := pick("messages", list):
+        return {"messages": listed}
+    prompt, completion = pick("prompt", (str, int, float)), pick("completion", (str, int, float))
+    if prompt and completion:
+        return {"prompt": prompt, "completion": completion}
+    document = pick("text", str)
+    return {"text": document} if document else {}

@@ -1,0 +1,35 @@
+"""alpaca rows: ``instruction``, ``output``, and where they are there ``input``, ``system`` and ``history``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halftune.data.conversation import Conversation, Format, RowDropped, RowError
+from halftune.data.formats import fields
+
+
+def _read(row: Mapping[str, Any]) -> Conversation:
+    fields.refuse_media(row)
+    instruction, extra = fields.text(row, "instruction"), fields.text(row, "input")
+    answer = fields.answer(row, "output")
+    question = "\n".join(part for part in (instruction, extra) if part.strip())
+    if not question:
+        raise RowDropped("the instruction is empty")
+    messages = [*_history(row), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if system := fields.text(row, "system"):
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(messages, fields.tools(row), (None,) * len(messages))
+
+
+def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Earlier exchanges, a list of [question, answer] pairs."""
+    messages = []
+    for pair in fields.parse_json(row.get("history") or [], "history"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowError("history should be a list of [question, answer] pairs")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return messages
+
+
+FORMAT = Format("alpaca", ("instruction", "output"), ("input", "system", "history", "tools"), _read)

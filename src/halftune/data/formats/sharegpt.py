@@ -1,0 +1,16 @@
+"""sharegpt rows: ``conversations`` with from and value, tool calls and observations as turns of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halftune.data.conversation import Conversation, Format
+from halftune.data.formats import turns
+
+
+def _read(row: Mapping[str, Any]) -> Conversation:
+    return turns.conversation(row.get("conversations"), row, "conversations")
+
+
+FORMAT = Format("sharegpt", ("conversations",), ("tools", "system"), _read)

@@ -1,0 +1,209 @@
+"""From the data section to tokenised samples and the data report. Needs no device and no other process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from halftune.config.data import SourceSection
+from halftune.config.method import SftMethod
+from halftune.config.run import RunConfig
+from halftune.core.errors import DataError
+from halftune.core.log import get_logger
+from halftune.data.cache import cache_key, cached
+from halftune.data.collate import MULTIPLE
+from halftune.data.detect import Reading, detect
+from halftune.data.mixture import choose_rows, hold_out, weigh
+from halftune.data.order import epoch_rows
+from halftune.data.report import Count, DataReport, Efficiency, SourceReport, histogram
+from halftune.data.sources import Rows, open_source
+from halftune.data.split import TokenizedSplit
+from halftune.data.store import TokenStore, build_store
+from halftune.data.tokenize import BadRow, Outcome, Settings
+from halftune.data.workers import tokenize_rows
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What training is fed.
+
+    Attributes:
+        train: training samples of an epoch, weights applied.
+        eval: evaluation samples, or None.
+        report: what became of every row.
+    """
+
+    train: TokenizedSplit
+    eval: TokenizedSplit | None
+    report: DataReport
+
+
+def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """Reads, tokenises and mixes the sources of a run, or finds them in the cache.
+
+    Args:
+        config: the run; its data, method, seed and chat-template variables are read.
+        tokenizer: a fast tokenizer, with a chat template unless the data is plain text.
+
+    Raises:
+        DataError: a source is missing, malformed, of an unknown format, or leaves nothing to train on.
+    """
+    data, seed = config.data, config.training.seed
+    train_stores, train_reports = _sources(data.train, config, tokenizer)
+    ranges = _ranges(train_stores)
+    held: list[np.ndarray] = []
+    if not data.eval and data.eval_split:
+        kept, out = hold_out(int(sum(map(len, train_stores))), data.eval_split, seed=seed)
+        held = [out]
+        ranges = [np.intersect1d(places, kept) for places in ranges]
+    positions = weigh(ranges, [section.weight for section in data.train], seed=seed)
+    train, evaluation = TokenizedSplit(train_stores, positions), None
+    eval_reports: list[SourceReport] = []
+    if data.eval:
+        stores, eval_reports = _sources(data.eval, config, tokenizer)
+        weights = [section.weight for section in data.eval]
+        evaluation = TokenizedSplit(stores, weigh(_ranges(stores), weights, seed=seed))
+    elif held:
+        evaluation = TokenizedSplit(train_stores, held[0])
+    report = DataReport(
+        train=train_reports,
+        eval=eval_reports,
+        train_samples=len(train),
+        eval_samples=len(evaluation) if evaluation else 0,
+        max_length=data.max_length,
+        efficiency=_efficiency(train.lengths, config),
+    )
+    return PreparedData(train, evaluation, report)
+
+
+def _sources(
+    sections: Sequence[SourceSection], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[TokenStore], list[SourceReport]]:
+    pairs = [_source(section, config, tokenizer) for section in sections]
+    return [store for store, _ in pairs], [report for _, report in pairs]
+
+
+def _source(
+    section: SourceSection, config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenStore, SourceReport]:
+    source, settings, seed = open_source(section), _settings(config), config.training.seed
+
+    def make() -> tuple[TokenStore, dict[str, Any]]:
+        rows = source.read()
+        chosen = choose_rows(len(rows), section.samples, seed=seed)
+        store, report = _tokenize(rows, chosen, section, config, tokenizer)
+        return store, asdict(report)
+
+    if not config.data.cache:
+        store, values = make()
+    else:
+        parts = {
+            "source": source.fingerprint,
+            "settings": asdict(settings),
+            "reading": section.model_dump(include={"path", "split", "format", "columns", "samples"}),
+            "seed": seed if section.samples is not None else None,
+        }
+        store, values = cached(cache_key(tokenizer, parts), make)
+    report = SourceReport.from_dict(values)
+    log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
+    return store, report
+
+
+def _settings(config: RunConfig) -> Settings:
+    method = config.method
+    return Settings(
+        method=method.type,
+        train_on=method.train_on if isinstance(method, SftMethod) else "all",
+        max_length=config.data.max_length,
+        overlong=config.data.overlong,
+        system=config.data.system,
+        template_variables=dict(config.model.chat_template_kwargs),
+    )
+
+
+def _tokenize(
+    rows: Rows, chosen: np.ndarray, section: SourceSection, config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenStore, SourceReport]:
+    everything = rows.all()
+    taken = [everything[index] for index in chosen]
+    reading = detect(taken, section, section.path)
+    report = SourceReport(
+        name=section.path,
+        format=reading.format.name,
+        columns=reading.columns,
+        absent=list(reading.absent),
+        unused=list(reading.unused),
+        gaps=reading.gaps,
+        rows=len(rows),
+        taken=len(taken),
+    )
+    samples = _collect(rows, chosen, taken, reading, config, tokenizer, report)
+    if not samples:
+        raise _nothing_left(report)
+    store = build_store(samples)
+    report.samples, report.tokens = len(store), len(store.ids)
+    report.trained_tokens = int(store.trained.sum())
+    report.lengths = histogram(store.lengths)
+    return store, report
+
+
+def _collect(
+    rows: Rows,
+    chosen: np.ndarray,
+    taken: list[dict[str, Any]],
+    reading: Reading,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    report: SourceReport,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokenises the rows and counts in ``report`` what became of each."""
+    samples = []
+    try:
+        outcomes = tokenize_rows(taken, tokenizer, reading, _settings(config), config.data.num_workers)
+        for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
+            samples += outcome.samples
+            _count(report, outcome, rows.place(index))
+    except BadRow as error:
+        position, what, remedy = error.args
+        raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy) from error
+    return samples
+
+
+def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
+    report.kept += bool(outcome.samples)
+    reasons = [(report.dropped, outcome.dropped)] if outcome.dropped else []
+    reasons += [(report.truncated, what) for what in outcome.truncated]
+    reasons += [(report.notes, what) for what in outcome.notes]
+    for counts, reason in reasons:
+        counts.setdefault(reason, Count()).add(place)
+
+
+def _nothing_left(report: SourceReport) -> DataError:
+    why = "; ".join(f"{reason}: {count}" for reason, count in report.dropped.items())
+    return DataError(f"no row is left to train on: {why}", where=report.name, remedy="correct the data or data.columns")
+
+
+def _ranges(stores: Sequence[TokenStore]) -> list[np.ndarray]:
+    """Positions of each store's samples, counted through all stores."""
+    ends = np.cumsum([len(store) for store in stores])
+    return [np.arange(end - len(store), end) for end, store in zip(ends, stores, strict=True)]
+
+
+def _efficiency(lengths: np.ndarray, config: RunConfig) -> Efficiency:
+    capacity, batch = config.data.max_length, config.training.per_device_train_batch_size
+    seed, split = config.training.seed, config.data.packing.split
+    packed_rows = len(epoch_rows(lengths, epoch=0, seed=seed, packing=True, capacity=capacity, split=split))
+    padded = 0
+    alone = epoch_rows(lengths, epoch=0, seed=seed, packing=False, capacity=capacity)
+    rows = np.array([row[0] for row in alone], dtype=np.int64)
+    for start in range(0, len(rows), batch):
+        longest = int(lengths[rows[start : start + batch]].max())
+        padded += -(-longest // MULTIPLE) * MULTIPLE * len(rows[start : start + batch])
+    real = int(lengths.sum())
+    return Efficiency(batch, real / max(padded, 1), real / max(packed_rows * capacity, 1), packed_rows)

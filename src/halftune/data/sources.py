@@ -1,0 +1,148 @@
+"""Opens a data source: a file, a folder of files, a hub id, or a builtin set. Rows keep the place they came from."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halftune.config.builtin_data import BUILTIN_DATA
+from halftune.config.data import SourceSection
+from halftune.core.errors import DataError
+from halftune.core.table import did_you_mean
+from halftune.data.builtin.sets import builtin_rows
+from halftune.data.files import READERS, FileRows, ending, read_file
+from halftune.data.hub import hub_fingerprint, hub_rows
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a source, in order.
+
+    Attributes:
+        name: the source as the user wrote it.
+        parts: one for each file.
+    """
+
+    name: str
+    parts: Sequence[FileRows]
+    starts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        total = 0
+        for part in self.parts:
+            self.starts.append(total)
+            total += len(part.rows)
+
+    def __len__(self) -> int:
+        return sum(len(part.rows) for part in self.parts)
+
+    def all(self) -> list[dict[str, Any]]:
+        """The rows themselves."""
+        return [row for part in self.parts for row in part.rows]
+
+    def place(self, index: int) -> str:
+        """Where a row stands, for people: ``17``, or ``b.jsonl:17`` in a folder."""
+        part, number = self._find(index)
+        return str(number) if len(self.parts) == 1 else f"{part.path.name}:{number}"
+
+    def where(self, index: int) -> str:
+        """Where a row stands, for an error: ``data.jsonl line 17``."""
+        part, number = self._find(index)
+        return f"{part.path} {part.unit} {number}"
+
+    def _find(self, index: int) -> tuple[FileRows, int]:
+        part_index = bisect_right(self.starts, index) - 1
+        part = self.parts[part_index]
+        return part, part.numbers[index - self.starts[part_index]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source that exists, not yet read.
+
+    Attributes:
+        section: what the user wrote.
+        fingerprint: sha256 over content, the same as long as the rows are the same.
+        read: reads the rows. Raises DataError.
+    """
+
+    section: SourceSection
+    fingerprint: str
+    read: Callable[[], Rows]
+
+
+def open_source(section: SourceSection) -> Source:
+    """Finds a source and fingerprints its content.
+
+    Raises:
+        DataError: no such file, folder, builtin set or hub id.
+    """
+    name = section.path
+    if name.startswith("builtin:"):
+        return _builtin(section, name.removeprefix("builtin:"))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _of_files(section, _folder(path))
+    if path.exists():
+        return _of_files(section, [path])
+    looks_local = ending(path) in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local or not HUB_ID.fullmatch(name):
+        raise _missing(path)
+    return Source(section, hub_fingerprint(section), lambda: Rows(name, [hub_rows(section)]))
+
+
+def _of_files(section: SourceSection, paths: list[Path]) -> Source:
+    def read() -> Rows:
+        rows = Rows(section.path, [read_file(path) for path in paths])
+        if not len(rows):
+            raise DataError("the data set is empty", where=section.path)
+        return rows
+
+    return Source(section, _hash(paths), read)
+
+
+def _builtin(section: SourceSection, name: str) -> Source:
+    if name not in BUILTIN_DATA:
+        raise DataError(f"no builtin data set {name!r}", where="data", remedy=did_you_mean(name, BUILTIN_DATA))
+    made = builtin_rows(name)
+    digest = hashlib.sha256(repr(made.rows).encode()).hexdigest()
+    return Source(section, digest, lambda: Rows(section.path, [made]))
+
+
+def _folder(folder: Path) -> list[Path]:
+    """Files of one kind: the first of the known endings that the folder holds decides; sorted by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    for kind in READERS:
+        if chosen := [path for path in files if ending(path) == kind]:
+            others = {ending(path) for path in files} & READERS.keys() - {kind, ".md", ".rst", ".py", ".txt"}
+            if others and kind not in (".md", ".rst", ".py", ".txt"):
+                raise DataError(
+                    f"holds files of several kinds: {', '.join(sorted({kind, *others}))}",
+                    where=str(folder),
+                    remedy="name the files or sub-folders one by one",
+                )
+            return chosen
+    raise DataError("holds no data file", where=str(folder), remedy=f"known endings: {', '.join(READERS)}")
+
+
+def _missing(path: Path) -> DataError:
+    near = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+    remedy = did_you_mean(path.name, near) if near and len(near) < 50 else "check the path"
+    return DataError("no such file or folder", where=str(path), remedy=remedy)
+
+
+def _hash(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

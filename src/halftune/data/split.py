@@ -1,0 +1,46 @@
+"""Samples for training or evaluation, drawn from one or several stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from halftune.data.order import Piece
+from halftune.data.sample import Sample
+from halftune.data.store import TokenStore
+
+
+class TokenizedSplit:
+    """Training or evaluation samples.
+
+    Attributes:
+        lengths: int32[N], tokens of each sample.
+        trained: int32[N], labelled tokens of each sample.
+
+    Args:
+        stores: tokenised sources.
+        positions: int64[N], which samples, counted through all stores; some may occur more than once.
+    """
+
+    def __init__(self, stores: Sequence[TokenStore], positions: np.ndarray) -> None:
+        self._stores, self._positions = list(stores), positions
+        self._starts = np.cumsum([0, *(len(store) for store in stores)])
+        self.lengths = _gather([store.lengths for store in stores], positions)
+        self.trained = _gather([store.trained for store in stores], positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def sample(self, index: int) -> Sample:
+        """The sample at an index, or the part of it that a ``Piece`` names."""
+        position = int(self._positions[index])
+        store = int(np.searchsorted(self._starts, position, side="right")) - 1
+        whole = self._stores[store].sample(position - int(self._starts[store]))
+        if isinstance(index, Piece):
+            return Sample(whole.input_ids[index.start : index.stop], whole.labels[index.start : index.stop])
+        return whole
+
+
+def _gather(arrays: list[np.ndarray], positions: np.ndarray) -> np.ndarray:
+    return np.concatenate(arrays)[positions] if arrays else np.zeros(0, dtype=np.int32)

@@ -1,0 +1,75 @@
+"""Tokenises a source's rows in this process or in several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from halftune.data.detect import Reading
+from halftune.data.tokenize import BadRow, Outcome, RowTokenizer, Settings
+
+CHUNK = 512  # rows tokenised at a time
+LARGE = 20_000  # rows from which the start of further processes pays off
+
+_row_tokenizer: RowTokenizer | None = None  # of a worker process
+
+
+def tokenize_rows(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    reading: Reading,
+    settings: Settings,
+    num_workers: int | str,
+) -> Iterator[Outcome]:
+    """Yields the outcome of every row, in order, whatever the number of processes.
+
+    Raises:
+        BadRow: with the row's index.
+        DataError: this tokenizer cannot do it.
+    """
+    row_tokenizer = RowTokenizer(tokenizer, reading, settings)  # also where others do the work: errors come from here
+    chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+    count = min(_count(num_workers, len(rows)), len(chunks))
+    if count <= 1:
+        for number, chunk in enumerate(chunks):
+            yield from _placed(_tokenize(row_tokenizer, chunk), number)
+        return
+    # spawn: a forked child of a process with threads (tokenizers, torch) may hang
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(count, initializer=_start, initargs=(tokenizer, reading, settings)) as pool:
+        for number, result in enumerate(pool.imap(_work, chunks)):
+            yield from _placed(result, number)
+
+
+def _count(num_workers: int | str, rows: int) -> int:
+    if isinstance(num_workers, int):
+        return num_workers
+    return len(os.sched_getaffinity(0)) if rows > LARGE and hasattr(os, "sched_getaffinity") else 1
+
+
+def _placed(result: list[Outcome] | BadRow, chunk: int) -> list[Outcome]:
+    if isinstance(result, BadRow):
+        raise BadRow(result.args[0] + chunk * CHUNK, *result.args[1:])
+    return result
+
+
+def _tokenize(row_tokenizer: RowTokenizer, rows: Sequence[Mapping[str, Any]]) -> list[Outcome] | BadRow:
+    try:
+        return row_tokenizer.tokenize(rows)
+    except BadRow as error:
+        return error
+
+
+def _start(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> None:
+    global _row_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
+    _row_tokenizer = RowTokenizer(tokenizer, reading, settings)
+
+
+def _work(rows: Sequence[Mapping[str, Any]]) -> list[Outcome] | BadRow:
+    assert _row_tokenizer is not None
+    return _tokenize(_row_tokenizer, rows)
