@@ -25,8 +25,8 @@ def collate(rows: Sequence[Sequence[Sample]], pad_token_id: int, *, packed: bool
         packed: no padding between samples and no attention across them.
 
     Returns:
-        Without packing: ``input_ids``, ``attention_mask``, ``labels``, int64[B, T], padded on the right to a multiple of
-        8 (mask 0, label -100). Packed: one row ``input_ids``, ``labels``, ``position_ids`` int64[1, T] (positions
+        Without packing: ``input_ids``, ``attention_mask``, ``labels``, int64[B, T], padded on the right to a multiple
+        of 8 (mask 0, label -100). Packed: one row ``input_ids``, ``labels``, ``position_ids`` int64[1, T] (positions
         restart at each segment, whose first token has no label), ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32[S + 1],
         ``max_length_q`` and ``max_length_k`` (int), ``seq_idx`` int32[1, T]; what fills it up to a multiple of 8 is a
         segment of its own.
@@ -59,8 +59,8 @@ def _packed(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor | 
     total = sum(lengths)
     if tail := _round_up(total) - total:
         lengths.append(tail)
-    ends_S = np.cumsum(lengths)
-    starts_S = ends_S - lengths
+    ends_S = np.cumsum(lengths, dtype=np.int64)
+    starts_S = ends_S - np.asarray(lengths, dtype=np.int64)
     ids_T = np.full(total + tail, pad_token_id, dtype=np.int64)
     labels_T = np.full(total + tail, NO_LABEL, dtype=np.int64)
     ids_T[:total] = np.concatenate([sample.input_ids for sample in samples])

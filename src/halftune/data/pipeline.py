@@ -133,6 +133,12 @@ def _tokenize(
     everything = rows.all()
     taken = [everything[index] for index in chosen]
     reading = detect(taken, section, section.path)
+    if reading.format.name == "text" and config.method.type != "pretrain":
+        raise DataError(
+            "plain text has no answers to train on",
+            where=section.path,
+            remedy="set method: {type: pretrain} to train on every token",
+        )
     report = SourceReport(
         name=section.path,
         format=reading.format.name,
@@ -177,6 +183,8 @@ def _collect(
 
 def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
     report.kept += bool(outcome.samples)
+    report.truncated_rows += bool(outcome.truncated)
+    report.answers_lost += outcome.answers_lost
     reasons = [(report.dropped, outcome.dropped)] if outcome.dropped else []
     reasons += [(report.truncated, what) for what in outcome.truncated]
     reasons += [(report.notes, what) for what in outcome.notes]

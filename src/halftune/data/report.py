@@ -46,7 +46,9 @@ class SourceReport:
         rows: rows in the source; ``taken`` of them after ``samples``.
         kept: rows that give at least one sample.
         samples: samples, before weights.
-        dropped, truncated, notes: reason → rows.
+        truncated_rows: rows that were made to fit.
+        answers_lost: answers to train that were left out to make rows fit.
+        dropped, truncated, notes: reason → rows; several may be true of one row.
         tokens, trained_tokens: of all samples.
         lengths: (upper bound in tokens, samples) of a histogram.
     """
@@ -61,6 +63,8 @@ class SourceReport:
     taken: int
     kept: int = 0
     samples: int = 0
+    truncated_rows: int = 0
+    answers_lost: int = 0
     dropped: dict[str, Count] = field(default_factory=dict)
     truncated: dict[str, Count] = field(default_factory=dict)
     notes: dict[str, Count] = field(default_factory=dict)
@@ -135,7 +139,7 @@ class DataReport:
                 f"{source.taken:,}",
                 f"{source.kept:,}",
                 f"{source.taken - source.kept:,}",
-                f"{truncated_rows(source):,}",
+                f"{source.truncated_rows:,}",
                 f"{source.samples:,}",
                 f"{source.tokens:,}",
                 f"{source.trained_tokens / max(source.tokens, 1):.0%}",
@@ -151,11 +155,6 @@ class DataReport:
             f"packed into {fed.packed_rows:,} rows of {self.max_length:,}: {fed.packed:.0%} are real",
         ]
         return Text(" · ".join(lines))
-
-
-def truncated_rows(source: SourceReport) -> int:
-    """Rows that were made to fit; a row to which several things were done counts at least once."""
-    return max((count.count for count in source.truncated.values()), default=0)
 
 
 def _details(source: SourceReport) -> list[RenderableType]:
@@ -176,6 +175,8 @@ def _details(source: SourceReport) -> list[RenderableType]:
         ("note", "yellow", source.notes),
     ):
         lines += [Text(f"  {title}: {reason}: {count}", style=style) for reason, count in counts.items()]
+    if source.answers_lost:
+        lines.append(Text(f"  truncated: {source.answers_lost:,} whole answers left out", style="yellow"))
     highest = max((count for _, count in source.lengths), default=1)
     for bound, count in source.lengths:
         bar = "█" * max(round(BAR * count / max(highest, 1)), 1 if count else 0)
@@ -187,6 +188,7 @@ def histogram(lengths: np.ndarray, bins: int = 10) -> list[tuple[int, int]]:
     """(upper bound, samples) of about ``bins`` ranges of equal width up to the longest sample."""
     if not len(lengths):
         return []
-    width = max(-(-int(lengths.max()) // bins), 1)
+    longest = int(lengths.max())
+    width = -(-longest // bins)
     counts = np.bincount((lengths - 1) // width)
-    return [((index + 1) * width, int(count)) for index, count in enumerate(counts)]
+    return [(min((index + 1) * width, longest), int(count)) for index, count in enumerate(counts)]

@@ -14,7 +14,7 @@ from halftune.config.builtin_data import BUILTIN_DATA
 from halftune.config.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
-from halftune.data.builtin.sets import builtin_rows
+from halftune.data.builtin.sets import builtin_fingerprint, builtin_rows
 from halftune.data.files import READERS, FileRows, ending, read_file
 from halftune.data.hub import hub_fingerprint, hub_rows
 
@@ -111,9 +111,7 @@ def _of_files(section: SourceSection, paths: list[Path]) -> Source:
 def _builtin(section: SourceSection, name: str) -> Source:
     if name not in BUILTIN_DATA:
         raise DataError(f"no builtin data set {name!r}", where="data", remedy=did_you_mean(name, BUILTIN_DATA))
-    made = builtin_rows(name)
-    digest = hashlib.sha256(repr(made.rows).encode()).hexdigest()
-    return Source(section, digest, lambda: Rows(section.path, [made]))
+    return Source(section, builtin_fingerprint(name), lambda: Rows(section.path, [builtin_rows(name)]))
 
 
 def _folder(folder: Path) -> list[Path]:

@@ -53,12 +53,14 @@ class Outcome:
         samples: (ids int32[T], trained bool[T]) of each sample; empty where the row was dropped.
         dropped: why, or "".
         truncated: what was done to make it fit.
+        answers_lost: answers to train that were left out to make it fit.
         notes: what else the report counts.
     """
 
     samples: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     dropped: str = ""
     truncated: tuple[str, ...] = ()
+    answers_lost: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -75,17 +77,13 @@ class RowTokenizer:
         settings: the rest.
 
     Raises:
-        DataError: plain text where answers are to be trained; no chat template; no end-of-sequence token.
+        DataError: no chat template; no end-of-sequence token; a tokenizer that is not a fast one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> None:
         self._tokenizer, self._reading, self._settings = tokenizer, reading, settings
         self._template: ChatTemplate | None = None
         plain = reading.format.name == "text"
-        if plain and settings.method != "pretrain":
-            raise DataError(
-                "plain text has no answers to train on", remedy="set method: {type: pretrain} to train on every token"
-            )
         if not plain:
             self._template = ChatTemplate(tokenizer, settings.template_variables)
         control = self._template.control if self._template else ControlTokens(special_tokens(tokenizer))
@@ -144,6 +142,7 @@ class RowTokenizer:
                 keep, outcome.truncated = np.ones(len(sample.ids), dtype=bool), ()
             elif self._settings.overlong == "truncate":
                 keep, outcome.truncated = overlong.truncate(sample, limit)
+                outcome.answers_lost = sum(turn.trained and not keep[turn.start] for turn in sample.turns)
             elif self._settings.overlong == "drop":
                 raise RowDropped(f"longer than max_length {limit}")
             else:
@@ -187,7 +186,9 @@ class RowTokenizer:
         """Our ids are the tokenizer's own wherever no text holds a control token; made sure of, not believed."""
         if NEUTRALISED in rendering.notes:
             return
-        expected = self._tokenizer(self._control.readable(rendering.text), add_special_tokens=False)["input_ids"]
+        expected = self._tokenizer(self._control.readable(rendering.text), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         if list(expected) != tokens.ids.tolist():  # type: ignore[arg-type]
             raise DataError(
                 f"the tokenizer {type(self._tokenizer).__name__} gives other ids than its own tokenizer.json",

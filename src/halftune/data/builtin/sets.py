@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
+import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,6 +15,7 @@ from halftune.core.errors import DataError
 from halftune.data.files import FileRows
 
 QUESTIONS = Path(__file__).parent / "python_docs.jsonl"
+FORMAT_VERSION = 1  # raise it when the same Python would give another text
 DOCSTRING_BYTES, SOURCE_BYTES = 2_000_000, 1_000_000  # of text; enough for a short pre-training, quick to tokenise
 MIN_DOCSTRING = 200
 SKIPPED = {
@@ -26,6 +29,13 @@ SKIPPED = {
     "__pycache__",
     "pydoc_data",
 }
+
+
+def builtin_fingerprint(name: str) -> str:
+    """Identifies a builtin set's content without making it."""
+    if name == "python-docs":
+        return hashlib.sha256(QUESTIONS.read_bytes()).hexdigest()
+    return f"{name} v{FORMAT_VERSION} of Python {sys.version} in {sysconfig.get_paths()['stdlib']}"
 
 
 def builtin_rows(name: str) -> FileRows:
@@ -44,18 +54,26 @@ def _python_docs() -> list[dict[str, str]]:
 
 @lru_cache(maxsize=1)
 def _stdlib_text() -> list[dict[str, str]]:
-    """Documents: of each module its docstrings, then whole sources, in the order of the paths, up to fixed sizes."""
+    """Documents: of each module its docstrings, then whole sources, up to fixed sizes.
+
+    The order is that of the paths' hashes, so that what is within the size comes from the whole library.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(library.rglob("*.py")) if not SKIPPED & set(path.relative_to(library).parts)]
+    files = [path for path in library.rglob("*.py") if not SKIPPED & set(path.relative_to(library).parts)]
     if not files:
         raise DataError(
             "this Python comes without the sources of its library",
             where=str(library),
             remedy="give a text file instead",
         )
-    sources = [path.read_text(encoding="utf-8", errors="replace") for path in files]
-    documents = [*_up_to(DOCSTRING_BYTES, map(_docstrings, sources)), *_up_to(SOURCE_BYTES, iter(sources))]
+    files.sort(key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
+    docstrings = (_docstrings(_read(path)) for path in files)
+    documents = [*_up_to(DOCSTRING_BYTES, docstrings), *_up_to(SOURCE_BYTES, map(_read, files))]
     return [{"text": document} for document in documents]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _up_to(limit: int, documents: Iterator[str]) -> Iterator[str]:
