@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from halftune.config.section import Flag, Int, Number, Section
+from halftune.config.section import LISTED, TYPED, Flag, Int, Number, Section
 
 
 class NoAdapter(Section):
@@ -34,7 +34,7 @@ class LoraAdapter(Section):
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
 
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Annotated[tuple[str, ...], LISTED] = ()
     """Modules trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]` after adding tokens."""
 
     use_rslora: Flag = False
@@ -44,8 +44,4 @@ class LoraAdapter(Section):
     """Weight-decomposed LoRA (Liu et al. 2024, arXiv:2402.09353)."""
 
 
-def _word(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), BeforeValidator(_word)]
+AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), TYPED]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import model_validator
+from typing import ClassVar, Literal
 
 from halftune.config.section import Section
 
@@ -14,6 +12,8 @@ Backend = Literal["auto", "fa2", "fa3", "fa4", "sdpa", "flex", "eager"]
 class AttentionSection(Section):
     """Softmax and linear attention. `attention: sdpa` is short for `attention: {backend: sdpa}`."""
 
+    word: ClassVar[str | None] = "backend"
+
     backend: Backend = "auto"
     """Softmax-attention backend. `auto` takes the fastest that device, dtype and model allow; the plan says why."""
 
@@ -22,8 +22,3 @@ class AttentionSection(Section):
 
     guard: Literal["cast", "strict", "off"] = "cast"
     """An operand that left the planned dtype on its way into attention is cast and logged, raises, or is ignored."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, value: Any) -> Any:
-        return {"backend": value} if isinstance(value, str) else value

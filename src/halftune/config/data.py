@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
-from halftune.config.section import Flag, Int, Number, Section
+from halftune.config.section import LISTED, Flag, Int, Number, Section
 
 
 class SourceSection(Section):
     """One data source. A plain string is short for `{path: string}`."""
+
+    word: ClassVar[str | None] = "path"
 
     path: str
     """A file (JSON, JSONL, CSV, Parquet, text), a folder of such files, a hub data set id, or `builtin:<name>`."""
@@ -30,18 +32,11 @@ class SourceSection(Section):
     weight: Annotated[Number, Field(gt=0)] = 1.0
     """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict) else value
-
 
 class PackingSection(Section):
     """Packing with pins. `packing: true` is short for `packing: {enabled: true}`."""
+
+    word: ClassVar[str | None] = "enabled"
 
     enabled: Flag | Literal["auto"] = "auto"
     """Put several samples into one row without attention across them. `auto`: where the model keeps samples apart."""
@@ -49,19 +44,14 @@ class PackingSection(Section):
     split: Flag = False
     """Cut a sample that does not fit in the rest of a row in two, instead of leaving the rest empty."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, value: Any) -> Any:
-        return {"enabled": value} if isinstance(value, bool | str) else value
-
 
 class DataSection(Section):
     """Training and evaluation data."""
 
-    train: Annotated[tuple[SourceSection, ...], BeforeValidator(_listed), Field(min_length=1)]
+    train: Annotated[tuple[SourceSection, ...], LISTED, Field(min_length=1)]
     """Training sources: a path, a list of paths, or a list of sections with weights and sample counts."""
 
-    eval: Annotated[tuple[SourceSection, ...], BeforeValidator(_listed)] = ()
+    eval: Annotated[tuple[SourceSection, ...], LISTED] = ()
     """Evaluation sources, like `train`."""
 
     eval_split: Annotated[Number, Field(ge=0)] = 0.0

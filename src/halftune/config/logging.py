@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from halftune.config.section import Flag, Section
+from halftune.config.section import LISTED, Flag, Section
 
 
 class LoggingSection(Section):
     """`metrics.jsonl`, `loss.png` and `report.html` are always written; these come on top."""
 
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], LISTED] = ()
     """Further loggers."""
 
     run_name: str | None = None
@@ -19,5 +19,5 @@ class LoggingSection(Section):
     progress: Flag = True
     """Show a progress bar on a terminal."""
 
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Annotated[tuple[str, ...], LISTED] = ()
     """Prompts answered before and after training; the report shows both answers."""

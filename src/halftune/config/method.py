@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from halftune.config.section import Section
+from halftune.config.section import TYPED, Section
 
 
 class SftMethod(Section):
@@ -26,8 +26,4 @@ class PretrainMethod(Section):
     """Causal language modelling on plain text."""
 
 
-def _word(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-MethodSection = Annotated[SftMethod | PretrainMethod, Field(discriminator="type"), BeforeValidator(_word)]
+MethodSection = Annotated[SftMethod | PretrainMethod, Field(discriminator="type"), TYPED]

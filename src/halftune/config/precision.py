@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import model_validator
+from typing import ClassVar, Literal
 
 from halftune.config.section import Flag, Section
 
@@ -13,6 +11,8 @@ Request = Literal["auto", "bf16", "fp16", "fp32"]
 
 class PrecisionSection(Section):
     """Number formats. `precision: bf16` is short for `precision: {compute: bf16}`."""
+
+    word: ClassVar[str | None] = "compute"
 
     compute: Request = "auto"
     """Dtype of matmuls and attention. `auto` takes the best that the device does at full speed."""
@@ -28,8 +28,3 @@ class PrecisionSection(Section):
 
     on_unsupported: Literal["error", "fallback"] = "error"
     """What to do when the device cannot run the dtype asked for: stop before loading, or take the next best."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, value: Any) -> Any:
-        return {"compute": value} if isinstance(value, str) else value

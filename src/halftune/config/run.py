@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from halftune.config.adapter import AdapterSection, LoraAdapter
 from halftune.config.attention import AttentionSection
 from halftune.config.data import DataSection
@@ -10,14 +12,14 @@ from halftune.config.logging import LoggingSection
 from halftune.config.method import MethodSection, SftMethod
 from halftune.config.model import ModelSection
 from halftune.config.precision import PrecisionSection
-from halftune.config.section import Section
+from halftune.config.section import LISTED, Section
 from halftune.config.training import TrainingSection
 
 
 class RunConfig(Section):
     """One run: model, number formats, attention, adapter, data, method, training."""
 
-    depends_on: tuple[str, ...] = ()
+    depends_on: Annotated[tuple[str, ...], LISTED] = ()
     """Recipes (paths relative to this file) that are trained first, where their run folder is not finished yet."""
 
     model: ModelSection

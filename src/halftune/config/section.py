@@ -1,16 +1,27 @@
-"""What every section of the configuration shares."""
+"""What every section of the configuration shares: the base class, strict scalars, short ways of writing."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 
 class Section(BaseModel):
-    """A frozen section: unknown keys are errors, a field's documentation is the string beside it."""
+    """A frozen section: unknown keys are errors, a field's documentation is the string beside it.
+
+    A class that sets ``word`` may be written as a single value: with ``word = "compute"``, ``precision: bf16`` is short
+    for ``precision: {compute: bf16}``.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    word: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_word(cls, value: Any) -> Any:
+        return {cls.word: value} if cls.word and isinstance(value, str | bool | int | float) else value
 
 
 def _no_bool(value: Any) -> Any:
@@ -19,11 +30,25 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+def _typed(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
 Flag = Annotated[bool, Strict()]
 """A boolean that must be written as one: "no", "false" and 0 are errors, never silently True or False."""
 
 Int = Annotated[int, Strict(), BeforeValidator(_no_bool)]
 """A whole number, written as one."""
 
-Number = Annotated[float, BeforeValidator(_no_bool)]
-"""A float; ``1e-4``, which YAML 1.1 reads as a string, is accepted."""
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
+"""A finite float; ``1e-4``, which YAML 1.1 reads as a string, is accepted."""
+
+LISTED = BeforeValidator(_listed)
+"""Marks a list that may be written as its only item: ``train: data.json`` is short for ``train: [data.json]``."""
+
+TYPED = BeforeValidator(_typed)
+"""Marks a tagged union that may be written as its tag: ``adapter: none`` is short for ``adapter: {type: none}``."""
