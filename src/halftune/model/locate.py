@@ -66,7 +66,7 @@ def locate_tokenizer(model: ModelSection) -> Path:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or name.count("/") != 1 or name.endswith("/")
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")
 
 
 def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
@@ -88,12 +88,12 @@ def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
         raise ModelError("the repository is gated", where=where, remedy=remedy) from error
     except RepositoryNotFoundError as error:
         remedy = "check the spelling; for a private one log in with `hf auth login`"
-        raise ModelError("no such repository on the hub", where=where, remedy=remedy) from error
+        raise ModelError("neither a folder here nor a repository on the hub", where=where, remedy=remedy) from error
     except RevisionNotFoundError as error:
         raise ModelError("no such revision on the hub", where=where, remedy="check model.revision") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         remedy = "go online once (HF_HUB_OFFLINE unset), write a local folder, or use builtin:qwen2-tiny"
-        raise ModelError("not in the local cache, and the hub is out of reach", where=where, remedy=remedy) from error
+        raise ModelError("no such folder, not in the hub's cache, and the hub is out of reach", where=where, remedy=remedy) from error
     except (HfHubHTTPError, OSError) as error:
         first = str(error).strip().split("\n")[0]
         raise ModelError(f"download failed: {first}", where=where, remedy="try again or write a folder") from error

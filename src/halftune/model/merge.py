@@ -35,15 +35,17 @@ class Merge:
         stored: the format in which it is to be written.
         forward_error: ‖merged − unmerged‖ / ‖unmerged‖ of the logits on random input, both computed in fp32.
         bound: what ``forward_error`` may be in that format and depth.
-        update_error: ‖what the weights moved by − what they should‖ / ‖what they should‖, over all adapted weights:
-            how much of what was learned the stored format rounds away.
+        update_size: ‖update‖ / ‖weights‖ over all weights that the adapter changes; 0 for a full model.
+        update_error: ‖what the weights moved by − what they should‖ / ‖what they should‖: how much of what was learned
+            the stored format rounds away.
     """
 
     model: PreTrainedModel
     stored: Format
     forward_error: float
     bound: float
-    update_error: float
+    update_size: float = 0.0
+    update_error: float = 0.0
 
 
 def fp32_plan(plan: Plan) -> Plan:
@@ -78,16 +80,37 @@ def merge_adapter(model: ModelSection, adapter: Path, plan: Plan, stored: Format
     adapted = load_adapter(load_model(model, exact, for_training=False), adapter, exact)
     ids_BT = _random_ids(adapted)
     expected_BTV = _logits(adapted, ids_BT)
-    update_error = _merge_layers(adapted, stored, plan)
+    size, error = _merge_layers(adapted, stored, plan)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         merged: PreTrainedModel = adapted.merge_and_unload()  # pyright: ignore[reportCallIssue]
-    layers = merged.config.get_text_config().num_hidden_layers
-    _check_forward(_logits(merged, ids_BT), expected_BTV, "fp32", layers)
-    for name, parameter in merged.named_parameters():
+    _check_forward(_logits(merged, ids_BT), expected_BTV, "fp32", _depth(merged))
+    return replace(_round(merged, ids_BT, expected_BTV, stored, plan), update_size=size, update_error=error)
+
+
+def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
+    """A full model loaded in fp32 and rounded to ``stored``, its forward compared before and after.
+
+    Raises:
+        ModelError: not enough memory, or the rounded model answers differently.
+    """
+    _check_memory(plan)
+    loaded = load_model(model, fp32_plan(plan), for_training=False)
+    ids_BT = _random_ids(loaded)
+    return _round(loaded, ids_BT, _logits(loaded, ids_BT), stored, plan)
+
+
+def _round(
+    model: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, plan: Plan
+) -> Merge:
+    for name, parameter in model.named_parameters():
         parameter.data = _rounded(name, parameter, stored, plan)
-    error = _check_forward(_logits(merged, ids_BT), expected_BTV, stored, layers)
-    return Merge(merged, stored, error, forward_bound(stored, layers), update_error)
+    error = _check_forward(_logits(model, ids_BT), expected_BTV, stored, _depth(model))
+    return Merge(model, stored, error, forward_bound(stored, _depth(model)))
+
+
+def _depth(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def _check_forward(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, layers: int) -> float:
@@ -114,20 +137,20 @@ def forward_bound(stored: Format, layers: int) -> float:
     return (16 if stored == "fp32" else 1) * eps * math.sqrt(layers + 1)
 
 
-def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan) -> float:
-    """Merges every adapted layer in place (fp32); the relative error that rounding will add to the updates."""
-    wanted = lost = 0.0
-    layers = [(name, module) for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
-    layer: Any
+def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan) -> tuple[float, float]:
+    """Merges every adapted layer in place (fp32); the update's relative size, and what rounding will take from it."""
+    whole = wanted = lost = 0.0
+    layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]
     for name, layer in layers:
         weight = layer.get_base_layer().weight
         before = weight.detach().clone()
         layer.merge(safe_merge=True)
         after = layer.get_base_layer().weight.detach()
         moved = _rounded(name, after, stored, plan) - _rounded(name, before, stored, plan)
+        whole += float(before.double().square().sum())
         wanted += float((after - before).double().square().sum())
         lost += float((moved - (after - before)).double().square().sum())
-    return math.sqrt(lost / wanted) if wanted else 0.0
+    return math.sqrt(wanted / whole) if whole else 0.0, math.sqrt(lost / wanted) if wanted else 0.0
 
 
 def _rounded(name: str, tensor: torch.Tensor, stored: Format, plan: Plan) -> torch.Tensor:
@@ -137,8 +160,9 @@ def _rounded(name: str, tensor: torch.Tensor, stored: Format, plan: Plan) -> tor
     return tensor.detach().to(torch_dtype(stored)).to(torch.float32)
 
 
-def _random_ids(model: PeftModel) -> torch.Tensor:
-    size = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue,reportAttributeAccessIssue]
+def _random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:
+    embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    size = embedding.weight.shape[0]
     return torch.randint(size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
 
 

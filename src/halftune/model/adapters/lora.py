@@ -53,13 +53,12 @@ def _measure_magnitudes(adapted: PeftModel) -> None:
     """DoRA's magnitudes from the frozen weights in fp32: peft takes the norms in the weights' own dtype, and rounded to
     bf16 they are off by up to 0.4 %, so that the adapter would change the model before its first step.
     """
-    layer: Any
-    for layer in adapted.modules():
-        if isinstance(layer, LoraLayer):
-            for dora in layer.lora_magnitude_vector.values():  # pyright: ignore[reportAttributeAccessIssue]
-                weight = layer.get_base_layer().weight.detach().float()
-                norms = dora.get_weight_norm(weight=weight, lora_weight=torch.zeros(()), scaling=1.0)
-                dora.weight.data.copy_(norms)  # lora_B is zero, so these are the norms of the sum
+    layers: list[Any] = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        for dora in layer.lora_magnitude_vector.values():
+            weight = layer.get_base_layer().weight.detach().float()
+            norms = dora.get_weight_norm(weight=weight, lora_weight=torch.zeros(()), scaling=1.0)
+            dora.weight.data.copy_(norms)  # lora_B is zero, so these are the norms of the sum
 
 
 def _targets(model: PreTrainedModel, adapter: LoraAdapter) -> str | list[str]:

@@ -1,0 +1,48 @@
+"""Talk to a run's result, under the plan it was trained with.
+
+halftune chat runs/quickstart                                 a conversation; /help lists its commands
+halftune chat configs/quickstart.yaml                         the same, by its recipe
+halftune chat runs/quickstart --prompt "What does len do?"    one answer, and leave
+halftune chat runs/quickstart --prompt "..." --base           the same without what was trained
+halftune chat runs/quickstart generation.temperature=0.7 attention=sdpa
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from halftune.core import log
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``halftune chat``."""
+    parser.add_argument("run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, or the YAML file of a finished run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, for this chat")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this once and leave; - reads it from standard input")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
+    parser.add_argument("--base", action="store_true", help="start with the adapter off: the base model's answers")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Finds the run and plans first, without torch; then loads and talks."""
+    from halftune.model.finished import open_run
+
+    log.configure()
+    finished = open_run(args.run, args.overrides)
+
+    from halftune.infer.repl import Repl
+    from halftune.infer.session import open_session
+
+    session = open_session(finished)
+    session.system, session.tuned = args.system, not args.base
+    if args.prompt is not None:
+        text = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
+        print(session.answer(text, tuned=session.tuned))
+        return 0
+    precision, base = finished.plan.precision, finished.loaded.run.model.name_or_path
+    result = f"{base} + {finished.final}" if finished.is_adapter else str(finished.final)
+    autocast = f", autocast {precision.compute.value}" if precision.autocast.value else ""
+    print(f"{result} · weights {precision.storage.value}{autocast} · {finished.plan.device.value}")
+    Repl(session).loop()
+    return 0

@@ -1,0 +1,104 @@
+"""Turns a run's result into a model that needs no adapter: merged, checked, in the base checkpoint's own dtype."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from halftune.config.safetensors_headers import main_format, read_headers
+from halftune.core.errors import ModelError
+from halftune.model.finished import FinishedRun
+from halftune.model.folder import written_whole
+from halftune.model.locate import locate
+from halftune.model.merge import Merge, merge_adapter, round_model
+from halftune.model.save import write_model
+from halftune.model.tokenizer import load_tokenizer
+from halftune.precision.plan import Format
+
+FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+NOTHING = 1e-6  # an update that is a smaller share of the weights is fp32's own rounding
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        stored: in which format.
+        source: why that one.
+        merge: how the check went; None where a full model was copied as it is.
+    """
+
+    folder: Path
+    stored: Format
+    source: str
+    merge: Merge | None
+
+    def describe(self) -> str:
+        """The result in a few lines for a terminal."""
+        lines = [f"{self.folder}: weights and config.json in {self.stored} ({self.source})"]
+        if self.merge is None:
+            lines.append("copied as it was trained: a full model needs no merging")
+            return "\n".join(lines)
+        error, bound = self.merge.forward_error, self.merge.bound
+        lines.append(
+            f"checked against the result in fp32: logits differ by {error:.1e} (rounding explains {bound:.1e})"
+        )
+        if 0 < self.merge.update_size < NOTHING:
+            lines.append("the adapter changes next to nothing: was it trained?")
+        elif self.merge.update_size:
+            kept = f"the adapter moves the weights by {self.merge.update_size:.1e} of their size"
+            lines.append(f"{kept}; {self.merge.update_error:.1%} of that is lost to {self.stored}")
+        return "\n".join(lines)
+
+
+def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, force: bool = False) -> Export:
+    """Writes a run's result as a plain model with its tokenizer.
+
+    Args:
+        run: the finished run.
+        output: folder to write; appears when it is whole.
+        dtype: format of the weights; the base checkpoint's own by default (a full model: as it was saved).
+        force: replace an earlier model in ``output``.
+
+    Raises:
+        ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
+    """
+    _check_output(run, output, force=force)
+    own = main_format(read_headers(locate(run.result)))
+    source = "as asked" if dtype else ("the base checkpoint's own" if run.is_adapter else "as the run saved it")
+    stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
+    merge = None
+    try:
+        if run.is_adapter:
+            merge = merge_adapter(run.result, run.final, run.plan, stored)
+        elif stored != own:
+            merge = round_model(run.result, run.plan, stored)
+        with written_whole(output) as partial:
+            if merge is None:
+                shutil.copytree(run.final, partial, dirs_exist_ok=True)
+            else:
+                write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
+                load_tokenizer(run.result).save_pretrained(partial)
+    except OSError as error:
+        raise ModelError(f"cannot write: {error}", where=str(output), remedy="choose another --output") from error
+    return Export(output, stored, source, merge)
+
+
+def _check_output(run: FinishedRun, output: Path, *, force: bool) -> None:
+    """Refuses to write over what is there, unless it is an earlier model and ``force`` says so.
+
+    Raises:
+        ModelError: with what is in the way.
+    """
+    if output.resolve() in (run.folder.resolve(), *run.final.resolve().parents, run.final.resolve()):
+        raise ModelError("the output folder is the run's own", where=str(output), remedy="choose another --output")
+    if output.is_file():
+        raise ModelError("the output is a file", where=str(output), remedy="choose a folder")
+    if output.is_dir() and any(output.iterdir()):
+        if not (output / "config.json").is_file():
+            raise ModelError("the folder holds other things", where=str(output), remedy="choose an empty or new one")
+        if not force:
+            raise ModelError("there is a model already", where=str(output), remedy="--force replaces it")
