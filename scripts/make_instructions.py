@@ -84,8 +84,8 @@ def answer(thing: object) -> str:
     return ""
 
 
-def rows() -> list[dict[str, str]]:
-    """All questions and answers; no answer and no object twice."""
+def rows() -> list[tuple[str, dict[str, str]]]:
+    """All (kind, question and answer); no answer and no object twice."""
     seen: set[str] = set()
     made = []
     for kind, name, thing in things():
@@ -94,26 +94,28 @@ def rows() -> list[dict[str, str]]:
             continue
         seen.add(text)
         styles = STYLES[kind]
-        made.append({"instruction": styles[len(made) % len(styles)].format(name=name), "output": text})
+        row = {"instruction": styles[len(made) % len(styles)].format(name=name), "output": text}
+        made.append(("method" if re.search(r"(^|\.)[A-Z]\w*\.\w", name) else kind, row))
     return made
 
 
-def is_method(row: dict[str, str]) -> bool:
-    """Whether a row is about a method: its name has a capitalised part before the last one."""
-    return bool(re.search(r"\.?[A-Z]\w*\.\w", row["instruction"]))
+def choose(found: list[tuple[str, dict[str, str]]]) -> list[dict[str, str]]:
+    """All modules, classes and functions, then as many methods as there is room for, thinned out evenly."""
+    chosen = {index for index, (kind, _) in enumerate(found) if kind == "module"}
+    for kinds in (("class", "function"), ("method",)):
+        places = [index for index, (kind, _) in enumerate(found) if kind in kinds]
+        room = min(ROWS - len(chosen), len(places))
+        chosen |= {places[number * len(places) // room] for number in range(room)}
+    return [found[index][1] for index in sorted(chosen)]
 
 
 def main() -> None:
-    """Writes the set: all modules, classes and functions, and as many methods as there is room for, evenly."""
+    """Writes the set."""
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
-    found = rows()
-    methods = [row for row in found if is_method(row)]
-    wanted = max(ROWS - (len(found) - len(methods)), 0)
-    kept = {methods[index * len(methods) // wanted]["output"] for index in range(min(wanted, len(methods)))}
-    chosen = [row for row in found if not is_method(row) or row["output"] in kept][:ROWS]
+    chosen = choose(rows())
     lines = [json.dumps(row, ensure_ascii=True) + "\n" for row in chosen]
     output.write_text("".join(lines), encoding="utf-8")
-    print(f"{len(chosen)} of {len(found)} rows, {sum(map(len, lines)):,} bytes: {output}")
+    print(f"{len(chosen)} rows, {sum(map(len, lines)):,} bytes: {output}")
 
 
 if __name__ == "__main__":
