@@ -1,0 +1,154 @@
+"""What does not fit is shortened where it hurts least, and every loss is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halftune.core.errors import DataError
+from halftune.data.pipeline import prepare
+from halftune.data.sample import NO_LABEL
+
+LONG = "what is it and why is it so " * 60
+HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def fit(tokenizer, make_config, write):
+    """Prepares one conversation; returns its text, its trained text and the source's report."""
+
+    def fit(messages, limit, **data):
+        method = data.pop("method", "sft")
+        prepared = prepare(make_config(write([{"messages": messages}]), max_length=limit, method=method, **data), tokenizer)
+        sample = prepared.train.sample(0)
+        assert len(sample.input_ids) <= limit
+        report = prepared.report.train[0]
+        assert report.truncated_rows == 1
+        trained = tokenizer.decode(sample.input_ids[sample.labels != NO_LABEL].tolist())
+        return tokenizer.decode(sample.input_ids.tolist()), trained, report
+
+    return fit
+
+
+def test_a_long_question_is_shortened_and_the_header_stays(fit):
+    text, trained, report = fit([user(LONG), assistant("It is four.")], 128)
+    assert trained == f"It is four.{END}"
+    assert f"{END}\n{HEADER}It is four.{END}\n" in text
+    assert "what is it and why" in text
+    assert list(report.truncated) == ["question or tool result shortened"]
+    assert report.answers_lost == 0
+
+
+def test_a_long_answer_is_cut_counted_and_has_no_end(fit):
+    text, trained, report = fit([user("Why?"), assistant(LONG)], 128)
+    assert not trained.endswith(END)
+    assert text.endswith(trained)
+    assert LONG.startswith(trained)
+    assert len(trained) > 100
+    assert list(report.truncated) == ["answer cut, its end-of-turn token is not trained"]
+
+
+def test_both_long_leave_room_for_an_answer(fit):
+    text, trained, report = fit([user(LONG), assistant(LONG)], 128)
+    assert text.count(HEADER) == 1
+    assert LONG.startswith(trained)
+    assert trained
+    assert len(report.truncated) == 2
+
+
+def test_a_long_first_turn_does_not_lose_the_last_answer(fit):
+    messages = [user(LONG), assistant("One."), user("And?"), assistant("Two.")]
+    _, trained, report = fit(messages, 128)
+    assert trained == f"One.{END}Two.{END}"
+    assert report.answers_lost == 0
+
+
+def test_answers_that_do_not_fit_are_counted(fit):
+    messages = [user("A?"), assistant("One. " * 20), user("B?"), assistant("Two. " * 20), user("C?"), assistant("Three.")]
+    text, trained, report = fit(messages, 128)
+    assert trained == "One. " * 20 + END
+    assert text.endswith(f"{END}\n")
+    assert report.answers_lost == 2
+    assert list(report.truncated) == ["later exchanges left out"]
+
+
+def test_last_keeps_the_last(fit):
+    messages = [user("A?"), assistant("One. " * 9), user("B?"), assistant("Two. " * 20), user("C?"), assistant("Three.")]
+    text, trained, report = fit(messages, 160, method={"type": "sft", "train_on": "last"})
+    assert trained == f"Three.{END}"
+    assert "Two." not in text
+    assert f"{END}\n<|im_start|>user\nC?{END}\n{HEADER}Three.{END}" in text
+    assert list(report.truncated) == ["earlier exchanges left out"]
+
+
+def test_system_messages_are_not_shortened(fit, tokenizer, make_config, write):
+    system = {"role": "system", "content": "Be kind and helpful. " * 8}
+    text, trained, _ = fit([system, user(LONG), assistant("It is four.")], 256)
+    assert system["content"] in text
+    assert trained == f"It is four.{END}"
+    with pytest.raises(DataError, match="leaves no room"):
+        prepare(make_config(write([{"messages": [system, user("A?"), assistant("B.")]}]), max_length=64), tokenizer)
+
+
+@pytest.mark.parametrize("limit", [120, 121, 122, 123, 124, 125])
+def test_no_character_is_cut_in_two(limit, fit):
+    text, trained, _ = fit([user("好" * 200), assistant("好" * 200)], limit)
+    assert "\ufffd" not in text
+    assert set(trained) == {"好"}
+
+
+def test_every_kept_answer_but_a_cut_one_has_its_end(tokenizer, make_config, write):
+    """Random conversations at random limits: an answer is whole with its end, gone, or the last thing and cut."""
+    random = np.random.default_rng(0)
+    end = tokenizer.convert_tokens_to_ids(END)
+    for limit in (48, 64, 100, 200):
+        rows = []
+        for _ in range(40):
+            lengths = random.integers(1, 40, size=2 * random.integers(1, 5))
+            texts = [" ".join(["word"] * int(length)) for length in lengths]
+            rows.append({"messages": [(assistant if index % 2 else user)(text) for index, text in enumerate(texts)]})
+        config = make_config(write(rows, f"{limit}.jsonl"), max_length=limit)
+        prepared = prepare(config, tokenizer)
+        report = prepared.report.train[0]
+        assert report.kept + sum(count.count for count in report.dropped.values()) == len(rows)
+        cut = 0
+        for index in range(len(prepared.train)):
+            sample = prepared.train.sample(index)
+            assert len(sample.input_ids) <= limit
+            labelled = sample.labels != NO_LABEL
+            stops = np.flatnonzero(labelled & ~np.append(labelled[1:], False))
+            for stop in stops[:-1]:
+                assert sample.labels[stop] == end
+            cut += sample.labels[stops[-1]] != end
+        assert cut == report.truncated["answer cut, its end-of-turn token is not trained"].count if cut else True
+
+
+def test_drop_and_error(tokenizer, make_config, write):
+    path = write([{"messages": [user("A?"), assistant("B.")]}, {"messages": [user(LONG), assistant("B.")]}])
+    prepared = prepare(make_config(path, max_length=128, overlong="drop"), tokenizer)
+    assert len(prepared.train) == 1
+    assert {reason: count.rows for reason, count in prepared.report.train[0].dropped.items()} == {
+        "longer than max_length 128": ["2"]
+    }
+    with pytest.raises(DataError, match=r"line 2: \d+ tokens are more than data\.max_length 128"):
+        prepare(make_config(path, max_length=128, overlong="error"), tokenizer)
+
+
+def test_documents_are_cut_into_pieces_and_lose_nothing(tokenizer, make_config, write):
+    documents = [LONG, "short", "好" * 100]
+    config = make_config(write([{"text": text} for text in documents]), method="pretrain", max_length=64)
+    prepared = prepare(config, tokenizer)
+    samples = [prepared.train.sample(index) for index in range(len(prepared.train))]
+    ids = [token for sample in samples for token in sample.input_ids.tolist()]
+    assert ids == [token for text in documents for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    for sample in samples:
+        assert sample.labels[1:].tolist() == sample.input_ids[1:].tolist()
+    assert prepared.train.trained.tolist() == [len(sample.input_ids) - 1 for sample in samples]
