@@ -9,7 +9,7 @@ from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.model import ModelSection
-from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, tensors_of
+from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
 from halftune.config.model_types import check_causal
 from halftune.config.model_weights import Sizes, Tensor
 from halftune.config.safetensors_headers import count_parameters, main_format, read_headers
@@ -109,6 +109,23 @@ class ModelFacts:
     window_layers: int = 0
     tensors: tuple[Tensor, ...] = ()
     raw: dict | None = None
+
+    @property
+    def likely_tensors(self) -> tuple[Tensor, ...]:
+        """``tensors``, or those of a Llama of these sizes: a stand-in for a family that is not described."""
+        if self.tensors:
+            return self.tensors
+        sizes = Sizes(
+            hidden=self.hidden_size,
+            layers=self.num_layers,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate=self.intermediate_size,
+            vocab=self.vocab_size,
+            tied=self.tie_word_embeddings,
+        )
+        return tuple(llama_like("llama", {}, sizes))
 
 
 def read_model_facts(model: ModelSection) -> ModelFacts:

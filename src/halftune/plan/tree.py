@@ -1,7 +1,4 @@
-"""The plan of a run: computed once, from data alone, and never revised below.
-
-``resolve(config, hardware, facts)`` is pure: no weights, no device, no torch.
-"""
+"""The plan of a run as a frozen tree: every leaf that was decided carries its reason."""
 
 from __future__ import annotations
 
@@ -40,6 +37,7 @@ class MemoryPlan:
 
     Attributes:
         weights, gradients, optimizer, activations, logits, overhead: the parts; overhead is the runtime itself.
+        overlap: bytes that gradients take over from activations that are freed as they come.
         available: the device's memory.
         checkpoint_disk: bytes that one checkpoint takes.
         verdict: fits / tight / does not fit, with the reason.
@@ -54,16 +52,27 @@ class MemoryPlan:
     available: int
     checkpoint_disk: int
     verdict: Choice[str]
+    overlap: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of the parts in bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.overhead
+        """Peak bytes: the sum of the parts less the overlap."""
+        parts = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.overhead
+        return parts - self.overlap
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided about a run, each with its reason."""
+    """Everything that was decided about a run, each with its reason.
+
+    Attributes:
+        device: kind of the devices: ``cuda | rocm | mps | xpu | cpu``.
+        precision, attention, batch, memory: the parts.
+        distribution: ``single | ddp``.
+        num_parameters, num_trainable: weights, and those that are trained.
+        warnings: full sentences that the user must see before training, those of the parts included.
+        model, machine: what the plan is for, in words.
+    """
 
     device: Choice[str]
     precision: PrecisionPlan
@@ -74,3 +83,5 @@ class Plan:
     num_parameters: Choice[int]
     num_trainable: Choice[int]
     warnings: tuple[str, ...] = ()
+    model: str = ""
+    machine: str = ""

@@ -1,0 +1,245 @@
+"""The only place that chooses attention backends: from facts, with the reason for every one that was not taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from halftune.attention.backends import (
+    BACKENDS,
+    FA4_BLACKWELL_HEAD_DIM,
+    LINEAR_FAMILIES,
+    LINEAR_MISCOMPILES,
+    LINEAR_PACKAGES,
+    ON_REQUEST,
+    OWN_ATTENTION,
+    SILENT_DROPOUT_HOLE,
+    Backend,
+)
+from halftune.attention.plan import AttentionPlan
+from halftune.config.attention import AttentionSection
+from halftune.config.model_facts import ModelFacts
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.hardware.facts import Device, Hardware
+from halftune.precision.plan import PrecisionPlan
+
+
+def route_attention(
+    section: AttentionSection, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan, packing: bool
+) -> AttentionPlan:
+    """Chooses the backends of a run.
+
+    Args:
+        section: what was asked for.
+        hardware: where it runs; every one of its devices must be able to.
+        facts: the model: head size, soft-capping, sinks, dropout, linear layers.
+        precision: the dtypes, decided before.
+        packing: whether rows hold several samples.
+
+    Raises:
+        PlanError: a backend was asked for that device, dtype or model rule out; names the ways out.
+    """
+    rejected: list[tuple[str, str]] = []
+    chosen: Backend | None = None
+    asked = section.backend
+    for backend in (*BACKENDS, *ON_REQUEST):
+        objection = "; ".join(objections(backend, hardware, facts, precision, packing))
+        wanted = backend.name == asked if asked != "auto" else backend in BACKENDS
+        if chosen is None and wanted and not objection:
+            chosen = backend
+        else:
+            rejected.append((_label(backend), objection or _not_taken(backend, chosen, asked)))
+    if chosen is None:
+        raise _impossible(asked, rejected, facts, precision)
+    varlen = chosen.varlen if packing else "none"
+    return AttentionPlan(
+        softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, precision)),
+        provider=Choice(chosen.provider, _PROVIDERS[chosen.provider]),
+        varlen=Choice(varlen or "none", _VARLEN[varlen]),
+        linear=_linear(section, hardware, facts),
+        rejected=tuple(rejected),
+        guard=section.guard,
+    )
+
+
+_PROVIDERS = {
+    "flash_attn": "the flash-attn package is installed",
+    "torch": "torch brings the kernels",
+    "transformers": "transformers' own integration",
+}
+_VARLEN = {
+    "none": "rows are not packed",
+    "": "this backend masks packed rows",
+    "segments": "one call per sample of a row: no work is spent across samples",
+    "torch_varlen": "one call per row with the samples' boundaries",
+    "flash_attn_varlen": "one call per row with the samples' boundaries",
+}
+
+
+def objections(
+    backend: Backend, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan, packing: bool
+) -> Iterator[str]:
+    """Every reason against a backend; none means that it can be used."""
+    for device in dict.fromkeys(hardware.devices):
+        yield from _device_objections(backend, device, facts)
+    if backend.package and hardware.version(backend.package) is None:
+        yield f"{backend.package} is not installed"
+    if backend.torch and _older(hardware.version("torch"), backend.torch):
+        yield f"needs torch {backend.torch}, this is {hardware.version('torch') or 'none'}"
+    compute = precision.compute.value
+    if compute not in backend.dtypes:
+        yield f"computes in {' and '.join(backend.dtypes)} only, the plan is {compute}"
+    yield from _model_objections(backend, facts)
+    if packing and not backend.varlen:
+        yield "no path for packed rows"
+    if backend.packed_only and not packing:
+        yield "a path for packed rows only"
+
+
+def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> Iterator[str]:
+    if device.kind not in backend.kinds:
+        yield f"runs on {' and '.join(kind.upper() for kind in backend.kinds)} only"
+        return
+    if device.capability is None:
+        return
+    shown = f"{device.name} has {_dotted(device.capability)}"
+    if device.capability < backend.capability:
+        yield f"needs compute capability {_dotted(backend.capability)}, {shown}"
+    elif backend.majors and device.capability[0] not in backend.majors:
+        yield f"has a backward pass for compute capability {', '.join(f'{m}.x' for m in backend.majors)}, {shown}"
+    dropout_limit = SILENT_DROPOUT_HOLE.get(device.capability)
+    hole = backend.name == "fa2" and facts.attention_dropout > 0 and dropout_limit is not None
+    if hole and dropout_limit is not None and facts.head_dim > dropout_limit:
+        yield f"head size {facts.head_dim} with dropout leaves gradients unwritten on {device.name}, without an error"
+    blackwell = backend.name == "fa4" and device.capability[0] in (10, 11)
+    if blackwell and facts.head_dim > FA4_BLACKWELL_HEAD_DIM and facts.head_dim != backend.max_head_dim:
+        yield f"{device.name} has head sizes up to {FA4_BLACKWELL_HEAD_DIM} and 256, this model {facts.head_dim}"
+
+
+def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
+    if facts.model_type in OWN_ATTENTION and backend.name != "eager":
+        yield f"{facts.model_type} computes attention in code of its own"
+    if facts.head_dim > backend.max_head_dim:
+        yield f"head size {facts.head_dim} is over {backend.max_head_dim}"
+    elif facts.head_dim % backend.head_dim_multiple:
+        yield f"head size {facts.head_dim} is no multiple of {backend.head_dim_multiple}"
+    if facts.softcap is not None and not backend.softcap:
+        yield "cannot cap attention logits, which this model does"
+    if facts.softcap is not None and facts.attention_dropout > 0 and backend.name == "fa2":
+        yield "has no dropout together with logit capping"
+    if facts.sinks and not backend.sinks:
+        yield "has no attention sinks, which this model learned"
+    if facts.attention_dropout > 0 and not backend.dropout:
+        yield f"has no attention dropout, which this model trains with ({facts.attention_dropout:g})"
+
+
+def _impossible(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, precision: PrecisionPlan) -> PlanError:
+    """Names both sides of the conflict and the three ways out."""
+    own = [(label, reason) for label, reason in rejected if asked in ("auto", label.partition(" ")[0])]
+    why = own[0][1] if len(own) == 1 else " / ".join(f"{label}: {reason}" for label, reason in own)
+    compute = precision.compute.value
+    what = f"attention: {asked} is not possible: {why}"
+    if asked.startswith("fa") and compute == "fp32":
+        what = f"attention: {asked} and precision: {compute} exclude each other: {why}"
+    return PlanError(what, where="attention", remedy=_ways_out(asked, why, facts, compute))
+
+
+def _ways_out(asked: str, why: str, facts: ModelFacts, compute: str) -> str:
+    safe = "attention: eager (any device, dtype and model; slow)" if facts.sinks or facts.softcap else "attention: sdpa"
+    if asked.startswith("fa") and compute == "fp32":
+        return f"attention: auto, {safe}, or precision: bf16 (fp16 on GPUs before Ampere)"
+    if "compute capability" in why or "runs on" in why:
+        return f"attention: auto, {safe}, or a device that can"
+    if "path for packed rows only" in why:
+        return f"pip install flash-attn, data.packing: true (torch's own kernels), or {safe}"
+    if "no path for packed rows" in why:
+        return f"data.packing: false, attention: auto, or {safe}"
+    if "is not installed" in why:
+        return f"install it, attention: auto, or {safe}"
+    return f"attention: auto, {safe}, or another model"
+
+
+def _not_taken(backend: Backend, chosen: Backend | None, asked: str) -> str:
+    if asked != "auto" and backend.name != asked:
+        return f"{asked} was asked for"
+    if backend in ON_REQUEST:
+        return "taken on request only"
+    assert chosen is not None
+    return f"{_label(chosen)} comes first"
+
+
+def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan) -> str:
+    kind, compute = hardware.kind, precision.compute.value
+    if chosen.name == "fa2":
+        return f"the fastest for {compute} on {hardware.devices[0].name}"
+    if chosen.name == "sdpa":
+        carries = kind == "cuda" and compute != "fp32" and all(_ampere(device) for device in hardware.devices)
+        return (
+            "torch's own, which carries FlashAttention kernels" if carries else f"the fastest for {compute} on {kind}"
+        )
+    if facts.model_type in OWN_ATTENTION:
+        return f"{facts.model_type} computes attention in code of its own"
+    need = "attention sinks" if facts.sinks else "logit capping"
+    return f"the fastest with {need}" if chosen.name == "flex" else f"the only one with {need} on {kind}"
+
+
+def _linear(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> Choice[str]:
+    if not facts.linear_layers:
+        return Choice("none", "every layer has softmax attention")
+    objection = _fla_objection(hardware, facts)
+    if section.linear == "fla" and objection:
+        remedy = "attention: {linear: auto} or {linear: torch}" + (
+            ", or install it" if "not installed" in objection else ", or another Triton or device"
+        )
+        raise PlanError(f"attention.linear: fla is not possible: {objection}", where="attention.linear", remedy=remedy)
+    if section.linear == "torch":
+        return Choice("torch", "asked for")
+    if objection:
+        return Choice("torch", f"fla: {objection}")
+    return Choice("fla", "asked for" if section.linear == "fla" else "flash-linear-attention is installed")
+
+
+def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
+    """Why flash-linear-attention cannot be used; empty where it can."""
+    if not facts.model_type.startswith(LINEAR_FAMILIES):
+        return f"has no kernels for the layers of {facts.model_type}"
+    if hardware.kind != "cuda":
+        return f"needs CUDA, the device is {hardware.kind}"
+    if not any(hardware.version(package) for package in LINEAR_PACKAGES):
+        return "flash-linear-attention is not installed"
+    weak = [device for device in hardware.devices if not _ampere(device)]
+    if weak:
+        return f"Triton emits no tensor-core instructions for {weak[0].name}"
+    triton = hardware.version("triton")
+    if triton is None:
+        return "triton is not installed"
+    for device in hardware.devices:
+        for known in LINEAR_MISCOMPILES:
+            inside = not _older(triton, known.triton_low) and _older(triton, known.triton_high)
+            if device.capability and device.capability[0] == known.capability_major and inside:
+                return f"{known.what} on {device.name} with Triton {triton} (fixed in {known.triton_high})"
+    return ""
+
+
+def _ampere(device: Device) -> bool:
+    return (device.capability or (0, 0)) >= (8, 0)
+
+
+def _label(backend: Backend) -> str:
+    """``fa2`` has two providers, which are told apart."""
+    return f"{backend.name} ({backend.provider})" if backend.name == "fa2" else backend.name
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _older(version: str | None, than: str) -> bool:
+    return version is None or _numbers(version) < _numbers(than)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``3.7.1+git5`` → (3, 7, 1)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group(0).split(".")) if match else ()

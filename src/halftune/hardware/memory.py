@@ -1,0 +1,179 @@
+"""Will it fit: an estimate of a run's peak memory on one device, from sizes alone.
+
+What a layer keeps for its backward pass is added up operation by operation, as transformers' layers are written. The
+constants at the top were measured; docs/precision.md states how far the estimate is from reality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halftune.config.model_facts import ModelFacts
+from halftune.hardware.facts import Kind
+
+# The runtime itself: on a CPU the resident size of a process that has imported everything, on a GPU its context.
+RUNTIME_BYTES: dict[Kind, int] = {
+    "cpu": 560 << 20,
+    "cuda": 700 << 20,
+    "rocm": 900 << 20,
+    "xpu": 700 << 20,
+    "mps": 600 << 20,
+}
+# What an allocator loses between blocks, as a share of all else.
+FRAGMENTATION: dict[Kind, float] = {"cpu": 0.05, "cuda": 0.06, "rocm": 0.06, "xpu": 0.06, "mps": 0.06}
+# Optimizer moments per trained weight.
+MOMENTS = {"adamw": 2.0, "adam": 2.0, "adagrad": 1.0, "adafactor": 0.02, "sgd": 0.0}
+# Labelled positions whose logits exist at once, and fp32 copies of them (logits, probabilities, gradient).
+LOGITS_AT_ONCE, LOGITS_COPIES = 1024, 3
+QUANTISED_BYTES = {"mxfp4": 0.54, "bitsandbytes": 0.56, "gptq": 0.56, "awq": 0.56, "fp8": 1.02}
+# Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32.
+LINEAR_COPIES = 14
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One device's share of a training step.
+
+    Attributes:
+        kind: of the device.
+        storage, trainable, compute, state: bytes per element of the dtypes of the plan.
+        autocast: whether weights are cast to the compute dtype in the forward pass.
+        trained: weights that are trained.
+        adapter: those of them beside the frozen model (0 in full fine-tuning).
+        optimizer: name of the optimizer.
+        tokens: fed tokens of a micro-batch, padding included.
+        length: tokens that attend to each other at most.
+        labelled: share of the tokens that carry a label.
+        accumulation: forward passes per step; above 1, gradients exist beside activations.
+        attention: the softmax backend.
+        checkpointing: whether activations are recomputed.
+        adapted_inputs: widths of the inputs of adapted layers, summed over all of them, where dropout copies them.
+        packed: whether rows are packed and computed sample by sample.
+    """
+
+    kind: Kind
+    storage: int
+    trainable: int
+    compute: int
+    state: int
+    autocast: bool
+    trained: int
+    adapter: int
+    optimizer: str
+    tokens: int
+    length: int
+    labelled: float
+    accumulation: int
+    attention: str
+    checkpointing: bool
+    adapted_inputs: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the model's own weights are trained."""
+        return self.adapter == 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by purpose; ``overlap`` is what gradients take over from activations that are freed as they come."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    overhead: int
+    overlap: int
+
+    @property
+    def total(self) -> int:
+        """Peak bytes."""
+        parts = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.overhead
+        return parts - self.overlap
+
+
+def estimate(work: Workload, facts: ModelFacts) -> Estimate:
+    """Peak memory of training on one device; pure."""
+    weights = round(facts.num_parameters * _weight_bytes(work, facts)) + work.adapter * work.trainable
+    gradients = work.trained * work.trainable
+    moments = round(work.trained * work.state * MOMENTS[work.optimizer])
+    activations = _activations(work, facts)
+    logits = _logits(work, facts)
+    overlap = min(gradients, activations + logits) if work.accumulation == 1 else 0
+    rest = weights + gradients + moments + activations + logits - overlap
+    overhead = RUNTIME_BYTES[work.kind] + round(rest * FRAGMENTATION[work.kind])
+    return Estimate(weights, gradients, moments, activations, logits, overhead, overlap)
+
+
+def _weight_bytes(work: Workload, facts: ModelFacts) -> float:
+    if facts.quantization is not None:
+        return QUANTISED_BYTES.get(facts.quantization, 1.0)
+    return float(work.storage)
+
+
+def _logits(work: Workload, facts: ModelFacts) -> int:
+    """Logits in fp32, made for labelled positions only and a chunk of them at a time, and the head's inputs."""
+    labelled = round(work.tokens * work.labelled)
+    inputs = labelled * facts.hidden_size * (work.compute + 4)
+    return min(labelled, LOGITS_AT_ONCE) * facts.vocab_size * 4 * LOGITS_COPIES + inputs
+
+
+def _activations(work: Workload, facts: ModelFacts) -> int:
+    residual = 4 if work.autocast and work.storage == 4 else work.storage
+    softmax = facts.num_layers - facts.linear_layers
+    layer = (
+        _attention(work, facts) * softmax + _linear_attention(work, facts) * facts.linear_layers
+    ) / facts.num_layers
+    layer += _norms(work, facts) + _feed_forward(work, facts)
+    ends = facts.hidden_size * (residual + 4 + work.compute)  # embedding, final norm
+    if work.checkpointing:
+        kept = residual * facts.hidden_size * facts.num_layers + layer
+    else:
+        kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1)
+    casts = 0
+    if work.autocast and work.storage > work.compute:  # half copies of the weights, kept for the backward pass
+        matrices = facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
+        casts = matrices * work.compute // (facts.num_layers if work.checkpointing else 1)
+    return round(work.tokens * (kept + ends)) + casts
+
+
+def _norms(work: Workload, facts: ModelFacts) -> float:
+    """Bytes per token: the fp32 input of each norm, its output where a weight's gradient needs it."""
+    count = sum(
+        1
+        for t in facts.likely_tensors
+        if t.layers and t.shape == (facts.hidden_size,) and t.name.endswith("norm.weight")
+    )
+    per_norm = 4 + work.compute + (work.compute if work.full else 0)
+    return max(count, 1) * facts.hidden_size * per_norm
+
+
+def _attention(work: Workload, facts: ModelFacts) -> float:
+    """Bytes per token of one softmax layer: q, k, v, the output twice (transposed), and eager's score matrices."""
+    query, key = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    kept = (query + 2 * key + 2 * query) * work.compute + facts.num_heads * 4
+    if any(t.name.endswith("q_norm.weight") for t in facts.tensors):
+        kept += (query + key) * (4 + work.compute)
+    if work.attention == "eager":
+        kept += facts.num_heads * work.length * (4 + 2 * work.compute)
+    return kept
+
+
+def _linear_attention(work: Workload, facts: ModelFacts) -> float:
+    """Bytes per token of one linear-attention layer: the convolution, and the chunked form's fp32 copies."""
+    raw = (facts.raw or {}).get("text_config") or facts.raw or {}
+    keys = int(raw.get("linear_num_key_heads", 0)) * int(raw.get("linear_key_head_dim", 0))
+    values = int(raw.get("linear_num_value_heads", 0)) * int(raw.get("linear_value_head_dim", 0))
+    width = 2 * keys + values or 4 * facts.hidden_size
+    return width * (3 * work.compute + 4 * LINEAR_COPIES)
+
+
+def _feed_forward(work: Workload, facts: ModelFacts) -> float:
+    """Bytes per token of one feed-forward block: gate, its activation, up, and their product."""
+    raw = (facts.raw or {}).get("text_config") or facts.raw or {}
+    width = facts.intermediate_size
+    if facts.num_experts:
+        width = int(raw.get("moe_intermediate_size") or width) * max(facts.num_experts_per_token, 1)
+        width += int(raw.get("shared_expert_intermediate_size") or 0)
+    return 4 * width * work.compute

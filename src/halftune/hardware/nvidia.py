@@ -1,0 +1,93 @@
+"""NVIDIA devices through NVML, which answers without a CUDA context."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from halftune.hardware.facts import Device
+from halftune.hardware.host import host_memory_bytes
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def nvidia_devices() -> tuple[list[Device], list[str]]:
+    """The devices that CUDA would show this process, in NVML's order, and notes on what is hidden or odd."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if DRIVER.exists():
+            return [], [
+                f"an NVIDIA driver is loaded, but NVML does not answer ({error}): restart after a driver update"
+            ]
+        return [], []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen, notes = (handles, []) if visible is None else _visible(visible, handles)
+        devices = [_device(_instance(handle)) for handle in chosen]
+        if len({device.name for device in devices}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            notes.append(
+                "the devices differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID so that their numbers mean the same to all"
+            )
+        return devices, notes
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible(visible: str, handles: list[Any]) -> tuple[list[Any], list[str]]:
+    """Applies ``CUDA_VISIBLE_DEVICES`` as CUDA does: numbers or UUID prefixes, up to the first that names no device."""
+    chosen: list[Any] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        handle = _find(entry, handles)
+        if handle is None or handle in chosen:
+            break
+        chosen.append(handle)
+    if chosen or not handles:
+        return chosen, []
+    said = f"is {visible!r}" if visible.strip() else "is empty"
+    return [], [f"CUDA_VISIBLE_DEVICES {said}: {len(handles)} NVIDIA device{'s' * (len(handles) > 1)} hidden"]
+
+
+def _find(entry: str, handles: list[Any]) -> Any | None:
+    if entry.isdigit():
+        return handles[int(entry)] if int(entry) < len(handles) else None
+    if entry.startswith("MIG-"):
+        try:
+            return pynvml.nvmlDeviceGetHandleByUUID(entry)
+        except pynvml.NVMLError:
+            return None
+    if not entry.startswith("GPU-"):
+        return None
+    matching = [handle for handle in handles if _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _instance(handle: Any) -> Any:
+    """The first MIG instance of a device that is cut into several (CUDA shows a process no more), else the device."""
+    try:
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+            return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0)
+    except pynvml.NVMLError:  # no such feature, or the handle is an instance already
+        pass
+    return handle
+
+
+def _device(handle: Any) -> Device:
+    try:
+        parent = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    except pynvml.NVMLError:
+        parent = handle
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(parent)
+    try:
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # devices that share the host's memory have none of their own to report
+        memory = host_memory_bytes()
+    return Device("cuda", _text(pynvml.nvmlDeviceGetName(handle)), memory, capability=(int(major), int(minor)))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,11 @@
+"""The plan of a run: computed once, from data alone, and never revised below.
+
+``resolve(config, hardware, facts)`` is pure: no weights, no device, no torch.
+"""
+
+from halftune.plan.explain import explain
+from halftune.plan.export import to_dict
+from halftune.plan.resolve import resolve
+from halftune.plan.tree import BatchPlan, MemoryPlan, Plan
+
+__all__ = ["BatchPlan", "MemoryPlan", "Plan", "explain", "resolve", "to_dict"]

@@ -1,0 +1,69 @@
+"""How long a run will take, once an earlier one has shown how fast this machine is; pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halftune.config.run import RunConfig
+from halftune.plan.tree import Plan
+
+_LAST_STEPS = 50  # the first steps of a run are slower than the rest
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What an earlier run measured.
+
+    Attributes:
+        tokens_per_second: fed tokens over all processes, median of the last steps.
+        tokens_per_step: fed tokens, median.
+        tokens_per_epoch: fed tokens of one pass over the data, or None where no full number is known.
+    """
+
+    tokens_per_second: float
+    tokens_per_step: float
+    tokens_per_epoch: float | None
+
+
+def pace_of(lines: Sequence[str]) -> Pace | None:
+    """The pace in the lines of a metrics.jsonl (broken lines are skipped); None where it has no training step."""
+    steps = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a run that was killed while writing
+            continue
+        if isinstance(entry, dict) and entry.get("seconds") and entry.get("tokens"):
+            steps.append(entry)
+    if not steps:
+        return None
+    last = steps[-_LAST_STEPS:]
+    per_step = statistics.median(entry["tokens"] for entry in last)
+    reached, step = steps[-1].get("epoch"), steps[-1].get("step")
+    per_epoch = per_step * step / reached if reached and step else None
+    return Pace(statistics.median(entry["tokens"] / entry["seconds"] for entry in last), per_step, per_epoch)
+
+
+def duration(config: RunConfig, plan: Plan, pace: Pace) -> str:
+    """One line: how long the run will take at that pace."""
+    speed = f"{pace.tokens_per_second:,.0f} tokens/s in an earlier run here"
+    training = config.training
+    if training.max_steps is not None:
+        tokens = training.max_steps * min(pace.tokens_per_step, plan.batch.tokens_per_step)
+        return f"Time: {clock(tokens / pace.tokens_per_second)} for {training.max_steps:,} steps ({speed})."
+    if pace.tokens_per_epoch is None:
+        return f"Time: unknown, no epoch was measured ({speed})."
+    tokens = pace.tokens_per_epoch * training.num_train_epochs
+    return f"Time: {clock(tokens / pace.tokens_per_second)} for {training.num_train_epochs:g} epochs ({speed})."
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person says them: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

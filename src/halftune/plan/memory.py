@@ -1,0 +1,116 @@
+"""The memory estimate of a run, whether it fits, and gradient checkpointing where it must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from halftune.attention.plan import AttentionPlan
+from halftune.config.adapter import LoraAdapter
+from halftune.config.method import PretrainMethod
+from halftune.config.model_facts import ModelFacts
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.hardware.facts import Hardware
+from halftune.hardware.memory import MOMENTS, Estimate, Workload, estimate
+from halftune.plan.trainable import Adapted
+from halftune.plan.tree import MemoryPlan
+from halftune.precision.plan import Format, PrecisionPlan
+
+BYTES: dict[Format, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Share of a conversation's tokens that carries a label; plain text is labelled throughout.
+LABELLED_SHARE = 0.5
+FITS, TIGHT = 0.85, 0.97
+GIB = 2**30
+
+
+def plan_memory(
+    config: RunConfig,
+    hardware: Hardware,
+    facts: ModelFacts,
+    precision: PrecisionPlan,
+    attention: AttentionPlan,
+    packing: bool,
+    adapted: Adapted,
+) -> tuple[Choice[bool], MemoryPlan]:
+    """Gradient checkpointing (decided here where it is ``auto``) and the estimate that goes with it."""
+    work = _workload(config, hardware, facts, precision, attention, packing, adapted)
+    available = min(device.memory_bytes for device in hardware.devices)
+    asked = config.training.gradient_checkpointing
+    plain, saving = estimate(work, facts), estimate(replace(work, checkpointing=True), facts)
+    if asked != "auto":
+        checkpointing = Choice(asked, "asked for (training.gradient_checkpointing)")
+    elif plain.total <= FITS * available:
+        checkpointing = Choice(False, f"the estimate is {_gib(plain.total)} of {_gib(available)} without it")
+    else:
+        checkpointing = Choice(True, f"{_gib(plain.total)} without it, {_gib(saving.total)} with it")
+    chosen = saving if checkpointing.value else plain
+    disk = round(adapted.count.value * (work.trainable + MOMENTS[work.optimizer] * work.state))
+    return checkpointing, MemoryPlan(
+        weights=chosen.weights,
+        gradients=chosen.gradients,
+        optimizer=chosen.optimizer,
+        activations=chosen.activations,
+        logits=chosen.logits,
+        overhead=chosen.overhead,
+        overlap=chosen.overlap,
+        available=available,
+        checkpoint_disk=disk,
+        verdict=_verdict(chosen, available, config, checkpointing.value),
+    )
+
+
+def _workload(
+    config: RunConfig,
+    hardware: Hardware,
+    facts: ModelFacts,
+    precision: PrecisionPlan,
+    attention: AttentionPlan,
+    packing: bool,
+    adapted: Adapted,
+) -> Workload:
+    training, adapter = config.training, config.adapter
+    length = config.data.max_length
+    labelled = 1.0
+    if not isinstance(config.method, PretrainMethod) and config.method.train_on != "all":
+        labelled = LABELLED_SHARE
+    dropout = adapter.dropout if isinstance(adapter, LoraAdapter) else 0.0
+    return Workload(
+        kind=hardware.kind,
+        storage=BYTES[precision.storage.value],
+        trainable=BYTES[precision.trainable.value],
+        compute=BYTES[precision.compute.value],
+        state=BYTES[precision.optimizer_state.value],
+        autocast=precision.autocast.value,
+        trained=adapted.count.value,
+        adapter=adapted.adapter + adapted.saved_whole,
+        optimizer=training.optim,
+        tokens=training.per_device_train_batch_size * length,
+        length=length,
+        labelled=labelled,
+        accumulation=training.gradient_accumulation_steps,
+        attention=attention.softmax.value,
+        checkpointing=False,
+        adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
+    )
+
+
+def _verdict(chosen: Estimate, available: int, config: RunConfig, checkpointing: bool) -> Choice[str]:
+    share = chosen.total / available
+    said = f"{_gib(chosen.total)} of {_gib(available)} ({share:.0%})"
+    if share <= FITS:
+        return Choice("fits", said)
+    if share <= TIGHT:
+        return Choice("tight", f"{said}: other programs or a longer sample may push it over")
+    ways = []
+    if not checkpointing:
+        ways.append("training.gradient_checkpointing: true")
+    if config.training.per_device_train_batch_size > 1:
+        ways.append("a smaller training.per_device_train_batch_size with more gradient_accumulation_steps")
+    ways.append("a smaller data.max_length")
+    if config.adapter.type == "none":
+        ways.append("adapter: lora")
+    return Choice("does not fit", f"{said}; try {', '.join(ways)}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

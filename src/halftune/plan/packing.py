@@ -1,0 +1,62 @@
+"""Whether several samples may share a row: told from the model's family, before the start-up check on the model."""
+
+from __future__ import annotations
+
+from halftune.config.data import PackingSection
+from halftune.config.model_facts import ModelFacts
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+
+_ALIBI = {"bloom", "mpt"}
+_LEARNED_POSITIONS = {"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "openai-gpt", "xglm", "ctrl", "cpmant"}
+
+
+def choose_packing(section: PackingSection, facts: ModelFacts, *, trust_remote_code: bool) -> Choice[bool]:
+    """Decides ``data.packing``.
+
+    Raises:
+        PlanError: packing was asked for, and the model would mix the samples of a row.
+    """
+    if section.enabled is False:
+        return Choice(False, "switched off (data.packing)")
+    mixes = _mixes_samples(facts)
+    if section.enabled is True:
+        if mixes:
+            raise PlanError(
+                f"packing would mix the samples of a row: {mixes}",
+                where="data.packing",
+                remedy="data.packing: false, or auto (which leaves it off here)",
+            )
+        return Choice(True, "asked for (data.packing); checked on a copy of the model at the start")
+    doubt = mixes or _doubtful(facts, trust_remote_code)
+    if doubt:
+        return Choice(False, doubt)
+    return Choice(True, "softmax attention and rotary positions keep samples apart; checked again at the start")
+
+
+def _mixes_samples(facts: ModelFacts) -> str:
+    """A way in which information passes from one sample of a row to the next whatever the attention mask says."""
+    if facts.linear_layers:
+        return (
+            f"{facts.linear_layers} of {facts.num_layers} layers of {facts.model_type} carry a state along the row, "
+            "which runs on across samples"
+        )
+    raw = facts.raw or {}
+    if raw.get("alibi") or facts.model_type in _ALIBI:
+        return f"{facts.model_type} takes positions from distances along the row (ALiBi)"
+    return ""
+
+
+def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
+    """Why ``auto`` leaves packing off although nothing is known to leak."""
+    raw = facts.raw or {}
+    if trust_remote_code and raw.get("auto_map"):
+        return "the checkpoint's own code is not known to keep samples apart"
+    if facts.model_type in _LEARNED_POSITIONS:
+        return f"{facts.model_type} learned absolute positions of whole rows"
+    if raw.get("attention_chunk_size"):
+        return "attention in chunks of the row cuts across samples"
+    text = raw.get("text_config") or raw
+    if not any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text):
+        return f"{facts.model_type}'s positions are not known to be rotary"
+    return ""

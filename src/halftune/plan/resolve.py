@@ -1,0 +1,138 @@
+"""From what was asked, the machine and the model to the plan: every decision of a run, in one place and order."""
+
+from __future__ import annotations
+
+from halftune.attention.plan import AttentionPlan
+from halftune.attention.route import route_attention
+from halftune.config.model_facts import ModelFacts
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.hardware.facts import Hardware
+from halftune.plan.memory import plan_memory
+from halftune.plan.packing import choose_packing
+from halftune.plan.trainable import count_trainable
+from halftune.plan.tree import BatchPlan, Plan
+from halftune.precision.plan import PrecisionPlan
+from halftune.precision.resolve import resolve_precision
+
+_OLD_CUDA = (7, 5)
+
+
+def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size: int = 1) -> Plan:
+    """Decides everything about a run; pure, and nothing below decides again.
+
+    Args:
+        config: what was asked.
+        hardware: the machine, probed or from the catalogue.
+        facts: the model's config.json as facts.
+        world_size: processes, one device each.
+
+    Raises:
+        PlanError: this machine or model cannot honour what was asked; says why and what could be done.
+    """
+    precision = resolve_precision(config.precision, hardware, facts, config.adapter)
+    _check_optimizer(config, precision)
+    packing, attention = _rows(config, hardware, facts, precision)
+    adapted = count_trainable(facts, config.adapter)
+    rows, accumulation = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
+    checkpointing, memory = plan_memory(config, hardware, facts, precision, attention, packing.value, adapted)
+    batch = BatchPlan(
+        micro_batch=rows,
+        accumulation=accumulation,
+        world_size=world_size,
+        tokens_per_step=rows * accumulation * world_size * config.data.max_length,
+        packing=packing,
+        gradient_checkpointing=checkpointing,
+    )
+    counted = (
+        "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
+    )
+    return Plan(
+        device=_device(hardware),
+        precision=precision,
+        attention=attention,
+        batch=batch,
+        memory=memory,
+        distribution=_distribution(hardware, world_size),
+        num_parameters=Choice(facts.num_parameters, counted),
+        num_trainable=adapted.count,
+        warnings=(*precision.warnings, *_warnings(config, hardware, facts, world_size, memory.verdict)),
+        model=f"{facts.name_or_path} ({facts.model_type})",
+        machine=_machine(hardware),
+    )
+
+
+def _rows(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan
+) -> tuple[Choice[bool], AttentionPlan]:
+    """Packing and attention, which hang together: not every backend keeps samples of one row apart."""
+    packing = choose_packing(config.data.packing, facts, trust_remote_code=config.model.trust_remote_code)
+    if not packing.value:
+        return packing, route_attention(config.attention, hardware, facts, precision, packing=False)
+    try:
+        routed = route_attention(config.attention, hardware, facts, precision, packing=True)
+    except PlanError:
+        if config.data.packing.enabled is True:
+            raise
+        routed = route_attention(config.attention, hardware, facts, precision, packing=False)
+        return Choice(False, f"attention: {routed.softmax.value} has no path for packed rows"), routed
+    return packing, routed
+
+
+def _check_optimizer(config: RunConfig, precision: PrecisionPlan) -> None:
+    pinned = precision.optimizer_state.value != precision.trainable.value
+    if pinned and config.training.optim != "adamw":
+        raise PlanError(
+            f"{config.training.optim} keeps its moments in the dtype of its weights ({precision.trainable.value})",
+            where="precision.optimizer_state",
+            remedy="precision.optimizer_state: auto, or training.optim: adamw",
+        )
+
+
+def _device(hardware: Hardware) -> Choice[str]:
+    if hardware.kind == "cpu":
+        return Choice("cpu", next(iter(hardware.notes), "no accelerator was found"))
+    return Choice(hardware.kind, f"{len(hardware.devices)} found: {_counted(hardware)}")
+
+
+def _counted(hardware: Hardware) -> str:
+    names = [device.name for device in hardware.devices]
+    parts = [f"{names.count(name)} × {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
+    return ", ".join(parts)
+
+
+def _machine(hardware: Hardware) -> str:
+    gigabytes = hardware.host_memory_bytes / 2**30
+    return f"{_counted(hardware)}; {hardware.cpu_cores} cores, {gigabytes:.0f} GiB of main memory"
+
+
+def _distribution(hardware: Hardware, world_size: int) -> Choice[str]:
+    if world_size > 1:
+        return Choice("ddp", f"{world_size} processes, each with a whole copy of the model")
+    return Choice("single", "one process")
+
+
+def _warnings(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size: int, verdict: Choice[str]
+) -> list[str]:
+    """What the parts do not see by themselves."""
+    warnings = [f"{note[0].upper()}{note[1:]}." for note in hardware.notes]
+    if hardware.kind != "cpu" and world_size < len(hardware.devices):
+        warnings.append(
+            f"{world_size} of {len(hardware.devices)} devices is used: start one process per device "
+            f"(torchrun --nproc-per-node {len(hardware.devices)} -m halftune train …)."
+        )
+    longest = facts.max_position_embeddings
+    if longest and config.data.max_length > longest:
+        warnings.append(
+            f"data.max_length is {config.data.max_length:,}, and the model was made for {longest:,} positions."
+        )
+    old = [device for device in hardware.devices if device.capability and device.capability < _OLD_CUDA]
+    if old:
+        warnings.append(
+            f"{old[0].name}: torch's CUDA 13 builds have no kernels below compute capability 7.5; use a CUDA 12 build."
+        )
+    if verdict.value == "does not fit":
+        warnings.append(f"The run is not expected to fit: {verdict.reason}.")
+    return warnings

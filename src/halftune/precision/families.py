@@ -1,0 +1,38 @@
+"""What is known about number formats of model families: what must stay fp32, and what overflows in fp16."""
+
+from __future__ import annotations
+
+from halftune.config.model_facts import ModelFacts
+
+# Trained in bf16 with activations beyond fp16's 65,504: fp16 runs of these give inf or NaN.
+OVERFLOWS_IN_FP16 = ("gemma", "t5", "mt5", "umt5", "ul2", "recurrent_gemma", "vaultgemma")
+
+_STATE = (r"(^|\.)A_log$", r"(^|\.)dt_bias$")  # decay of a recurrence: an error here grows with every token
+_ROUTER = (r"(^|\.)(gate|router)\.(weight|bias)$", r"e_score_correction_bias$")  # a rounded logit picks other experts
+_BY_FAMILY: dict[str, tuple[str, ...]] = {
+    "mamba": (r"\.mixer\.D$",),
+    "mamba2": (r"\.mixer\.D$",),
+    "falcon_mamba": (r"\.mixer\.D$",),
+    "gpt_oss": (r"(^|\.)(norm|input_layernorm|post_attention_layernorm)\.weight$",),
+}
+
+
+def keep_fp32(facts: ModelFacts) -> tuple[tuple[str, ...], str]:
+    """Patterns of parameters that stay fp32 whatever the plan's storage dtype is, and why."""
+    patterns: tuple[str, ...] = ()
+    reasons = []
+    if facts.linear_layers:
+        patterns += _STATE
+        reasons.append("the decay of a recurrence adds up over the whole sequence")
+    if facts.num_experts:
+        patterns += _ROUTER
+        reasons.append("a rounded router picks other experts")
+    if facts.model_type in _BY_FAMILY:
+        patterns += _BY_FAMILY[facts.model_type]
+        reasons.append(f"{facts.model_type} was made with them in fp32")
+    return patterns, "; ".join(reasons) or "nothing in this family needs it"
+
+
+def overflows_in_fp16(facts: ModelFacts) -> bool:
+    """Whether the family is known to leave fp16's range."""
+    return facts.model_type.startswith(OVERFLOWS_IN_FP16)

@@ -1,0 +1,226 @@
+"""Decides every dtype of a run from frozen facts: a pure function, before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halftune.config.adapter import AdapterSection
+from halftune.config.model_facts import ModelFacts
+from halftune.config.precision import PrecisionSection
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.hardware.facts import Device, Hardware
+from halftune.precision.families import keep_fp32, overflows_in_fp16
+from halftune.precision.plan import Format, PrecisionPlan
+from halftune.precision.truth_table import Row, describe, row_of
+
+_TF32_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """The compute dtype, why, the device that decided, and what the user must see."""
+
+    value: Format
+    reason: str
+    device: Device
+    warnings: tuple[str, ...] = ()
+
+
+def resolve_precision(
+    section: PrecisionSection, hardware: Hardware, facts: ModelFacts, adapter: AdapterSection
+) -> PrecisionPlan:
+    """The plan of all dtypes, each with its reason.
+
+    Args:
+        section: what was asked for.
+        hardware: where it runs; of several devices the weakest decides.
+        facts: the model.
+        adapter: ``none`` trains every weight; LoRA freezes the base.
+
+    Raises:
+        PlanError: the device cannot do what was asked, or two requests exclude each other.
+    """
+    full = adapter.type == "none"
+    compute = _compute(section, hardware, full)
+    _check(section, compute, facts, full)
+    trainable = _trainable(section, compute, full)
+    storage = _storage(compute, trainable, facts, full)
+    patterns, why_fp32 = keep_fp32(facts)
+    kept = Choice(patterns, why_fp32)
+    state = _optimizer_state(section, trainable)
+    return PrecisionPlan(
+        storage=storage,
+        trainable=trainable,
+        compute=Choice(compute.value, compute.reason),
+        autocast=_autocast(compute.value, storage.value, trainable.value, bool(patterns)),
+        grad_scaler=_grad_scaler(compute.value),
+        reduce=Choice(trainable.value, "gradients have the dtype of the weights that they belong to"),
+        optimizer_state=state,
+        saved=_saved(compute.value, trainable.value, full),
+        keep_fp32=kept,
+        tf32=_tf32(section, hardware, compute.value),
+        warnings=(
+            *compute.warnings,
+            *_family_warnings(compute, facts),
+            *_master_warnings(trainable.value, state.value),
+            *_tf32_warnings(section, hardware),
+        ),
+    )
+
+
+def weakest(hardware: Hardware) -> tuple[Device, Row]:
+    """The device that decides: the one whose row ranks lowest, then the lowest compute capability."""
+    device = min(hardware.devices, key=lambda device: (row_of(device).rank, device.capability or (0, 0)))
+    return device, row_of(device)
+
+
+def _compute(section: PrecisionSection, hardware: Hardware, full: bool) -> _Compute:
+    device, row = weakest(hardware)
+    named = describe(device)
+    if len({other.name for other in hardware.devices}) > 1:
+        named += f", the weakest of {len(hardware.devices)} devices,"
+    auto = row.auto_full if full else row.auto
+    if section.compute == "auto":
+        return _Compute(auto, row.auto_reason.format(device=named), device)
+    if section.compute == "fp32":
+        return _Compute("fp32", "asked for; every device does fp32", device)
+    request = row.bf16 if section.compute == "bf16" else row.fp16
+    reason = request.reason.format(device=named)
+    if request.answer == "yes":
+        return _Compute(section.compute, reason, device)
+    if request.answer == "warn":
+        return _Compute(section.compute, reason, device, (_sentence(reason.removesuffix("; asked for")),))
+    if section.on_unsupported == "fallback":
+        fallen = f"{section.compute} was asked for, but {reason}; fell back to {auto} (precision.on_unsupported)"
+        return _Compute(auto, fallen, device, (_sentence(fallen),))
+    others = f"auto ({auto} here)" if auto == "fp32" else f"auto ({auto} here), precision: fp32"
+    raise PlanError(
+        f"{section.compute} is not possible: {reason}",
+        where="precision",
+        remedy=f"precision: {others}, or precision: {{compute: {section.compute}, on_unsupported: fallback}}",
+    )
+
+
+def _check(section: PrecisionSection, compute: _Compute, facts: ModelFacts, full: bool) -> None:
+    """Requests that exclude each other."""
+    if section.trainable == "bf16" and compute.value != "bf16":
+        why = {
+            "fp16": "fp16 compute needs fp32 weights under the loss scaler (torch cannot unscale half gradients)",
+            "fp32": "fp32 compute on bf16 weights would compute with what bf16 has already lost",
+        }[compute.value]
+        raise PlanError(
+            f"trainable weights in bf16 do not go with {compute.value} compute: {why}",
+            where="precision.trainable",
+            remedy="precision.trainable: auto, or precision.compute: bf16",
+        )
+    if full and facts.quantization:
+        raise PlanError(
+            f"the checkpoint is quantised ({facts.quantization}): its weights cannot be trained",
+            where="adapter",
+            remedy="adapter: lora, or a checkpoint that is not quantised",
+        )
+
+
+def _trainable(section: PrecisionSection, compute: _Compute, full: bool) -> Choice[Format]:
+    if section.trainable == "bf16":
+        return Choice("bf16", "asked for (precision.trainable)")
+    if section.trainable == "fp32":
+        return Choice("fp32", "asked for (precision.trainable)")
+    what = "master weights" if full else "adapters"
+    if compute.value == "fp32":
+        return Choice("fp32", f"{what} have the compute dtype")
+    if compute.value == "fp16":
+        return Choice("fp32", f"fp16 compute needs fp32 {what} under the loss scaler")
+    return Choice("fp32", f"{what} in fp32 keep updates that bf16 would round away")
+
+
+def _storage(compute: _Compute, trainable: Choice[Format], facts: ModelFacts, full: bool) -> Choice[Format]:
+    value = trainable.value if full else compute.value
+    reason = "every weight is trained: what is loaded are the master weights" if full else "frozen in the compute dtype"
+    if facts.quantization:
+        return Choice(value, f"{reason}; the {facts.quantization} weights stay quantised and compute in it")
+    if facts.dtype is not None and facts.dtype != value:
+        change = "widened without loss" if value == "fp32" else "rounded"
+        reason += f"; the checkpoint's {facts.dtype} is {change} on load"
+    return Choice(value, reason)
+
+
+def _autocast(compute: Format, storage: Format, trainable: Format, kept: bool) -> Choice[bool]:
+    if compute == "fp32":
+        return Choice(False, "everything is fp32")
+    if storage != compute or trainable != compute:
+        return Choice(True, f"fp32 weights meet {compute} compute")
+    if kept:
+        return Choice(True, f"the weights that stay fp32 meet {compute} compute")
+    return Choice(False, f"everything is {compute}")
+
+
+def _grad_scaler(compute: Format) -> Choice[bool]:
+    if compute == "fp16":
+        return Choice(True, "small gradients underflow in fp16")
+    return Choice(False, f"{compute} has the range of fp32" if compute == "bf16" else "fp32 does not underflow")
+
+
+def _optimizer_state(section: PrecisionSection, trainable: Choice[Format]) -> Choice[Format]:
+    if section.optimizer_state == "auto":
+        return Choice(trainable.value, "moments follow the trainable weights")
+    return Choice(section.optimizer_state, "asked for (precision.optimizer_state)")
+
+
+def _saved(compute: Format, trainable: Format, full: bool) -> Choice[Format]:
+    if not full:
+        return Choice(trainable, "the adapter is saved as it was trained")
+    if compute == "fp32":
+        return Choice("fp32", "the model is saved as it was trained")
+    return Choice(compute, "the dtype that the model computes in; config.json says the same")
+
+
+def _has_tf32(hardware: Hardware) -> bool:
+    return all((device.capability or (0, 0)) >= _TF32_CAPABILITY for device in hardware.devices)
+
+
+def _tf32(section: PrecisionSection, hardware: Hardware, compute: Format) -> Choice[bool]:
+    if not _has_tf32(hardware):
+        return Choice(False, "the device has no TF32 (CUDA, compute capability 8.0)")
+    if section.tf32 != "auto":
+        return Choice(section.tf32, "asked for (precision.tf32)")
+    if compute == "fp32":
+        return Choice(False, "fp32 was planned, and TF32 keeps only 10 bits of it")
+    return Choice(True, "what is left in fp32 beside half-precision compute may run in TF32")
+
+
+def _tf32_warnings(section: PrecisionSection, hardware: Hardware) -> tuple[str, ...]:
+    if section.tf32 is True and not _has_tf32(hardware):
+        return ("precision.tf32 has no effect: the device has no TF32 (CUDA, compute capability 8.0).",)
+    return ()
+
+
+def _family_warnings(compute: _Compute, facts: ModelFacts) -> tuple[str, ...]:
+    """What this checkpoint does not like about the compute dtype."""
+    if compute.value == "fp16" and overflows_in_fp16(facts):
+        return (
+            f"{facts.model_type} was trained in bf16 and is known to overflow in fp16 (inf or NaN in activations); "
+            "precision: fp32 is safe on this device.",
+        )
+    if compute.value == "fp16" and facts.dtype == "bf16":
+        return ("The checkpoint is bf16: weights beyond fp16's range (65,504) overflow, tiny ones become 0.",)
+    if compute.value == "bf16" and facts.dtype == "fp16":
+        return ("The checkpoint is fp16: computing in bf16 drops 3 of its 10 mantissa bits.",)
+    return ()
+
+
+def _master_warnings(trainable: Format, state: Format) -> tuple[str, ...]:
+    warnings = []
+    if trainable == "bf16":
+        warnings.append(
+            "Trainable weights are pinned to bf16: updates smaller than 1/256 of a weight are rounded away, "
+            "and training can stall."
+        )
+    if state == "bf16":
+        warnings.append("AdamW's moments in bf16 can stall or spike training; precision.optimizer_state: fp32 is safe.")
+    return tuple(warnings)
+
+
+def _sentence(reason: str) -> str:
+    return f"{reason[0].upper()}{reason[1:]}."

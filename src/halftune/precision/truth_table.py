@@ -1,0 +1,175 @@
+"""What each kind of device does with bf16 and fp16: one row per kind, decided from facts, never from a torch probe.
+
+``torch.cuda.is_bf16_supported()`` answers True on a T4, because it counts emulation: the compute capability decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from halftune.hardware.facts import Device
+from halftune.precision.plan import Format
+
+Answer = Literal["yes", "warn", "no"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a row answers to one asked-for format. ``reason`` is a template over ``{device}``."""
+
+    answer: Answer
+    reason: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of device.
+
+    Attributes:
+        name: of the row, for tests and documentation.
+        rank: order of weakness among devices of one kind; the lowest decides for several.
+        matches: whether a device is of this kind.
+        auto: what ``auto`` takes, for LoRA and for full fine-tuning.
+        auto_reason: why; a template over ``{device}``.
+        bf16, fp16: answers to explicit requests.
+    """
+
+    name: str
+    rank: int
+    matches: Callable[[Device], bool]
+    auto: Format
+    auto_full: Format
+    auto_reason: str
+    bf16: Request
+    fp16: Request
+
+
+def _cuda(low: tuple[int, int], below: tuple[int, int]) -> Callable[[Device], bool]:
+    return lambda device: device.kind == "cuda" and low <= (device.capability or (0, 0)) < below
+
+
+def _rocm(*prefixes: str) -> Callable[[Device], bool]:
+    return lambda device: device.kind == "rocm" and device.arch.startswith(prefixes)
+
+
+def _kind(kind: str, *features: str) -> Callable[[Device], bool]:
+    return lambda device: device.kind == kind and device.features.issuperset(features)
+
+
+_CPU_FP16 = Request(
+    "no",
+    "{device} is a CPU, where fp16 is not fast, and accelerate would silently run fp32",
+)
+_FP16 = Request("yes", "{device} does fp16 at full speed; asked for")
+_BF16 = Request("yes", "{device} does bf16 at full speed; asked for")
+
+TRUTH_TABLE: tuple[Row, ...] = (
+    Row(
+        "CUDA, compute capability 8.0 and above",
+        40,
+        _cuda((8, 0), (99, 0)),
+        "bf16",
+        "bf16",
+        "{device} has bf16 tensor cores",
+        _BF16,
+        _FP16,
+    ),
+    Row(
+        "CUDA, compute capability 7.x",
+        30,
+        _cuda((7, 0), (8, 0)),
+        "fp16",
+        "fp16",
+        "{device} has fp16 tensor cores and no bf16 units (they need 8.0)",
+        Request("no", "{device} has no bf16 units (they need 8.0): torch would emulate bf16, slowly"),
+        _FP16,
+    ),
+    Row(
+        "CUDA, compute capability below 7.0",
+        20,
+        _cuda((0, 0), (7, 0)),
+        "fp32",
+        "fp32",
+        "{device} has no tensor cores (they need 7.0)",
+        Request("no", "{device} has no bf16 units (they need 8.0): torch would emulate bf16, slowly"),
+        Request("no", "{device} has no fast fp16 (tensor cores need 7.0)"),
+    ),
+    Row(
+        "ROCm gfx90a, gfx94x, gfx95x",
+        40,
+        _rocm("gfx90a", "gfx94", "gfx95"),
+        "bf16",
+        "bf16",
+        "{device} has bf16 matrix cores",
+        _BF16,
+        _FP16,
+    ),
+    Row(
+        "ROCm, other targets",
+        20,
+        _kind("rocm"),
+        "fp32",
+        "fp32",
+        "{device} is not among the targets known to run bf16 at full speed (gfx90a, gfx94x, gfx95x)",
+        Request("warn", "{device} is not among the targets known to run bf16 at full speed; asked for"),
+        Request("warn", "{device} is not among the targets known to run fp16 at full speed; asked for"),
+    ),
+    Row(
+        "Apple MPS, macOS 14 and above",
+        40,
+        _kind("mps", "macos14"),
+        "bf16",
+        "bf16",
+        "{device} does bf16 from macOS 14 on",
+        _BF16,
+        _FP16,
+    ),
+    Row(
+        "Apple MPS, macOS 13 and below",
+        30,
+        _kind("mps"),
+        "fp16",
+        "fp32",
+        "{device} has no bf16 before macOS 14",
+        Request("no", "{device} has no bf16 before macOS 14"),
+        _FP16,
+    ),
+    Row("Intel XPU", 40, _kind("xpu"), "bf16", "bf16", "{device} has bf16 matrix engines", _BF16, _FP16),
+    Row("CPU with AMX", 40, _kind("cpu", "amx_bf16"), "bf16", "bf16", "{device} has AMX bf16 tiles", _BF16, _CPU_FP16),
+    Row(
+        "CPU with AVX512-BF16, no AMX",
+        30,
+        _kind("cpu", "avx512_bf16"),
+        "fp32",
+        "fp32",
+        "{device} has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32 there",
+        Request("warn", "{device} has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32; asked for"),
+        _CPU_FP16,
+    ),
+    Row(
+        "CPU with neither",
+        20,
+        _kind("cpu"),
+        "fp32",
+        "fp32",
+        "{device} has no bf16 units",
+        Request("warn", "{device} has no bf16 units: bf16 is emulated there, slowly; asked for"),
+        _CPU_FP16,
+    ),
+)
+
+
+def row_of(device: Device) -> Row:
+    """The row that a device falls under (the first that matches)."""
+    return next(row for row in TRUTH_TABLE if row.matches(device))
+
+
+def describe(device: Device) -> str:
+    """The device with the fact that decides, e.g. ``Tesla T4 (compute capability 7.5)``."""
+    if device.capability is not None:
+        return f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
+    if device.kind == "rocm":
+        return f"{device.name} ({device.arch})"
+    return device.name
