@@ -1,0 +1,51 @@
+"""Everything periodic in a run, one file each. This table names them; nothing is imported until a run chooses it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from halftune.core.table import load
+
+if TYPE_CHECKING:
+    from halftune.config.run import RunConfig
+    from halftune.plan import Plan
+    from halftune.train.callbacks.base import Callback
+
+CALLBACKS: dict[str, str] = {
+    "progress_bar": "halftune.train.callbacks.progress:ProgressBar",
+    "progress_lines": "halftune.train.callbacks.progress:ProgressLines",
+    "nonfinite": "halftune.train.callbacks.nonfinite:NonFiniteWatch",
+    "dtype_guard": "halftune.train.callbacks.dtype_guard:DtypeGuard",
+    "environment": "halftune.train.callbacks.environment:Environment",
+    "metrics": "halftune.train.callbacks.metrics:MetricsFile",
+    "samples": "halftune.train.callbacks.samples:Samples",
+    "tensorboard": "halftune.train.callbacks.tensorboard:TensorBoard",
+    "wandb": "halftune.train.callbacks.wandb:WeightsAndBiases",
+    "early_stopping": "halftune.train.callbacks.early_stopping:EarlyStopping",
+    "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
+    "report": "halftune.train.callbacks.report:Report",
+}
+
+
+def build(config: RunConfig, plan: Plan) -> list[Callback]:
+    """The callbacks of a run, in the order in which they are called: what reads files comes after what writes them."""
+    return [load(CALLBACKS, name, kind="callback")(**arguments) for name, arguments in chosen(config, plan).items()]
+
+
+def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
+    """Name of each callback that a configuration asks for → arguments that it is made with."""
+    training, logging = config.training, config.logging
+    every = {"every": training.logging_steps}
+    names: dict[str, dict] = {}
+    if logging.progress:
+        names |= {"progress_bar": {}} if sys.stderr.isatty() else {"progress_lines": every}
+    if plan.precision.grad_scaler.value:
+        names["nonfinite"] = {}
+    names |= {"dtype_guard": {}, "environment": {}, "metrics": every}
+    if logging.sample_prompts:
+        names["samples"] = {}
+    names |= dict.fromkeys(logging.report_to, every)
+    if training.early_stopping_patience is not None:
+        names["early_stopping"] = {"patience": training.early_stopping_patience, "every": training.eval_steps}
+    return names | {"loss_plot": {}, "report": {}}

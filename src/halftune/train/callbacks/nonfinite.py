@@ -1,0 +1,118 @@
+"""The non-finite watch: stops before a broken step touches the weights, and names where it broke.
+
+A healthy step costs two comparisons of Python floats. Only when one fails are the step's micro-batches run again, with
+a hook on every module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halftune.core.errors import TrainingError
+from halftune.precision.dtypes import autocast
+from halftune.train.callbacks.base import Callback, Run, StepMetrics
+from halftune.train.callbacks.first_nonfinite import watch
+from halftune.train.checkpoint import checkpoints
+from halftune.train.losses import forward_loss_sum
+
+MAX_SKIPPED = 30  # the scale starts at 2^16 and halves at each skip: by then it is far below one
+
+
+def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]]) -> bool:
+    """Called after the backward pass, before the weights change.
+
+    Args:
+        run: the run; ``run.step`` steps are done.
+        loss: mean loss of the global batch, over all processes.
+        grad_norm: global gradient norm; 0 where a loss scaler looks after overflowing gradients itself.
+        batches: this process's micro-batches as the collator made them.
+
+    Returns:
+        True: the step may go on.
+
+    Raises:
+        TrainingError: loss or gradient norm is not finite. Names the first module that went non-finite and the last
+            checkpoint. The weights are as they were before the step.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return True
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+    raise TrainingError(
+        f"{what} in step {run.step + 1}: {_cause(run, batches)}",
+        remedy=f"{_remedy(run)}; the weights were not updated, {intact(run.folder)}",
+    )
+
+
+class NonFiniteWatch(Callback):
+    """Stops a run whose scaled fp16 gradients overflow at every scale: nothing would be learned, silently."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Counts skipped updates in a row.
+
+        Raises:
+            TrainingError: there were too many.
+        """
+        self.skipped = self.skipped + 1 if metrics.extra.get("skipped") else 0
+        if self.skipped >= MAX_SKIPPED:
+            raise TrainingError(
+                f"the last {self.skipped} updates were skipped: fp16 gradients overflow even at a loss scale of "
+                f"{metrics.extra.get('loss_scale', 0.0):.3g}",
+                remedy=f"this model needs precision: bf16 or fp32; {intact(run.folder)}",
+            )
+
+
+def intact(folder: Path) -> str:
+    """Which checkpoint of a run folder can be relied on, as a clause."""
+    done = checkpoints(folder)
+    return f"{done[-1]} is intact" if done else "there is no checkpoint yet"
+
+
+def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> str:
+    """Runs the micro-batches again and says where the first non-finite number came from."""
+    if name := first_bad_weight(run.model):
+        return f"the weight {name} is not finite"
+    parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
+    # Hooks and compiled code do not go together; eagerly the same numbers appear, to rounding.
+    with torch.compiler.set_stance("force_eager"), watch(run.model) as watcher:
+        for index, batch in enumerate(batches):
+            inputs = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            with autocast(run.plan.precision, run.device):
+                loss = forward_loss_sum(run.model, inputs)[0]
+            if watcher.finding is None and loss.requires_grad:
+                # not backward(): that would add to .grad, and talk to other processes
+                torch.autograd.grad(loss, parameters, allow_unused=True)
+            if watcher.finding is not None:
+                where = f" (micro-batch {index + 1} of {len(batches)})" if len(batches) > 1 else ""
+                return watcher.finding.describe() + where
+            if not torch.isfinite(loss):
+                return "every module's output is finite, the loss itself is not: look at labels and logits"
+    bad = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if _bad(gradient)]
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    if bad and len(batches) > 1:
+        return f"the gradients of {names[id(bad[0])]} overflowed when micro-batches were added up"
+    return "it did not come back when this process's batches were run again: dropout, or another process's batch"
+
+
+def first_bad_weight(model: torch.nn.Module) -> str | None:
+    """Name of the first parameter that holds a non-finite number, or None."""
+    return next((name for name, parameter in model.named_parameters() if _bad(parameter)), None)
+
+
+def _bad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor.detach()).all())
+
+
+def _remedy(run: Run) -> str:
+    compute = run.plan.precision.compute.value
+    if compute == "fp16":
+        return "fp16 overflows above 65504: use precision: bf16 or fp32"
+    return "lower training.learning_rate, lengthen the warm-up, or look at the data of this step"

@@ -1,0 +1,32 @@
+"""``report.html``: written after every evaluation and at the end, also of a run that was stopped."""
+
+from __future__ import annotations
+
+from halftune.core.log import get_logger
+from halftune.train.callbacks.base import Callback, Run
+from halftune.train.report.page import Status, write_report
+
+log = get_logger(__name__)
+
+
+class Report(Callback):
+    """Comes last: it reads what the other callbacks have written."""
+
+    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+        """The report so far."""
+        self._write(run, Status("running", f"step {run.step:,} of {run.total_steps:,}"))
+
+    def on_end(self, run: Run, error: BaseException | None) -> None:
+        """The whole report."""
+        if error is None:
+            self._write(run, Status("finished", f"stopped early: {run.stop}" if run.stop else ""))
+        else:
+            self._write(run, Status("stopped", str(error) or type(error).__name__))
+
+    def _write(self, run: Run, status: Status) -> None:
+        if not run.is_main:
+            return
+        try:
+            write_report(run.folder, status)
+        except OSError as failure:
+            log.warning("cannot write the report of %s: %s", run.folder, failure.strerror)

@@ -1,0 +1,61 @@
+"""``samples.json``: the answers to ``logging.sample_prompts`` before the first step and after the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halftune.core.log import get_logger
+from halftune.model.generate import generate_reply
+from halftune.train.callbacks.base import Callback, Phase, Run
+
+log = get_logger(__name__)
+NAME = "samples.json"
+
+
+class Samples(Callback):
+    """Asks the model before and after. Generation draws from a random stream of its own: training is not touched."""
+
+    def on_start(self, run: Run) -> None:
+        """Answers before the first step. A run that goes on keeps the stored ones."""
+        if run.is_main and run.step == 0:
+            self._write(run, [{"prompt": p, "before": self._answer(run, p)} for p in run.config.logging.sample_prompts])
+
+    def on_phase(self, run: Run, phase: Phase) -> None:
+        """Answers when training has finished, with the weights that are the result."""
+        if phase != "finished" or not run.is_main:
+            return
+        before = {row["prompt"]: row.get("before") for row in _stored(run.folder)}
+        prompts = run.config.logging.sample_prompts
+        rows = [{"prompt": p, "before": before.get(p), "after": self._answer(run, p)} for p in prompts]
+        self._write(run, rows)
+
+    def _answer(self, run: Run, prompt: str) -> str:
+        messages = [{"role": "system", "content": run.config.data.system}] if run.config.data.system else []
+        messages.append({"role": "user", "content": prompt})
+        kind = run.device.type
+        own = kind in ("cuda", "xpu")  # devices whose random stream can be set aside
+        with torch.random.fork_rng([run.device] if own else [], device_type=kind if own else "cuda"):
+            torch.manual_seed(run.config.training.seed)
+            return generate_reply(run.model, run.tokenizer, messages, run.config.generation, run.plan)
+
+    def _write(self, run: Run, rows: list[dict[str, Any]]) -> None:
+        beside = run.folder / f".{NAME}.writing"
+        try:
+            beside.write_text(json.dumps({"samples": rows}, ensure_ascii=False, indent=1), encoding="utf-8")
+            os.replace(beside, run.folder / NAME)
+        except OSError as error:
+            log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
+
+
+def _stored(folder: Path) -> list[dict[str, Any]]:
+    path = folder / NAME
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["samples"] if path.exists() else []
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("%s is not readable, the answers before training are lost: %s", path, error)
+        return []
