@@ -1,0 +1,218 @@
+"""Files, folders, hub ids and builtin sets are read, and what is wrong with them is said with the place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halftune.config.builtin_data import BUILTIN_DATA
+from halftune.config.data import SourceSection
+from halftune.core.errors import DataError
+from halftune.data.detect import detect
+from halftune.data.pipeline import prepare
+from halftune.data.sources import open_source
+
+ROWS = [{"instruction": "A?", "output": "B."}, {"instruction": "C?", "output": "D — ü"}]
+
+
+def read(path, **section):
+    return open_source(SourceSection.model_validate({"path": str(path), **section})).read()
+
+
+def as_csv(delimiter):
+    return f'instruction{delimiter}output\nA?{delimiter}B.\nC?{delimiter}"D — ü"\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", json.dumps(ROWS, indent=1)),
+        ("a.json", json.dumps({"data": ROWS})),
+        ("a.json", "\n".join(map(json.dumps, ROWS))),
+        ("a.jsonl", "\n\n".join(map(json.dumps, ROWS))),
+        ("a.ndjson", "\ufeff" + "\r\n".join(map(json.dumps, ROWS))),
+        ("a.csv", as_csv(",")),
+        ("a.tsv", as_csv("\t")),
+    ],
+)
+def test_kinds_of_files(name, text, write):
+    assert read(write(text, name)).all() == ROWS
+
+
+def test_parquet_and_gzip(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet").all() == ROWS
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+    assert read(tmp_path / "a.jsonl.gz").all() == ROWS
+
+
+def test_text_files(write):
+    assert [row["text"] for row in read(write("one\ntwo\n", "a.txt")).all()] == ["one", "two"]
+    prose = "A paragraph\nof two lines.\n\nAnother.\n"
+    assert [row["text"] for row in read(write(prose, "b.txt")).all()] == [prose]
+    assert [row["text"] for row in read(write("a = 1\nb = 2\n", "c.py")).all()] == ["a = 1\nb = 2\n"]
+
+
+def test_a_folder_is_its_files_in_order_and_rows_keep_their_place(write, tmp_path):
+    write(ROWS[1:], "set/b.jsonl")
+    write(ROWS[:1], "set/a.jsonl")
+    write("about this set", "set/README.md")
+    rows = read(tmp_path / "set")
+    assert rows.all() == ROWS
+    assert rows.place(1) == "b.jsonl:1"
+    assert rows.where(1).endswith("b.jsonl line 1")
+
+
+WRONG = [
+    ("a.jsonl", '{"a": 1}\n{"a": 2,}\n', r"a\.jsonl line 2: not valid JSON: .* at column 9"),
+    ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl line 3: a row should be an object"),
+    ("a.json", '[\n{"a": 1},\n{"a" 2}\n]', r"a\.json line 3: not valid JSON"),
+    ("a.json", "[1, 2]", r"a\.json row 1: a row should be an object"),
+    ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv line 3: 3 cells under 2 columns"),
+    ("a.csv", 'a,b\n1,"2\n', r"a\.csv line 2: not valid CSV"),
+    ("a.xlsx", "x", r"unknown kind of file '\.xlsx'"),
+    ("a.jsonl", "", "the data set is empty"),
+    ("a.json", "[]", "the data set is empty"),
+    ("a.csv", "a,b\n", "the data set is empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), WRONG)
+def test_malformed_files(name, text, message, write):
+    with pytest.raises(DataError, match=message):
+        read(write(text, name))
+
+
+def test_bytes_that_are_no_utf8_and_no_gzip(tmp_path):
+    latin = tmp_path / "a.jsonl"
+    latin.write_bytes('{"a": 1}\n{"a": "ü"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"line 2: not UTF-8: byte 0xfc · .*iconv"):
+        read(latin)
+    wide = tmp_path / "b.jsonl"
+    wide.write_bytes('{"a": "ü"}\n'.encode("utf-16"))
+    assert read(wide).all() == [{"a": "ü"}]
+    cut = tmp_path / "c.jsonl.gz"
+    cut.write_bytes(gzip.compress(b'{"a": 1}\n' * 100)[:-9])
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        read(cut)
+
+
+def test_missing_things_are_named(write, tmp_path):
+    write(ROWS, "train.jsonl")
+    with pytest.raises(DataError, match=r"no such file or folder · did you mean train\.jsonl\?"):
+        read(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"did you mean python-docs\?"):
+        read("builtin:python-dogs")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no data file"):
+        read(tmp_path / "empty")
+    write("a,b\n1,2\n", "mixed/a.csv")
+    write(ROWS, "mixed/b.jsonl")
+    with pytest.raises(DataError, match="several kinds"):
+        read(tmp_path / "mixed")
+
+
+def test_a_hub_id_without_a_network_is_a_clear_error():
+    with pytest.raises(DataError, match="no such file here, and the hub gives no data set"):
+        read("halftune-tests/no-such-set")
+
+
+def test_reading_needs_no_heavy_package():
+    code = "import sys, halftune.data.pipeline; print([m for m in ('datasets', 'pandas', 'pyarrow') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def columns(rows, **section):
+    return detect(rows, SourceSection.model_validate({"path": "x", **section}), "x")
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"instruction": "a", "input": "", "output": "b"}, "alpaca"),
+        ({"conversations": []}, "sharegpt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"text": "a"}, "text"),
+    ],
+)
+def test_formats_are_detected(row, name):
+    assert columns([row]).format.name == name
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping"),
+    [
+        ({"question": "a", "answer": "b"}, "columns: {prompt: question, completion: answer}"),
+        ({"Query": "a", "Response": "b", "id": 3}, "columns: {prompt: Query, completion: Response}"),
+        ({"dialog": [{"role": "user", "content": "a"}]}, "columns: {messages: dialog}"),
+        ({"content": "a", "url": "b"}, "columns: {text: content}"),
+    ],
+)
+def test_unknown_columns_are_answered_with_a_mapping_that_works(row, mapping):
+    with pytest.raises(DataError) as caught:
+        columns([row])
+    assert caught.value.remedy == f"did you mean {mapping}?"
+    pairs = dict(pair.split(": ") for pair in mapping.removeprefix("columns: {").removesuffix("}").split(", "))
+    assert columns([row], columns=pairs).columns == pairs
+
+
+def test_columns_that_nobody_can_guess_and_wrong_mappings():
+    with pytest.raises(DataError, match=r"the columns a, b fit no format · .*alpaca: instruction, output"):
+        columns([{"a": 1, "b": 2}])
+    with pytest.raises(DataError, match=r"no column 'qestion' · did you mean question\?"):
+        columns([{"question": "a", "answer": "b"}], columns={"prompt": "qestion", "completion": "answer"})
+    with pytest.raises(DataError, match=r"'promt' is no column of any format · did you mean prompt\?"):
+        columns([{"question": "a"}], columns={"promt": "question"})
+    with pytest.raises(DataError, match="format alpaca needs the column output"):
+        columns([{"instruction": "a", "answer": "b"}], format="alpaca")
+
+
+def test_a_partial_mapping_keeps_the_other_columns_and_gaps_are_counted():
+    rows = [{"question": "a", "output": "b", "input": "c", "id": 1}, {"question": "a", "output": "b"}]
+    reading = columns(rows, columns={"instruction": "question"})
+    assert reading.format.name == "alpaca"
+    assert reading.columns == {"instruction": "question", "output": "output", "input": "input"}
+    assert reading.absent == ("system", "history", "tools")
+    assert reading.unused == ("id",)
+    assert reading.gaps == {"input": 1}
+
+
+def test_preference_pairs_have_no_answer():
+    row = {"conversations": [{"from": "human", "value": "A?"}], "chosen": {"value": "B"}, "rejected": {"value": "C"}}
+    with pytest.raises(DataError, match="row without an answer: these are preference pairs"):
+        columns([row])
+
+
+def test_builtin_sets(tokenizer, make_config):
+    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs"}
+    rows = read("builtin:python-docs").all()
+    assert len(rows) == 1500
+    assert len({row["output"] for row in rows}) == len({row["instruction"] for row in rows}) == 1500
+    assert all(row["output"].isascii() and len(row["output"]) <= 400 for row in rows)
+    text = read("builtin:stdlib-text").all()
+    assert 1_000_000 < sum(len(row["text"]) for row in text) < 4_000_000
+    assert text == read("builtin:stdlib-text").all()
+    prepared = prepare(make_config("builtin:python-docs", max_length=256), tokenizer)
+    assert len(prepared.train) == 1500
+
+
+def test_the_shipped_set_is_what_the_script_makes(tmp_path):
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("made from the docstrings of Python 3.11")
+    root = Path(__file__).parents[2]
+    output = tmp_path / "made.jsonl"
+    subprocess.run([sys.executable, str(root / "scripts/make_instructions.py"), str(output)], check=True)
+    shipped = root / "src/halftune/data/builtin/python_docs.jsonl"
+    made, kept = set(output.read_text().splitlines()), set(shipped.read_text().splitlines())
+    # Docstrings change a little between patch releases of Python.
+    assert len(made & kept) > 0.9 * len(kept)
