@@ -1,4 +1,4 @@
-"""The first mistakes that people make: each gets one clear message, exit code 2, no traceback, and no wait for torch."""
+"""The first mistakes that people make: each gets a clear message and exit code 2, without a wait for torch."""
 
 from __future__ import annotations
 
@@ -92,8 +92,11 @@ DATA_MISTAKES = {
     "malformed row": (ROW + "\n{broken\n", ["rows.jsonl", "2"]),
     "row without an answer": (json.dumps({"prompt": "x"}), ["rows.jsonl", "answer"]),
     "empty set": ("", ["rows.jsonl", "empty"]),
-    "unknown columns": (json.dumps({"question": "x", "answer": "y"}), ["columns:", "prompt: question", "completion: answer"]),
-}  # fmt: skip
+    "unknown columns": (
+        json.dumps({"question": "x", "answer": "y"}),
+        ["columns:", "prompt: question", "completion: answer"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DATA_MISTAKES)
