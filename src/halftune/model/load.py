@@ -53,8 +53,23 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
         return loaded.requires_grad_(False).eval()
     loaded.config.use_cache = False
     if plan.batch.gradient_checkpointing.value:
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute_activations(loaded)
     return loaded.train()
+
+
+def _recompute_activations(model: PreTrainedModel) -> None:
+    """Gradient checkpointing without re-entrant autograd, under the name that this transformers version has for it.
+
+    Raises:
+        ModelError: the architecture cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        what = f"{type(model).__name__} has no gradient checkpointing"
+        raise ModelError(what, remedy="training.gradient_checkpointing: false, and a smaller batch")
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _read(

@@ -93,7 +93,8 @@ def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
         raise ModelError("no such revision on the hub", where=where, remedy="check model.revision") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         remedy = "go online once (HF_HUB_OFFLINE unset), write a local folder, or use builtin:qwen2-tiny"
-        raise ModelError("no such folder, not in the hub's cache, and the hub is out of reach", where=where, remedy=remedy) from error
+        what = "no such folder, not in the hub's cache, and the hub is out of reach"
+        raise ModelError(what, where=where, remedy=remedy) from error
     except (HfHubHTTPError, OSError) as error:
         first = str(error).strip().split("\n")[0]
         raise ModelError(f"download failed: {first}", where=where, remedy="try again or write a folder") from error

@@ -20,6 +20,8 @@ log = get_logger(__name__)
 
 # Names under which vocabularies keep an unused token that may pad, in order of preference.
 PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|pad|>", "<unk>")
+# Files that hold a vocabulary, in every format that transformers reads.
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "sentencepiece*")
 # transformers' own tag around what the assistant says; plain Jinja does not know it
 GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
@@ -31,14 +33,15 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         ModelError: it cannot be loaded, or the template asked for does not fit it.
     """
     folder = locate_tokenizer(model)
+    if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        # transformers would make an empty tokenizer of the model's type, without a word
+        raise ModelError("the folder has no tokenizer", where=str(folder), remedy="set model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().split("\n")[0]
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
         raise ModelError(f"the tokenizer does not load: {first}", where=str(folder), remedy=remedy) from error
-    if len(tokenizer) == 0:
-        raise ModelError("the folder has no tokenizer", where=str(folder), remedy="set model.tokenizer")
     tokenizer.padding_side = "right"
     _set_pad_token(tokenizer)
     if model.chat_template is not None:

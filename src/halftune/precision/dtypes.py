@@ -15,6 +15,8 @@ _NAMES: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp1
 CONFIG_NAMES: dict[Format, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What ``config.json`` calls each format."""
 
+_WRAPPING = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|modules_to_save|default)(?=\.|$)")
+
 # Set on a parameter that the model's own code creates in fp32 whatever dtype is asked for (an ``A_log`` made with an
 # explicit dtype, transformers' _keep_in_fp32_modules): the author's choice, honoured like the plan's own patterns.
 _KEPT = "halftune_kept_fp32"
@@ -54,4 +56,10 @@ def mark_kept(parameter: torch.Tensor) -> None:
 
 def stays_fp32(name: str, parameter: torch.Tensor | None, patterns: Iterable[str]) -> bool:
     """Whether a parameter stays fp32: by the plan's patterns (searched in its name), or by the model's own code."""
-    return hasattr(parameter, _KEPT) or any(re.search(pattern, name) for pattern in patterns)
+    plain = plain_name(name)
+    return hasattr(parameter, _KEPT) or any(re.search(pattern, plain) for pattern in patterns)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as the model itself has it, without what peft wraps around it."""
+    return _WRAPPING.sub("", name)

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from halftune.core.errors import DtypeContractError
-from halftune.precision.dtypes import CONFIG_NAMES, stays_fp32
+from halftune.precision.dtypes import CONFIG_NAMES, plain_name, stays_fp32
 from halftune.precision.plan import PrecisionPlan
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.")
 _ROTARY = re.compile(r"(^|\.)\w*inv_freq$")
-_WRAPPING = re.compile(r"^base_model\.model\.|\.default(?=\.|$)|\.base_layer(?=\.)")  # what peft adds to names
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -83,7 +82,7 @@ def dtype_report(model: torch.nn.Module, plan: PrecisionPlan) -> DtypeReport:
     """The dtype of every parameter and buffer, grouped, each beside what the plan says."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for name, tensor, role, planned in _tensors(model, plan):
-        key = (_INDEX.sub("*", _WRAPPING.sub("", name)), role, str(tensor.dtype).removeprefix("torch."), planned)
+        key = (_INDEX.sub("*", plain_name(name)), role, str(tensor.dtype).removeprefix("torch."), planned)
         count = groups.setdefault(key, [0, 0])
         count[0] += 1
         count[1] += tensor.numel()

@@ -1,0 +1,66 @@
+"""Finding a model: each way that can fail says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import checkpoint, section
+
+from halftune.core.errors import ModelError
+from halftune.model.builtin import materialize
+from halftune.model.locate import locate, locate_tokenizer
+
+
+def test_builtin_and_folder(tmp_path: Path) -> None:
+    assert locate(section("builtin:qwen2-tiny")) == materialize("qwen2-tiny")
+    folder = checkpoint(tmp_path / "model")
+    assert locate(section(folder)) == folder
+    assert locate_tokenizer(section(folder, tokenizer="builtin:llama-tiny")) == materialize("llama-tiny")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/nowhere-at-all", "runs/x/final"])
+def test_a_path_that_is_none(name: str) -> None:
+    with pytest.raises(ModelError, match="no model folder at"):
+        locate(section(name))
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B-no-such", "gpt2-no-such"])
+def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"hub is out of reach.*builtin:qwen2-tiny"):
+        locate(section(name))
+
+
+def test_neither_folder_nor_hub_id() -> None:
+    with pytest.raises(ModelError, match="neither a folder nor a hub id"):
+        locate(section("not a hub id!"))
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\), which run code"):
+        locate(section(folder))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter, not a model"):
+        locate(section(tmp_path))
+
+
+def test_missing_shard_and_missing_weights(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match="1 of 2 weight files are missing, first model-00002"):
+        locate(section(folder))
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        locate(section(folder))

@@ -1,0 +1,114 @@
+"""What is saved: the planned dtype, config.json agreeing, safetensors only, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_model import checkpoint, plan, section
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.core.errors import ModelError
+from halftune.model.adapters.attach import attach_adapter, load_adapter
+from halftune.model.load import load_model
+from halftune.model.save import save_final
+from halftune.model.tokenizer import load_tokenizer
+
+IDS = torch.arange(20).reshape(2, 10)
+LORA, FULL = LoraAdapter(rank=4), NoAdapter(type="none")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(section("builtin:qwen2-tiny"))
+
+
+def run_result(folder: Path, adapter: LoraAdapter | NoAdapter, made):
+    """A model as training leaves it: trained weights moved by numbers that half formats round."""
+    model = attach_adapter(load_model(section(folder), made), adapter, made, 0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def test_an_adapter_round_trips_in_pefts_format(tmp_path: Path, tokenizer) -> None:
+    folder, made = checkpoint(tmp_path / "model"), plan("fp32", "fp32")
+    model = run_result(folder, LORA, made)
+    save_final(model, tokenizer, made, tmp_path / "final")
+    names = sorted(file.name for file in (tmp_path / "final").iterdir())
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(names)
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+    config = json.loads((tmp_path / "final" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder)
+    assert config["inference_mode"] is True
+    assert model.peft_config["default"].inference_mode is False, "saving in the middle of training changes nothing"
+    again = load_adapter(load_model(section(folder), made, for_training=False), tmp_path / "final", made)
+    with torch.inference_mode():
+        assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("saved", ["fp32", "bf16"])
+def test_an_adapter_has_the_saved_dtype(tmp_path: Path, tokenizer, saved: str) -> None:
+    made = plan("bf16", "fp32", saved=saved)
+    save_final(run_result(checkpoint(tmp_path / "model"), LORA, made), tokenizer, made, tmp_path / "final")
+    tensors = load_file(tmp_path / "final" / "adapter_model.safetensors").values()
+    assert {tensor.dtype for tensor in tensors} == {torch.float32 if saved == "fp32" else torch.bfloat16}
+
+
+@pytest.mark.parametrize("like", ["qwen2-tiny", "llama-tiny", "qwen3_5-tiny"])
+def test_a_full_model_in_bf16_loads_with_transformers_alone(tmp_path: Path, tokenizer, like: str) -> None:
+    keep = (r"(^|\.)A_log$",)
+    made = plan("fp32", "fp32", saved="bf16", keep=keep)
+    model = run_result(checkpoint(tmp_path / "model", like=like), FULL, made)
+    save_final(model, tokenizer, made, tmp_path / "final")
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["use_cache"] is True
+    assert "halftune" not in json.dumps(config)
+    for name, tensor in load_file(tmp_path / "final" / "model.safetensors").items():
+        assert tensor.dtype == (torch.float32 if "A_log" in name else torch.bfloat16), name
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto")
+    assert alone.get_input_embeddings().weight.dtype == torch.bfloat16
+    tied = bool(model.config.tie_word_embeddings)
+    assert (alone.lm_head.weight is alone.get_input_embeddings().weight) is tied
+    for (name, here), (_, there) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        assert torch.equal(here.detach().bfloat16(), there.detach().bfloat16()), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template == tokenizer.chat_template
+
+
+def test_a_tied_head_is_written_once(tmp_path: Path, tokenizer) -> None:
+    made = plan("fp32", "fp32", saved="bf16")
+    save_final(run_result(checkpoint(tmp_path / "model"), FULL, made), tokenizer, made, tmp_path / "final")
+    assert "lm_head.weight" not in load_file(tmp_path / "final" / "model.safetensors")
+
+
+def test_saved_embeddings_of_an_adapter_round_trip(tmp_path: Path, tokenizer) -> None:
+    folder, made = checkpoint(tmp_path / "model"), plan("fp32", "fp32")
+    model = run_result(folder, LoraAdapter(rank=4, modules_to_save=("embed_tokens",)), made)
+    save_final(model, tokenizer, made, tmp_path / "final")
+    again = load_adapter(load_model(section(folder), made, for_training=False), tmp_path / "final", made)
+    with torch.inference_mode():
+        assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_an_older_result_is_replaced_whole(tmp_path: Path, tokenizer) -> None:
+    folder, made = checkpoint(tmp_path / "model"), plan()
+    save_final(run_result(folder, FULL, made), tokenizer, made, tmp_path / "final")
+    save_final(run_result(folder, LORA, made), tokenizer, made, tmp_path / "final")
+    assert not (tmp_path / "final" / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "model"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, tokenizer) -> None:
+    folder, made = checkpoint(tmp_path / "model"), plan()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot write the result"):
+        save_final(run_result(folder, LORA, made), tokenizer, made, tmp_path / "file" / "final")
+    assert os.listdir(tmp_path / "model")

@@ -1,0 +1,102 @@
+"""Tiny checkpoints and hand-made plans for tests of rooms above the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halftune.attention.plan import AttentionPlan
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.model import ModelSection
+from halftune.core.choice import Choice
+from halftune.model.quiet import quiet
+from halftune.plan import BatchPlan, MemoryPlan, Plan
+from halftune.precision.plan import PrecisionPlan
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen2-tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "llama-tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "qwen3_5-tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+
+
+def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, like: str = "qwen2-tiny", **changes: Any) -> Path:
+    """Writes a random checkpoint of hidden size 32 with a vocabulary of 256, saved in ``dtype``; no tokenizer."""
+    config = AutoConfig.for_model(**{**BUILTIN_MODELS[like], **SIZES[like], "vocab_size": 256, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        # values that no half format holds exactly, so that any rounding shows
+        parameter.data = (parameter.data + 1e-4 * torch.randn(parameter.shape)).to(dtype)
+    with quiet():
+        model.save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["dtype"] == str(dtype).removeprefix("torch.")
+    return folder
+
+
+def section(folder: Path | str, **changes: Any) -> ModelSection:
+    return ModelSection(name_or_path=str(folder), **changes)
+
+
+def because(value: Any) -> Choice[Any]:
+    return Choice(value, "the test says so")
+
+
+def plan_of(precision: PrecisionPlan, *, checkpointing: bool = False) -> Plan:
+    """A plan for the CPU around a precision plan."""
+    attention = AttentionPlan(
+        softmax=because("sdpa"),
+        provider=because("torch"),
+        varlen=because("none"),
+        linear=because("torch"),
+        rejected=(),
+        guard="cast",
+    )
+    return Plan(
+        device=because("cpu"),
+        precision=precision,
+        attention=attention,
+        batch=BatchPlan(1, 1, 1, 512, because(False), because(checkpointing)),
+        memory=MemoryPlan(0, 0, 0, 0, 0, 0, 1, 0, because("fits")),
+        distribution=because("one process"),
+        num_parameters=because(1000),
+        num_trainable=because(100),
+    )
+
+
+def plan(
+    storage: str = "fp32",
+    trainable: str = "fp32",
+    *,
+    saved: str | None = None,
+    keep: tuple[str, ...] = (),
+    checkpointing: bool = False,
+) -> Plan:
+    """A plan whose compute dtype is the storage dtype, with autocast where that is half."""
+    precision = PrecisionPlan(
+        storage=because(storage),
+        trainable=because(trainable),
+        compute=because(storage),
+        autocast=because(storage != "fp32"),
+        grad_scaler=because(storage == "fp16"),
+        reduce=because(trainable),
+        optimizer_state=because(trainable),
+        saved=because(saved or trainable),
+        keep_fp32=because(keep),
+        tf32=because(False),
+    )
+    return plan_of(precision, checkpointing=checkpointing)
