@@ -58,9 +58,7 @@ def test_sharegpt_with_tools_and_results():
     }
     made = read("sharegpt", row)
     assert pairs(made) == [("system", "S"), ("user", "H"), ("assistant", ""), ("tool", '{"y": 2}'), ("assistant", "G")]
-    assert made.messages[2]["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    ]
+    assert made.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     assert made.tools == [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
 
 
@@ -91,7 +89,11 @@ def test_openai_parts_reasoning_and_arguments_as_text():
 
 
 def test_prompt_and_completion_as_messages_train_the_completion_only():
-    prompt = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}, {"role": "user", "content": "C?"}]
+    prompt = [
+        {"role": "user", "content": "A?"},
+        {"role": "assistant", "content": "B."},
+        {"role": "user", "content": "C?"},
+    ]
     made = read("prompt_completion", {"prompt": prompt, "completion": [{"role": "assistant", "content": "D."}]})
     assert made.train == (False, False, False, None)
     assert pairs(read("prompt_completion", {"prompt": prompt, "completion": "D."}))[-1] == ("assistant", "D.")
@@ -141,7 +143,10 @@ def test_a_row_without_an_answer_is_named(tokenizer, make_config, write):
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "x"}], "images": ["a.png"]},
+        {
+            "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "x"}],
+            "images": ["a.png"],
+        },
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "user", "content": "A?"}]},
         {"messages": []},

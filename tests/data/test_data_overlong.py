@@ -27,7 +27,9 @@ def fit(tokenizer, make_config, write):
 
     def fit(messages, limit, **data):
         method = data.pop("method", "sft")
-        prepared = prepare(make_config(write([{"messages": messages}]), max_length=limit, method=method, **data), tokenizer)
+        prepared = prepare(
+            make_config(write([{"messages": messages}]), max_length=limit, method=method, **data), tokenizer
+        )
         sample = prepared.train.sample(0)
         assert len(sample.input_ids) <= limit
         report = prepared.report.train[0]
@@ -72,7 +74,14 @@ def test_a_long_first_turn_does_not_lose_the_last_answer(fit):
 
 
 def test_answers_that_do_not_fit_are_counted(fit):
-    messages = [user("A?"), assistant("One. " * 20), user("B?"), assistant("Two. " * 20), user("C?"), assistant("Three.")]
+    messages = [
+        user("A?"),
+        assistant("One. " * 20),
+        user("B?"),
+        assistant("Two. " * 20),
+        user("C?"),
+        assistant("Three."),
+    ]
     text, trained, report = fit(messages, 128)
     assert trained == "One. " * 20 + END
     assert text.endswith(f"{END}\n")
@@ -81,7 +90,14 @@ def test_answers_that_do_not_fit_are_counted(fit):
 
 
 def test_last_keeps_the_last(fit):
-    messages = [user("A?"), assistant("One. " * 9), user("B?"), assistant("Two. " * 20), user("C?"), assistant("Three.")]
+    messages = [
+        user("A?"),
+        assistant("One. " * 9),
+        user("B?"),
+        assistant("Two. " * 20),
+        user("C?"),
+        assistant("Three."),
+    ]
     text, trained, report = fit(messages, 160, method={"type": "sft", "train_on": "last"})
     assert trained == f"Three.{END}"
     assert "Two." not in text

@@ -126,7 +126,9 @@ def test_a_hub_id_without_a_network_is_a_clear_error():
 
 
 def test_reading_needs_no_heavy_package():
-    code = "import sys, halftune.data.pipeline; print([m for m in ('datasets', 'pandas', 'pyarrow') if m in sys.modules])"
+    code = (
+        "import sys, halftune.data.pipeline; print([m for m in ('datasets', 'pandas', 'pyarrow') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

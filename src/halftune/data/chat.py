@@ -10,13 +10,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import DataError
-from halftune.data.control import FIRST_ALIAS, ControlTokens, special_tokens
+from halftune.data.control import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped
 
 Messages = Sequence[Mapping[str, Any]]
 # `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
 # block trims white space exactly as the original does.
-OPEN, CLOSE = chr(FIRST_ALIAS + 0xF00), chr(FIRST_ALIAS + 0xF01)
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _ANSWER = "Zq7 halftune probe 7qZ"
 
@@ -47,7 +46,14 @@ class ChatTemplate:
 
     def source(self, tools: list[dict[str, Any]] | None) -> str:
         """The Jinja source that is used for a conversation with these tools."""
-        return self._tokenizer.get_chat_template(tools=tools)
+        try:
+            return self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:  # several named templates, and none of them is the default
+            raise DataError(
+                f"no chat template can be chosen: {str(error).splitlines()[0]}",
+                where=f"model {self._tokenizer.name_or_path}",
+                remedy="set model.chat_template",
+            ) from error
 
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = False) -> str:
         """Renders marked messages; the result has aliases for control tokens.
@@ -89,9 +95,9 @@ class ChatTemplate:
                 **options,
             )  # type: ignore[return-value]
         except TemplateError as error:
-            raise RowDropped(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
+            raise RowDropped(f"the chat template refuses it: {str(error)[:200] or type(error).__name__}") from error
         except (TypeError, KeyError, AttributeError) as error:  # a template that trips over a shape it does not expect
-            raise RowDropped(f"the chat template cannot render it: {error}") from error
+            raise RowDropped(f"the chat template cannot render it: {str(error)[:200]}") from error
 
     def _frame(self) -> str:
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}

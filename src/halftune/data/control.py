@@ -15,11 +15,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+FIRST_ALIAS = 0xF5000  # above what icon fonts use
 BREAK = "\U000ff000"
-FIRST_ALIAS = 0xFF001
+OPEN, CLOSE = "\U000ff001", "\U000ff002"  # where a `{% generation %}` block begins and ends
 # Words in the names of tokens that are content, not the frame of a turn.
 _CONTENT = re.compile("think|reason|thought|tool|call|function", re.IGNORECASE)
-_PRIVATE = re.compile(f"[{BREAK}-\U000fffff]")
 
 
 class ControlTokens:
@@ -34,6 +34,7 @@ class ControlTokens:
         ordered = sorted(self.tokens, key=len, reverse=True)  # the longest first, where one begins like another
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._alias = {token: chr(FIRST_ALIAS + index) for index, token in enumerate(self.tokens)}
+        self._ours = re.compile(f"[{chr(FIRST_ALIAS)}-{chr(FIRST_ALIAS + len(self.tokens))}{BREAK}{OPEN}{CLOSE}]")
         self._token = {alias: token for token, alias in self._alias.items()}
 
     def alias_of(self, token: str) -> str:
@@ -46,7 +47,7 @@ class ControlTokens:
 
     def forged(self, value: Any) -> bool:
         """Whether a text already holds characters of ours, so that it could not be told apart."""
-        return any(_PRIVATE.search(text) for text in _strings(value))
+        return any(self._ours.search(text) for text in _strings(value))
 
     def occurs(self, value: Any) -> bool:
         """Whether any text in ``value`` (a string, or lists and dicts of them) holds a control token."""

@@ -75,7 +75,7 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
     control = template.control
     parts = [conversation.messages, conversation.tools]
     if control.forged(parts):
-        raise RowDropped("it holds private-use characters (U+FF000 and above) that halftune needs for itself")
+        raise RowDropped("it holds private-use characters (U+F5000 and above) that halftune needs for itself")
     notes = list(conversation.notes)
     messages, tools = conversation.messages, conversation.tools
     if control.occurs(parts):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.data import SourceSection
 from halftune.config.method import SftMethod
 from halftune.config.run import RunConfig
-from halftune.core.errors import DataError
+from halftune.core.errors import ConfigError, DataError
 from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached
 from halftune.data.collate import MULTIPLE
@@ -52,9 +52,12 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
         tokenizer: a fast tokenizer, with a chat template unless the data is plain text.
 
     Raises:
+        ConfigError: both ``eval`` and ``eval_split`` are set.
         DataError: a source is missing, malformed, of an unknown format, or leaves nothing to train on.
     """
     data, seed = config.data, config.training.seed
+    if data.eval and data.eval_split:
+        raise ConfigError("both are set", where="data.eval, data.eval_split", remedy="remove one of them")
     train_stores, train_reports = _sources(data.train, config, tokenizer)
     ranges = _ranges(train_stores)
     held: list[np.ndarray] = []
@@ -96,6 +99,8 @@ def _source(
 
     def make() -> tuple[TokenStore, dict[str, Any]]:
         rows = source.read()
+        if section.samples is not None and section.samples > len(rows):
+            log.warning("%s: samples: %s, but it has %s rows only", section.path, section.samples, len(rows))
         chosen = choose_rows(len(rows), section.samples, seed=seed)
         store, report = _tokenize(rows, chosen, section, config, tokenizer)
         return store, asdict(report)

@@ -116,7 +116,7 @@ class RowTokenizer:
         made = self._reading.format.read(self._reading.rename(row))
         if isinstance(made, str):
             if self._control.forged(made):
-                raise RowDropped("it holds private-use characters (U+FF000 and above) that halftune needs for itself")
+                raise RowDropped("it holds private-use characters (U+F5000 and above) that halftune needs for itself")
             return Rendering(made, (), [], (NEUTRALISED,) if self._control.occurs(made) else ())
         assert self._template is not None
         return render_turns(self._template, self._with_system(made), self._settings.train_on)

@@ -1,0 +1,245 @@
+"""From a data section to samples: cache, workers, mixture, report, preview, the command."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from halftune.core.errors import DataError
+from halftune.data import pipeline, workers
+from halftune.data.pipeline import prepare
+from halftune.data.preview import preview
+from halftune.data.sample import NO_LABEL
+
+ROWS = [{"prompt": f"What is {number}?", "completion": "four " * (number % 7 + 1)} for number in range(60)]
+
+
+def everything(split):
+    samples = [split.sample(index) for index in range(len(split))]
+    return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in samples]
+
+
+def shown(report):
+    console = Console(file=io.StringIO(), width=160)
+    console.print(report.render())
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts how often rows are tokenised."""
+    calls = []
+    original = workers.tokenize_rows
+
+    def tokenize_rows(rows, *rest):
+        calls.append(len(rows))
+        return original(rows, *rest)
+
+    monkeypatch.setattr(pipeline, "tokenize_rows", tokenize_rows)
+    return calls
+
+
+def test_lengths_and_labels_are_counted(tokenizer, make_config, write):
+    split = prepare(make_config(write(ROWS)), tokenizer).train
+    samples = [split.sample(index) for index in range(len(split))]
+    assert split.lengths.dtype == split.trained.dtype == np.int32
+    assert split.lengths.tolist() == [len(sample.input_ids) for sample in samples]
+    assert split.trained.tolist() == [int((sample.labels != NO_LABEL).sum()) for sample in samples]
+    assert {sample.input_ids.dtype for sample in samples} == {np.dtype(np.int32)}
+
+
+def test_the_cache_is_used_and_gives_the_same(tokenizer, make_config, write, counted, own_cache):
+    path = write(ROWS)
+    first = prepare(make_config(path), tokenizer)
+    second = prepare(make_config(path), tokenizer)
+    assert counted == [60]
+    assert everything(first.train) == everything(second.train)
+    assert first.report.to_dict() == second.report.to_dict()
+    without = prepare(make_config(path, cache=False), tokenizer)
+    assert counted == [60, 60]
+    assert everything(first.train) == everything(without.train)
+    assert first.report.to_dict() == without.report.to_dict()
+    assert not list(own_cache.rglob("*partial*"))
+
+
+def test_whatever_changes_the_tokens_changes_the_key(make_tokenizer, make_config, write, counted):
+    path = write(ROWS)
+    prepare(make_config(path), make_tokenizer())
+    changes = [
+        (make_config(path, max_length=64), make_tokenizer()),
+        (make_config(path, system="Be brief."), make_tokenizer()),
+        (make_config(path, overlong="drop"), make_tokenizer()),
+        (make_config(path, method={"type": "sft", "train_on": "all"}), make_tokenizer()),
+        (make_config({"path": path, "samples": 60}), make_tokenizer()),
+        (make_config(path, template={"enable_thinking": False}), make_tokenizer()),
+        (make_config(path), make_tokenizer("qwen3")),
+        (make_config(path), make_tokenizer("llama3")),
+    ]
+    for number, (config, tokenizer) in enumerate(changes, start=2):
+        prepare(config, tokenizer)
+        assert len(counted) == number
+    write([*ROWS, ROWS[0]])
+    prepare(make_config(path), make_tokenizer())
+    assert counted[-1] == 61
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "text"])
+def test_a_damaged_entry_is_made_anew(damage, tokenizer, make_config, write, counted, own_cache):
+    config = make_config(write(ROWS))
+    before = everything(prepare(config, tokenizer).train)
+    (ids,) = own_cache.rglob("ids.npy")
+    if damage == "cut":
+        ids.write_bytes(ids.read_bytes()[:-10])
+    elif damage == "gone":
+        ids.unlink()
+    else:
+        (ids.parent / "report.json").write_text("{")
+    assert everything(prepare(config, tokenizer).train) == before
+    assert counted == [60, 60]
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tokenizer, make_config, write, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path / "file"))
+    assert len(prepare(make_config(write(ROWS)), tokenizer).train) == 60
+
+
+def test_those_who_ask_at_once_wait_for_the_one_that_tokenises(make_tokenizer, make_config, write, counted):
+    config = make_config(write(ROWS))
+    threads = [threading.Thread(target=prepare, args=(config, make_tokenizer())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted == [60]
+
+
+def test_several_processes_give_the_same(tokenizer, make_config, write, monkeypatch):
+    monkeypatch.setattr(workers, "CHUNK", 16)
+    rows = [*ROWS[:40], {"prompt": "A?", "completion": ""}, *ROWS[40:]]
+    one = prepare(make_config(write(rows), cache=False, num_workers=1), tokenizer)
+    two = prepare(make_config(write(rows), cache=False, num_workers=2), tokenizer)
+    assert everything(one.train) == everything(two.train)
+    assert one.report.to_dict() == two.report.to_dict()
+    assert two.report.train[0].dropped["the answer is empty"].rows == ["41"]
+    path = write([*rows, {"prompt": "A?"}], "wrong.jsonl")
+    with pytest.raises(DataError, match="line 62: row without an answer"):
+        prepare(make_config(path, num_workers=2), tokenizer)
+
+
+def test_sources_are_mixed_by_weight_and_count(tokenizer, make_config, write):
+    few = write([{"prompt": "B?", "completion": f"b{number}"} for number in range(10)], "few.jsonl")
+    train = [{"path": write(ROWS), "samples": 20}, {"path": few, "weight": 3}]
+    prepared = prepare(make_config(train), tokenizer)
+    assert [source.samples for source in prepared.report.train] == [20, 10]
+    assert prepared.report.train[0].rows == 60
+    assert len(prepared.train) == prepared.report.train_samples == 50
+    texts = [str(ids) for ids, _ in everything(prepared.train)]
+    assert sorted(map(texts.count, set(texts)))[-10:] == [3] * 10
+
+
+def test_held_out_samples_are_not_trained_on(tokenizer, make_config, write):
+    prepared = prepare(make_config({"path": write(ROWS), "weight": 2}, eval_split=0.2), tokenizer)
+    assert prepared.eval is not None
+    train, held = everything(prepared.train), everything(prepared.eval)
+    assert (len(train), len(held)) == (96, 12)
+    assert not [sample for sample in held if sample in train]
+    own = prepare(make_config(write(ROWS), eval=write(ROWS[:5], "eval.jsonl")), tokenizer)
+    assert own.eval is not None
+    assert (len(own.train), len(own.eval), len(own.report.eval)) == (60, 5, 1)
+    assert prepare(make_config(write(ROWS)), tokenizer).eval is None
+
+
+def test_the_report_adds_up(tokenizer, make_config, write):
+    rows = [*ROWS, {"prompt": "A?", "completion": ""}, {"prompt": "B?", "completion": "four " * 300, "note": 1}]
+    prepared = prepare(make_config(write(rows), max_length=128, system="Be kind."), tokenizer)
+    report = prepared.report.to_dict()
+    (source,) = report["train"]
+    assert (source["rows"], source["kept"], source["samples"]) == (62, 61, 61)
+    assert source["dropped"] == {"the answer is empty": {"count": 1, "rows": ["61"]}}
+    assert [count["rows"] for count in source["truncated"].values()] == [["62"]]
+    assert source["unused"] == ["note"]
+    assert source["tokens"] == int(prepared.train.lengths.sum())
+    assert source["trained_tokens"] == int(prepared.train.trained.sum())
+    assert sum(count for _, count in source["lengths"]) == 61
+    assert source["lengths"][-1][0] == prepared.train.lengths.max() == 128
+    fed = report["efficiency"]
+    assert fed["packed"] == pytest.approx(source["tokens"] / (128 * fed["packed_rows"]))
+    assert 0 < fed["padded"] <= 1
+    assert json.loads(json.dumps(report)) == json.loads(json.dumps(report, default=str))
+    text = shown(prepared.report)
+    for part in ("prompt_completion", "dropped: the answer is empty: 1 (row 61)", "columns not used: note", "█"):
+        assert part in text
+
+
+def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write):
+    from halftune.data.collate import collate
+    from halftune.data.order import epoch_rows
+
+    config = make_config(write(ROWS), batch=7)
+    prepared = prepare(config, tokenizer)
+    split = prepared.train
+    rows = epoch_rows(split.lengths, epoch=0, seed=config.training.seed, packing=False, capacity=2048)
+    fed = 0
+    for start in range(0, len(rows), 7):
+        batch = collate([[split.sample(index) for index in row] for row in rows[start : start + 7]], 0, packed=False)
+        fed += batch["input_ids"].numel()
+    assert prepared.report.efficiency.padded == pytest.approx(split.lengths.sum() / fed)
+
+
+def test_text_for_sft_says_what_to_set(tokenizer, make_config, write):
+    with pytest.raises(DataError, match=r"no answers to train on · set method: \{type: pretrain\}"):
+        prepare(make_config(write([{"text": "a"}])), tokenizer)
+
+
+def test_preview_shows_what_is_trained_with_and_without_colour(tokenizer, make_config, write):
+    row = {"prompt": "好?", "completion": "你好，世界。"}
+    sample = prepare(make_config(write([row])), tokenizer).train.sample(0)
+    text = preview(sample, tokenizer)
+    assert text.plain.endswith("<|im_start|>user\n好?<|im_end|>\n<|im_start|>assistant\n⟦你好，世界。<|im_end|>⟧\n")
+    green = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
+    assert "你好，世界。" in green
+    assert "<|im_end|>" in green
+    assert "好?" not in green
+
+
+@pytest.fixture
+def command(monkeypatch, tokenizer, make_config, write):
+    """Runs ``halftune data`` on a small set, with the neighbours it needs put in its place."""
+    import halftune.cli.data as module
+
+    config = make_config(write(ROWS))
+    monkeypatch.setattr(module, "load_from", lambda args: types.SimpleNamespace(run=config))
+    fake = types.ModuleType("halftune.model.tokenizer")
+    fake.load_tokenizer = lambda model: tokenizer
+    monkeypatch.setitem(sys.modules, "halftune.model.tokenizer", fake)
+
+    def command(*arguments):
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(["--config", "unused.yaml", *arguments]))
+
+    return command
+
+
+def test_the_command_prints_report_and_samples(command, capsys):
+    assert command("--samples", "2") == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out  # no colour in a pipe
+    assert out.count("⟦four") == 2
+    assert "sample 2" in out
+    assert "sample 3" not in out
+    assert "60" in out
+
+
+def test_the_command_prints_json(command, capsys):
+    assert command("--json") == 0
+    assert json.loads(capsys.readouterr().out)["train"][0]["kept"] == 60
