@@ -1,0 +1,34 @@
+"""The arguments that every verb with a configuration shares: ``--config``, ``key=value``, ``--set``, ``--rerun``."""
+
+from __future__ import annotations
+
+import argparse
+
+from halftune.config.load import LoadedConfig, load_config, load_run
+from halftune.core.errors import ConfigError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--config YAML``, positional ``section.key=value`` and ``--set section.key=value``."""
+    parser.add_argument("--config", metavar="YAML", help="the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="training.learning_rate=1e-4 …; wins over it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same, as an option")
+
+
+def load_from(args: argparse.Namespace) -> LoadedConfig:
+    """The configuration that the arguments name: a recipe, or with ``--rerun`` what a run folder holds.
+
+    Raises:
+        ConfigError: none or both are named, or the configuration is wrong.
+    """
+    overrides = [*args.overrides, *args.set]
+    rerun = vars(args).get("rerun")  # only verbs that can repeat a run define it
+    if rerun is not None and args.config is not None:
+        raise ConfigError("--config and --rerun exclude each other", remedy="--rerun brings its own configuration")
+    if rerun is not None:
+        return load_run(rerun, overrides)
+    if args.config is None:
+        recipe = next((one for one in overrides if one.endswith((".yaml", ".yml")) and "=" not in one), None)
+        remedy = f"--config {recipe}" if recipe else "for example --config configs/quickstart.yaml"
+        raise ConfigError("no recipe is named", remedy=remedy)
+    return load_config(args.config, overrides)

@@ -1,0 +1,59 @@
+"""Recipes that a recipe depends on: found beside it, without circles; what they leave may not exist yet."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from halftune.config.shape import child
+from halftune.config.yaml_source import Tree, parse, read_text
+from halftune.core.errors import ConfigError, HalftuneError
+
+
+def make_absolute(tree: Tree, folder: Path) -> None:
+    """Writes the paths under ``depends_on`` out, so that they hold wherever the resolved recipe is put."""
+    names = child(tree.values, "depends_on")
+    if isinstance(names, str):
+        names = tree.values["depends_on"] = [names]
+    if isinstance(names, list):
+        for index, name in enumerate(names):
+            if isinstance(name, str) and name:
+                names[index] = os.path.abspath(folder / os.path.expanduser(name))
+
+
+def outputs_of_dependencies(tree: Tree, recipe: Path) -> tuple[tuple[str, ...], list[HalftuneError]]:
+    """Run folders (absolute) of all recipes below this one, and what is wrong with the list."""
+    outputs: list[str] = []
+    problems: list[HalftuneError] = []
+    names = child(tree.values, "depends_on")
+    for index, name in enumerate(names if isinstance(names, list) else []):
+        if not isinstance(name, str):
+            continue
+        key = ("depends_on", index)
+        try:
+            _follow(name, (os.path.abspath(recipe),), outputs)
+        except _CircleError as circle:
+            problems.append(tree.problem(key, f"goes in a circle: {circle}", "take one of these out"))
+        except ConfigError as error:
+            first = error.problems[0]
+            problems.append(tree.problem(key, f"{first.what}: {first.where}", first.remedy))
+    return tuple(outputs), problems
+
+
+class _CircleError(Exception):
+    """The recipes of a circle, as ``a.yaml → b.yaml → a.yaml``."""
+
+
+def _follow(recipe: str, above: tuple[str, ...], outputs: list[str]) -> None:
+    if recipe in above:
+        start = above.index(recipe)
+        raise _CircleError(" → ".join(os.path.basename(path) for path in (*above[start:], recipe)))
+    values: Any = parse(read_text(Path(recipe)), recipe).values
+    output = child(child(values, "training"), "output_dir")
+    if isinstance(output, str):
+        outputs.append(os.path.abspath(os.path.expanduser(output)))
+    names = child(values, "depends_on")
+    for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
+        if isinstance(name, str):
+            _follow(os.path.abspath(os.path.join(os.path.dirname(recipe), name)), (*above, recipe), outputs)

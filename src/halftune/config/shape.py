@@ -1,0 +1,217 @@
+"""The shape of the configuration: what stands under each key, read from the section models and said in English."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from halftune.config.run import RunConfig
+from halftune.config.section import LISTED, TYPED, Section
+
+Path = tuple[str | int, ...]
+"""The place of a value: ``("data", "train", 0, "path")``."""
+
+
+def _unwrap(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Takes ``Annotated`` apart and flattens the constraints that pydantic's ``Field`` carries."""
+    marks = list(metadata)
+    while get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        marks = [*more, *marks]
+    flat: list[Any] = []
+    for mark in marks:
+        flat += mark.metadata if isinstance(mark, FieldInfo) else [mark]
+    return annotation, flat
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _tag(section: type[Section]) -> str:
+    field = section.model_fields.get("type")
+    tags = get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+    return str(tags[0]) if tags else ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What may stand under a key.
+
+    Attributes:
+        annotation: the type, without ``None``.
+        metadata: constraints and marks.
+        sections: the sections that it may be, by tag (by ``""`` where there is one only); empty for a plain value.
+        many: a list of those sections.
+        optional: ``null`` is allowed.
+    """
+
+    annotation: Any
+    metadata: tuple[Any, ...]
+    sections: dict[str, type[Section]]
+    many: bool
+    optional: bool
+
+    @property
+    def item(self) -> Shape:
+        """The shape of one entry of a list."""
+        inner = get_args(self.annotation)[0] if get_origin(self.annotation) is tuple else Any
+        return shape_of(inner)
+
+    def section(self, value: Any) -> type[Section] | None:
+        """The section that ``value`` is written as; None where no tag says which."""
+        if len(self.sections) == 1:
+            return next(iter(self.sections.values()))
+        tag = value.get("type") if isinstance(value, dict) else None
+        return self.sections.get(tag) if isinstance(tag, str) else None
+
+
+def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
+    """Reads a type annotation."""
+    annotation, marks = _unwrap(annotation, metadata)
+    options = _options(annotation)
+    kept = tuple(option for option in options if option is not type(None))
+    if len(kept) == 1 and len(options) > 1:
+        annotation, marks = _unwrap(kept[0], marks)
+    many = get_origin(annotation) is tuple
+    inner = _unwrap(get_args(annotation)[0], ())[0] if many else annotation
+    sections = {_tag(option): option for option in _options(inner) if _is_section(option)}
+    return Shape(annotation, tuple(marks), sections, many and bool(sections), len(kept) < len(options))
+
+
+def field_shape(field: FieldInfo) -> Shape:
+    """The shape of a section's field."""
+    return shape_of(field.annotation, field.metadata)
+
+
+ROOT = shape_of(RunConfig)
+
+
+def shape_at(path: Path, values: Any = None) -> Shape | None:
+    """The shape at a path; ``values`` (the tree as written) decides between the sections of a tagged union."""
+    shape = ROOT
+    for part in path:
+        if isinstance(part, int):
+            if shape.many:
+                shape = Shape(shape.annotation, (), shape.sections, False, False)
+            elif get_origin(shape.annotation) is tuple:
+                shape = shape.item
+            else:
+                return None
+        else:
+            section = shape.section(values)
+            fields = [section] if section else list(shape.sections.values())
+            found = [option.model_fields[part] for option in fields if part in option.model_fields]
+            if not found:
+                return None
+            shape = field_shape(found[0])
+        values = child(values, part)
+    return shape
+
+
+def child(values: Any, part: str | int) -> Any:
+    """The value under one key or index; None where there is none."""
+    if isinstance(values, dict):
+        return values.get(part)
+    if isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
+        return values[part]
+    return None
+
+
+def walk(shape: Shape = ROOT, path: Path = ()) -> Iterator[tuple[Path, type[Section], FieldInfo, Shape]]:
+    """Every key of the schema, depth first: (path, section it belongs to, field, shape). List entries are index 0."""
+    for section in shape.sections.values():
+        for name, field in section.model_fields.items():
+            inner = field_shape(field)
+            yield (*path, name), section, field, inner
+            if inner.sections:
+                below = (*path, name, 0) if inner.many else (*path, name)
+                yield from walk(inner, below)
+
+
+def dotted(path: Path) -> str:
+    """``data.train[0].path``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def related(one: Path, other: Path) -> bool:
+    """Whether one path stands above the other, or they are the same."""
+    return one[: len(other)] == other[: len(one)]
+
+
+def choices(shape: Shape) -> tuple[Any, ...]:
+    """The words that a value may be, where it has a closed list of them (next to other types or alone)."""
+    found: list[Any] = list(shape.sections) if len(shape.sections) > 1 else []
+    for option in _options(shape.annotation):
+        inner, _ = _unwrap(option, ())
+        if get_origin(inner) is Literal:
+            found += get_args(inner)
+        elif get_origin(inner) is tuple:
+            found += choices(shape_of(get_args(inner)[0]))
+    return tuple(dict.fromkeys(found))
+
+
+def accepts(shape: Shape, kind: type) -> bool:
+    """Whether a plain ``kind`` (``bool``, ``int``, ``str`` …) is among the allowed types."""
+    return any(_unwrap(option, ())[0] is kind for option in _options(shape.annotation))
+
+
+def describe(shape: Shape) -> str:
+    """What should stand there, as the end of "should be …"."""
+    if shape.sections:
+        words = []
+        section = next(iter(shape.sections.values()))
+        if len(shape.sections) > 1 and TYPED in shape.metadata:
+            words = [" or ".join(shape.sections)]
+        elif section.word and not shape.many:
+            words = [describe(field_shape(section.model_fields[section.word]))]
+        noun = "a list of sections" if shape.many else "a section of keys"
+        if shape.many and LISTED in shape.metadata:
+            words = ["a path"]
+        return ", or ".join([*words, noun])
+    return _describe(shape.annotation, shape.metadata)
+
+
+def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
+    annotation, metadata = _unwrap(annotation, metadata)
+    origin = get_origin(annotation)
+    options = [option for option in _options(annotation) if option is not type(None)]
+    if len(options) > 1:
+        return ", or ".join(dict.fromkeys(_describe(option, metadata) for option in options))
+    if origin is Literal:
+        words = [str(word) for word in get_args(annotation)]
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+    if origin is tuple:
+        items = _describe(get_args(annotation)[0], ())
+        return f"a list of {items}" if not items.startswith("one of") else f"a list out of {items[7:]}"
+    if origin is dict or annotation is dict:
+        return "a mapping of names to values"
+    nouns = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return nouns.get(annotation, "a value") + _bounds(metadata)
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    found = []
+    for mark in metadata:
+        match mark:
+            case annotated_types.Ge(ge=limit):
+                found.append(f"at least {limit}")
+            case annotated_types.Gt(gt=limit):
+                found.append(f"above {limit}")
+            case annotated_types.Le(le=limit):
+                found.append(f"at most {limit}")
+            case annotated_types.Lt(lt=limit):
+                found.append(f"below {limit}")
+    return f", {' and '.join(found)}" if found else ""

@@ -1,0 +1,57 @@
+"""Writes short forms out: ``precision: bf16`` becomes a section, one data source becomes a list of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halftune.config.section import LISTED, TYPED
+from halftune.config.shape import ROOT, Path, Shape, field_shape
+from halftune.config.yaml_source import Tree
+
+
+def expand(tree: Tree) -> None:
+    """Writes every short form of the tree out, in place; ``tree.written`` remembers how it was spelt."""
+    tree.values = _expand(tree, tree.values, ROOT, ())
+
+
+def _expand(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
+    if not shape.sections:
+        return value
+    if shape.many:
+        if LISTED in shape.metadata and isinstance(value, str | dict):
+            _move_down(tree, path)
+            value = [value]
+        if not isinstance(value, list):
+            return value
+        one = Shape(shape.annotation, (), shape.sections, False, False)
+        return [_expand(tree, item, one, (*path, index)) for index, item in enumerate(value)]
+    value = _section(tree, value, shape, path)
+    section = shape.section(value)
+    if section is None or not isinstance(value, dict):
+        return value
+    fields = section.model_fields
+    return {
+        key: _expand(tree, inner, field_shape(fields[key]), (*path, key)) if key in fields else inner
+        for key, inner in value.items()
+    }
+
+
+def _section(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
+    """A single word as the section that it is short for."""
+    word = next(iter(shape.sections.values())).word if len(shape.sections) == 1 else None
+    if TYPED in shape.metadata and isinstance(value, str):
+        word = "type"
+    if word is None or not isinstance(value, str | bool | int | float):
+        return value
+    tree.written[(*path, word)] = path
+    return {word: value}
+
+
+def _move_down(tree: Tree, path: Path) -> None:
+    """The value at ``path`` becomes entry 0 of a list: so do the places below it."""
+    below = {known: place for known, place in tree.places.items() if known[: len(path)] == path and known != path}
+    for known in below:
+        del tree.places[known]
+    for known, place in below.items():
+        tree.places[(*path, 0, *known[len(path) :])] = place
+    tree.written[(*path, 0)] = path

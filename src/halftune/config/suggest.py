@@ -1,0 +1,133 @@
+"""What an unknown key may have meant: a near spelling, a key of another section, or another framework's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from halftune.config.section import Section
+from halftune.config.shape import Path, dotted, shape_at, walk
+
+# Names that other tools (and habit) have for our keys.
+SYNONYMS: dict[str, str] = {
+    "lr": "training.learning_rate",
+    "epochs": "training.num_train_epochs",
+    "num_epochs": "training.num_train_epochs",
+    "batch_size": "training.per_device_train_batch_size",
+    "micro_batch_size": "training.per_device_train_batch_size",
+    "train_batch_size": "training.per_device_train_batch_size",
+    "eval_batch_size": "training.per_device_eval_batch_size",
+    "grad_accum": "training.gradient_accumulation_steps",
+    "gradient_accumulation": "training.gradient_accumulation_steps",
+    "steps": "training.max_steps",
+    "lr_scheduler": "training.lr_scheduler_type",
+    "scheduler": "training.lr_scheduler_type",
+    "warmup": "training.warmup_steps",
+    "optimizer": "training.optim",
+    "beta1": "training.adam_beta1",
+    "beta2": "training.adam_beta2",
+    "epsilon": "training.adam_epsilon",
+    "grad_clip": "training.max_grad_norm",
+    "max_norm": "training.max_grad_norm",
+    "compile": "training.torch_compile",
+    "load_best_model_at_end": "training.load_best",
+    "resume_from_checkpoint": "training.resume",
+    "output": "training.output_dir",
+    "eval_strategy": "training.eval_steps",
+    "evaluation_strategy": "training.eval_steps",
+    "save_strategy": "training.save_steps",
+    "base_model": "model.name_or_path",
+    "model_name": "model.name_or_path",
+    "model_name_or_path": "model.name_or_path",
+    "tokenizer_name_or_path": "model.tokenizer",
+    "template": "model.chat_template",
+    "torch_dtype": "precision.compute",
+    "dtype": "precision.compute",
+    "mixed_precision": "precision.compute",
+    "precision": "precision.compute",
+    "master_weights": "precision.trainable",
+    "attn_implementation": "attention.backend",
+    "flash_attn": "attention.backend",
+    "flash_attention": "attention.backend",
+    "peft": "adapter",
+    "lora": "adapter",
+    "r": "adapter.rank",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target": "adapter.target_modules",
+    "lora_target_modules": "adapter.target_modules",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "train_file": "data.train",
+    "file": "data.train",
+    "dataset_name": "data.train",
+    "eval_dataset": "data.eval",
+    "validation": "data.eval",
+    "val_size": "data.eval_split",
+    "test_size": "data.eval_split",
+    "cutoff_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "seq_len": "data.max_length",
+    "sequence_len": "data.max_length",
+    "sample_packing": "data.packing",
+    "max_samples": "data.train[0].samples",
+    "stage": "method.type",
+    "wandb": "logging.report_to",
+    "name": "logging.run_name",
+    "max_tokens": "generation.max_new_tokens",
+}
+# Leaf names too general to say that the key belongs elsewhere.
+GENERAL = {"type", "path", "split", "format", "enabled", "samples", "weight", "columns"}
+
+
+def suggest_key(path: Path, section: type[Section] | None) -> str:
+    """The remedy for a key that ``section`` does not have; ``path`` is its full path."""
+    key, parent = str(path[-1]), path[:-1]
+    plain = key.lower().replace("-", "_")
+    siblings = list(section.model_fields) if section is not None else []
+    if plain in siblings:
+        return _mean((*parent, plain))
+    if "." in key and shape_at(tuple(key.split("."))) is not None:
+        return f"write it as a section: {key.replace('.', ': {', 1)}: …}}, or {key}=… on the command line"
+    places = _places()
+    if elsewhere := [place for place in places.get(plain, []) if place != path and plain not in GENERAL]:
+        here = [place for place in elsewhere if place[:-1] == parent]
+        if here and section is not None:  # a key of another kind of adapter or method
+            return f"{plain} belongs to another {dotted(parent)}.type than the one chosen"
+        return _mean(*elsewhere[:2])
+    if plain in SYNONYMS:
+        return f"did you mean {SYNONYMS[plain]}?"
+    if near := get_close_matches(plain, siblings, n=1, cutoff=0.7):
+        return _mean((*parent, near[0]))
+    if near := get_close_matches(plain, places, n=1, cutoff=0.8):
+        return _mean(places[near[0]][0])
+    if near := get_close_matches(plain, siblings, n=1, cutoff=0.55):
+        return _mean((*parent, near[0]))
+    if section is not None and len(parent) == 0 and len(siblings) < 12:
+        return f"sections are {', '.join(siblings)}"
+    return f"keys of {dotted(parent)} are {', '.join(siblings)}" if siblings else ""
+
+
+def suggest_word(value: object, known: Iterable[object]) -> str:
+    """The remedy for a word that is not in a closed list; empty where nothing is near."""
+    words = [str(word) for word in known]
+    text = str(value).lower()
+    near = [word for word in words if word == text] or get_close_matches(text, words, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _mean(*paths: Path) -> str:
+    return f"did you mean {' or '.join(dotted(path) for path in paths)}?"
+
+
+def _places() -> dict[str, list[Path]]:
+    """Leaf name → where it stands in the schema; one place for each, list entries as index 0."""
+    places: dict[str, list[Path]] = {}
+    for path, _, _, _ in walk():
+        known = places.setdefault(str(path[-1]), [])
+        if path not in known:
+            known.append(path)
+    return places

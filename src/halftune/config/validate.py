@@ -1,0 +1,202 @@
+"""Checks a tree against the section models and says every mismatch in our own words."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from halftune.config.run import RunConfig
+from halftune.config.section import Section
+from halftune.config.shape import ROOT, Path, Shape, accepts, child, choices, describe, field_shape, related, shape_at
+from halftune.config.suggest import suggest_key, suggest_word
+from halftune.config.yaml_source import Tree
+from halftune.core.errors import HalftuneError
+
+YES_NO = {"yes": True, "no": False, "on": True, "off": False, "y": True, "n": False, "true": True, "false": False}
+
+
+def validate(tree: Tree) -> tuple[RunConfig | None, list[HalftuneError], set[Path]]:
+    """Turns the tree into a configuration.
+
+    Returns:
+        The configuration; the problems; the paths they are about. With problems, the configuration has defaults and
+        placeholders at those paths, so that rules about all other keys can still be checked; it is None where even that
+        is impossible.
+    """
+    values, problems, broken = deepcopy(tree.values), [], set()
+    for _ in range(6):  # one placeholder may show the next missing key below it
+        try:
+            return RunConfig.model_validate(values), problems, broken
+        except ValidationError as error:
+            found = _by_path(error, values)
+        new = {path: details for path, details in found.items() if not any(related(path, old) for old in broken)}
+        said = {path: _say(tree, path, details) for path, details in new.items()}
+        meant = {key for problem in said.values() if (key := _meant(problem.remedy))}
+        # a misspelt key is not also a missing one, nor do rules speak about the key that it was to be
+        problems += [said[path] for path in said if not (path in meant and new[path]["type"] == "missing")]
+        broken |= meant | {path for path, details in found.items() if details["type"] != "extra_forbidden"}
+        for path, details in found.items():
+            _mend(values, path, missing=details["type"] == "missing")
+    return None, problems, broken
+
+
+def _meant(remedy: str) -> Path:
+    """The key in ``did you mean data.eval?``."""
+    found = re.fullmatch(r"did you mean ([a-z_.]+)\?", remedy)
+    return tuple(found[1].split(".")) if found else ()
+
+
+def _by_path(error: ValidationError, values: Any) -> dict[Path, ErrorDetails]:
+    """pydantic's errors by the path that the user knows: all branches of a union count as one."""
+    found: dict[Path, ErrorDetails] = {}
+    for details in error.errors(include_url=False):
+        found.setdefault(_user_path(details["loc"], values), details)
+    return found
+
+
+def _user_path(location: tuple[str | int, ...], values: Any) -> Path:
+    """Leaves out of pydantic's location what names a branch of a union instead of a key."""
+    path: list[str | int] = []
+    shape: Shape | None = ROOT
+    tag_seen = False
+    for part in location:
+        if shape is None:
+            break
+        if len(shape.sections) > 1 and not shape.many and not tag_seen:
+            tag_seen = True  # pydantic names the branch of a tagged union before the key in it
+            continue
+        is_entry = isinstance(part, int) or get_origin(shape.annotation) is dict
+        if not is_entry and (shape.many or not shape.sections):
+            break  # the branch of a union of plain types
+        path.append(part)
+        shape, tag_seen = shape_at(tuple(path), values), False
+    return tuple(path)
+
+
+def _say(tree: Tree, path: Path, details: ErrorDetails) -> HalftuneError:
+    shape, kind = shape_at(path, tree.values), details["type"]
+    value = tree.values
+    for part in path:
+        value = child(value, part)
+    if kind == "extra_forbidden":
+        section = _section_at(path[:-1], tree.values)
+        return tree.problem(path, "unknown key", suggest_key(path, section))
+    if kind == "missing":
+        return _missing(tree, path, shape)
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        return _tag(tree, path, shape, value)
+    if kind == "too_short":
+        return tree.problem(path, "is empty", "give at least one entry")
+    if shape is None or (kind in ("value_error", "assertion_error") and shape.sections):
+        return tree.problem(path, details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "))
+    what, remedy = _mismatch(value, shape, details["msg"])
+    return tree.problem(path, what, remedy)
+
+
+def _section_at(path: Path, values: Any) -> type[Section] | None:
+    shape = shape_at(path, values)
+    for part in path:
+        values = child(values, part)
+    return shape.section(values) if shape is not None else None
+
+
+def _missing(tree: Tree, path: Path, shape: Shape | None) -> HalftuneError:
+    kind = "section" if shape is not None and shape.sections and not shape.many else "key"
+    section = _section_at(path[:-1], tree.values)
+    field = section.model_fields.get(str(path[-1])) if section is not None else None
+    remedy = field.description or "" if field is not None else ""
+    if shape is not None and kind == "section":
+        fields = [pair for option in shape.sections.values() for pair in option.model_fields.items()]
+        required = [name for name, field in fields if field.is_required()]
+        remedy = f"write {path[-1]}: with {', '.join(required)} below it"
+    return tree.problem(path, f"this {kind} is missing", remedy.split("\n")[0])
+
+
+def _tag(tree: Tree, path: Path, shape: Shape | None, value: Any) -> HalftuneError:
+    assert shape is not None
+    known = tuple(shape.sections)
+    if not isinstance(value, dict):
+        return tree.problem(path, *_mismatch(value, shape, ""))
+    if "type" not in value:
+        return tree.problem(path, "says no type", f"write {path[-1]}: {{type: {' | '.join(known)}, …}}")
+    tag = (*path, "type")
+    remedy = suggest_word(value["type"], known)
+    return tree.problem(tag, f"should be one of {', '.join(known)}, not {show(value['type'])}", remedy)
+
+
+def _mismatch(value: Any, shape: Shape, message: str) -> tuple[str, str]:
+    """(what, remedy) for a value of the wrong type or outside its bounds."""
+    if value is None:
+        return "has no value", f"write {describe(shape)}, or remove the line"
+    return f"should be {describe(shape)}, not {show(value)}", _remedy(value, shape, message)
+
+
+def _remedy(value: Any, shape: Shape, message: str) -> str:
+    words = choices(shape)
+    if isinstance(value, str):
+        if accepts(shape, bool) and value.lower() in YES_NO:
+            return (
+                f"write {str(YES_NO[value.lower()]).lower()}{' without quotes' if value in ('true', 'false') else ''}"
+            )
+        if accepts(shape, int) and _number(value) is not None:
+            return "write the number without quotes and without leading zeros"
+        return suggest_word(value, words)
+    if isinstance(value, float) and accepts(shape, int) and value.is_integer() and abs(value) < 1e15:
+        return f"write {int(value)}"
+    if isinstance(value, bool):
+        return f"did you mean {words[0]}?" if len(words) == 1 else ""
+    if isinstance(value, int | float) and accepts(shape, str):
+        return "put it in quotes"
+    if isinstance(value, dict) and not shape.sections:
+        return "a key is too deep, or this one takes no section"
+    return ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def show(value: Any) -> str:
+    """A value as YAML shows it, short enough for one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section of keys"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _mend(values: Any, path: Path, *, missing: bool) -> None:
+    """Takes a bad value out, or puts a placeholder where one is missing."""
+    whole = path
+    while whole and isinstance(whole[-1], int):  # a bad entry takes its list with it
+        whole = whole[:-1]
+    holder = values
+    for part in whole[:-1]:
+        holder = child(holder, part)
+    if not isinstance(holder, dict) or not whole:
+        return
+    if not missing or whole != path:
+        holder.pop(whole[-1], None)
+        return
+    shape = shape_at(path, values)
+    assert shape is not None
+    holder[whole[-1]] = _placeholder(shape)
+
+
+def _placeholder(shape: Shape) -> Any:
+    """Something that passes where a required value is missing; no rule is asked about it."""
+    if not shape.sections:
+        return "placeholder"
+    fields = next(iter(shape.sections.values())).model_fields
+    section = {name: _placeholder(field_shape(field)) for name, field in fields.items() if field.is_required()}
+    return [section] if shape.many else section
