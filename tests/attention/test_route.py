@@ -1,0 +1,246 @@
+"""Which attention backend is taken on which machine, and why not the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halftune.attention.backends import BACKENDS, ON_REQUEST
+from halftune.attention.plan import AttentionPlan
+from halftune.attention.route import route_attention
+from halftune.config.adapter import LoraAdapter
+from halftune.config.attention import AttentionSection
+from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.config.precision import PrecisionSection
+from halftune.core.errors import PlanError
+from halftune.hardware.catalogue import CATALOGUE, lookup
+from halftune.precision.resolve import resolve_precision
+
+BASE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 300, "head_dim": 64}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+FLASH = {"flash-attn": "2.8.3"}
+
+
+def model(model_type: str = "llama", **extra: Any) -> ModelFacts:
+    return facts_from_config({**BASE, "model_type": model_type, **extra}, "here")
+
+
+def route(
+    machine: str,
+    backend: str = "auto",
+    *,
+    facts: ModelFacts | None = None,
+    packing: bool = False,
+    packages: dict[str, str] | None = None,
+    compute: str = "auto",
+    linear: str = "auto",
+) -> AttentionPlan:
+    hardware, facts = lookup(machine, packages), facts or model()
+    precision = resolve_precision(PrecisionSection.model_validate({"compute": compute}), hardware, facts, LoraAdapter())
+    section = AttentionSection.model_validate({"backend": backend, "linear": linear})
+    return route_attention(section, hardware, facts, precision, packing)
+
+
+AUTO = [
+    # machine, packing, packages → softmax, provider, varlen
+    ("a100", False, {}, ("sdpa", "torch", "none")),
+    ("a100", True, {}, ("fa2", "torch", "torch_varlen")),
+    ("a100", True, {"torch": "2.9.1"}, ("sdpa", "torch", "segments")),
+    ("a100", True, {"torch": "2.10.0+cu128"}, ("fa2", "torch", "torch_varlen")),
+    ("a100", False, FLASH, ("fa2", "flash_attn", "none")),
+    ("a100", True, FLASH, ("fa2", "flash_attn", "flash_attn_varlen")),
+    ("h200", True, {"flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0"}, ("fa2", "torch", "torch_varlen")),
+    ("rtx5090", True, {}, ("fa2", "torch", "torch_varlen")),
+    ("t4", False, FLASH, ("sdpa", "torch", "none")),
+    ("t4", True, FLASH, ("sdpa", "torch", "segments")),
+    ("p100", True, {}, ("sdpa", "torch", "segments")),
+    ("a100+t4", True, FLASH, ("sdpa", "torch", "segments")),
+    ("mi300x", True, {}, ("sdpa", "torch", "segments")),
+    ("mi300x", True, FLASH, ("fa2", "flash_attn", "flash_attn_varlen")),
+    ("max1550", True, FLASH, ("sdpa", "torch", "segments")),
+    ("m2", False, {}, ("sdpa", "torch", "none")),
+    ("cpu", True, FLASH, ("sdpa", "torch", "segments")),
+    ("cpu-amx", False, {}, ("sdpa", "torch", "none")),
+]
+
+
+@pytest.mark.parametrize(("machine", "packing", "packages", "expected"), AUTO)
+def test_auto(machine: str, packing: bool, packages: dict, expected: tuple) -> None:
+    routed = route(machine, packing=packing, packages=packages)
+    assert (routed.softmax.value, routed.provider.value, routed.varlen.value) == expected
+
+
+@pytest.mark.parametrize("machine", CATALOGUE)
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_backend_is_taken_or_rejected_with_a_reason(machine: str, packing: bool) -> None:
+    routed = route(machine, packing=packing)
+    assert len(routed.rejected) == len(BACKENDS) + len(ON_REQUEST) - 1
+    assert all(reason for _, reason in routed.rejected)
+    names = [name.partition(" ")[0] for name, _ in routed.rejected] + [routed.softmax.value]
+    assert sorted(names) == sorted(backend.name for backend in (*BACKENDS, *ON_REQUEST))
+
+
+def why_not(routed: AttentionPlan, label: str) -> str:
+    return dict(routed.rejected)[label]
+
+
+@pytest.mark.parametrize(
+    ("machine", "label", "says"),
+    [
+        ("t4", "fa2 (flash_attn)", "needs compute capability 8.0, Tesla T4 has 7.5"),
+        ("a100+t4", "fa2 (torch)", "needs compute capability 8.0, Tesla T4 has 7.5"),
+        ("a100", "fa2 (flash_attn)", "flash-attn is not installed"),
+        ("a100", "fa2 (torch)", "a path for packed rows only"),
+        ("a100", "fa4", "needs compute capability 9.0, NVIDIA A100 80GB has 8.0"),
+        ("cpu", "fa2 (torch)", "runs on CUDA only"),
+        ("cpu", "flex", "runs on CUDA only"),
+        ("a100", "eager", "sdpa comes first"),
+        ("p100", "fa2 (torch)", "computes in bf16 and fp16 only, the plan is fp32"),
+    ],
+)
+def test_reasons(machine: str, label: str, says: str) -> None:
+    assert says in why_not(route(machine), label)
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("machine", ["a100", "h200", "cpu-amx"])
+def test_fp32_and_flash_attention_exclude_each_other(machine: str, backend: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        route(machine, backend, compute="fp32", packages=FLASH)
+    assert f"attention: {backend} and precision: fp32 exclude each other" in caught.value.what
+    assert caught.value.remedy.split(", ")[:2] == ["attention: auto", "attention: sdpa"]
+    assert "precision: bf16" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "packages", "packing", "says", "remedy"),
+    [
+        ("t4", "fa2", FLASH, False, "Tesla T4 has 7.5", "a device that can"),
+        ("cpu-amx", "fa2", FLASH, False, "runs on CUDA", "a device that can"),
+        ("a100+t4", "fa2", FLASH, True, "Tesla T4 has 7.5", "a device that can"),
+        ("a100", "fa2", {}, False, "flash-attn is not installed", "data.packing: true"),
+        ("h100", "fa3", {}, False, "flash-attn-3 is not installed", "install it"),
+        ("a100", "fa4", {"flash-attn-4": "4.0.0"}, False, "NVIDIA A100 80GB has 8.0", "a device that can"),
+        ("a100", "flex", {}, True, "no path for packed rows", "data.packing: false"),
+        ("cpu", "flex", {}, False, "runs on CUDA only", "attention: sdpa"),
+    ],
+)
+def test_an_impossible_request_is_an_error_with_ways_out(
+    machine: str, backend: str, packages: dict, packing: bool, says: str, remedy: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        route(machine, backend, packages=packages, packing=packing)
+    assert says in caught.value.what
+    assert remedy in caught.value.remedy
+    assert caught.value.remedy.count(",") >= 2, "three ways out"
+
+
+@pytest.mark.parametrize(
+    ("backend", "machine", "packages", "packing"),
+    [
+        ("fa2", "a100", FLASH, False),
+        ("fa2", "a100", {}, True),
+        ("fa3", "h100", {"flash-attn-3": "3.0"}, False),
+        ("fa4", "b200", {"flash-attn-4": "4.0"}, False),
+        ("sdpa", "h200", FLASH, True),
+        ("eager", "cpu", {}, False),
+        ("flex", "a100", {}, False),
+    ],
+)
+def test_a_possible_request_is_honoured(backend: str, machine: str, packages: dict, packing: bool) -> None:
+    routed = route(machine, backend, packages=packages, packing=packing)
+    assert (routed.softmax.value, routed.softmax.reason) == (backend, "asked for")
+
+
+def test_models_that_need_more_than_plain_attention() -> None:
+    softcap, sinks = model("gemma2"), model("gpt_oss")
+    assert route("a100", facts=softcap).softmax.value == "flex"
+    assert route("a100", facts=softcap, packages=FLASH).softmax.value == "fa2"
+    assert route("cpu", facts=softcap).softmax.value == "eager"
+    assert route("a100", facts=sinks, packages=FLASH).softmax.value == "flex"
+    assert route("t4", facts=sinks).softmax.value == "eager"
+    assert route("cpu", facts=sinks).softmax.reason == "the only one with attention sinks on cpu"
+    assert "cannot cap attention logits" in why_not(route("a100", facts=softcap), "sdpa")
+    with pytest.raises(PlanError, match="no attention sinks"):
+        route("a100", "fa2", facts=sinks, packages=FLASH)
+    with pytest.raises(PlanError, match="cannot cap"):
+        route("cpu", "sdpa", facts=softcap)
+
+
+def test_head_sizes() -> None:
+    large, odd = model(head_dim=320), model(head_dim=60)
+    assert route("h200", facts=large, packing=True, packages=FLASH).softmax.value == "sdpa"
+    assert "head size 320 is over 256" in why_not(route("h200", facts=large, packages=FLASH), "fa2 (flash_attn)")
+    assert route("h200", facts=odd, packages=FLASH).softmax.value == "fa2", "the package pads"
+    assert route("h200", facts=odd, packing=True).softmax.value == "sdpa", "torch's kernels do not"
+    blackwell = {"flash-attn-4": "4.0"}
+    assert route("b200", "fa4", facts=model(head_dim=256), packages=blackwell).softmax.value == "fa4"
+    with pytest.raises(PlanError, match="head sizes up to 128 and 256, this model 192"):
+        route("b200", "fa4", facts=model(head_dim=192), packages=blackwell)
+
+
+@pytest.mark.parametrize(
+    ("machine", "safe"), [("a100", True), ("rtx3090", False), ("rtx4090", False), ("rtx5090", False)]
+)
+def test_the_silent_hole_of_flash_attention_is_closed(machine: str, safe: bool) -> None:
+    facts = model(head_dim=256, attention_dropout=0.1)
+    routed = route(machine, facts=facts, packages=FLASH)
+    assert (routed.softmax.value == "fa2") is safe
+    if not safe:
+        assert "gradients unwritten" in why_not(routed, "fa2 (flash_attn)")
+    assert route(machine, facts=model(head_dim=256), packages=FLASH).softmax.value == "fa2"
+
+
+def test_dropout_rules_out_what_cannot_drop() -> None:
+    routed = route("a100", facts=model(attention_dropout=0.1), packing=True)
+    assert routed.softmax.value == "sdpa"
+    assert "no attention dropout" in why_not(routed, "fa2 (torch)")
+
+
+def test_families_with_attention_code_of_their_own() -> None:
+    routed = route("a100", facts=model("falcon"), packages=FLASH)
+    assert routed.softmax.value == "eager"
+    assert "in code of its own" in routed.softmax.reason
+
+
+FLA = {"flash-linear-attention": "0.6.0"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "packages", "expected", "says"),
+    [
+        ("a100", FLA, "fla", "installed"),
+        ("a100", {}, "torch", "not installed"),
+        ("h200", FLA, "fla", "installed"),
+        (
+            "h200",
+            {**FLA, "triton": "3.6.0"},
+            "torch",
+            "wrong gradients on NVIDIA H200 with Triton 3.6.0 (fixed in 3.7.1)",
+        ),
+        ("h200", {**FLA, "triton": "3.4.0"}, "torch", "wrong gradients"),
+        ("h200", {**FLA, "triton": "3.3.1"}, "fla", "installed"),
+        ("a100", {**FLA, "triton": "3.6.0"}, "fla", "installed"),
+        ("a100+h100", {**FLA, "triton": "3.6.0"}, "torch", "NVIDIA H100"),
+        ("t4", FLA, "torch", "no tensor-core instructions"),
+        ("cpu", FLA, "torch", "needs CUDA"),
+        ("mi300x", FLA, "torch", "needs CUDA"),
+    ],
+)
+def test_linear_layers(machine: str, packages: dict, expected: str, says: str) -> None:
+    routed = route(machine, facts=model("qwen3_5_text", **LINEAR), packages=packages)
+    assert routed.linear.value == expected
+    assert says in routed.linear.reason
+
+
+def test_linear_layers_on_request() -> None:
+    hybrid = model("qwen3_5_text", **LINEAR)
+    assert route("a100", facts=hybrid, packages=FLA, linear="torch").linear.value == "torch"
+    assert route("a100", facts=hybrid, packages=FLA, linear="fla").linear.value == "fla"
+    with pytest.raises(PlanError, match="wrong gradients"):
+        route("h200", facts=hybrid, packages={**FLA, "triton": "3.6.0"}, linear="fla")
+    with pytest.raises(PlanError, match="not installed"):
+        route("a100", facts=hybrid, linear="fla")
+    assert route("a100", linear="fla").linear.value == "none"
+    assert "no kernels for the layers of bamba" in route("a100", facts=model("bamba"), packages=FLA).linear.reason

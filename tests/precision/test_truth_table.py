@@ -1,0 +1,281 @@
+"""The truth table: every kind of device × every request, with the reason's text as part of the contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.config.precision import PrecisionSection
+from halftune.core.errors import PlanError
+from halftune.hardware.catalogue import CATALOGUE, lookup
+from halftune.precision.plan import PrecisionPlan
+from halftune.precision.resolve import resolve_precision
+from halftune.precision.truth_table import TRUTH_TABLE, row_of
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "rope_theta": 1e4,
+}
+LORA, FULL = LoraAdapter(), NoAdapter(type="none")
+
+
+def facts(model_type: str = "llama", dtype: str = "bfloat16", **extra: Any) -> ModelFacts:
+    return facts_from_config({**LLAMA, "model_type": model_type, "dtype": dtype, **extra}, "here")
+
+
+def plan(machine: str, adapter: Any = LORA, model: ModelFacts | None = None, **request: Any) -> PrecisionPlan:
+    return resolve_precision(PrecisionSection(**request), lookup(machine), model or facts(), adapter)
+
+
+NO_BF16 = "{} has no bf16 units (they need 8.0): torch would emulate bf16, slowly"
+CPU_FP16 = "{} is a CPU, where fp16 is not fast, and accelerate would silently run fp32"
+T4, V100, P100 = (
+    f"{n} (compute capability {c})" for n, c in (("Tesla T4", 7.5), ("Tesla V100", "7.0"), ("Tesla P100", "6.0"))
+)
+AMPERE = {
+    "rtx3090": "GeForce RTX 3090 (compute capability 8.6)",
+    "rtx4090": "GeForce RTX 4090 (compute capability 8.9)",
+    "rtx5090": "GeForce RTX 5090 (compute capability 12.0)",
+    "l4": "NVIDIA L4 (compute capability 8.9)",
+    "a10": "NVIDIA A10 (compute capability 8.6)",
+    "a100": "NVIDIA A100 80GB (compute capability 8.0)",
+    "a100-40": "NVIDIA A100 40GB (compute capability 8.0)",
+    "h100": "NVIDIA H100 (compute capability 9.0)",
+    "h200": "NVIDIA H200 (compute capability 9.0)",
+    "b200": "NVIDIA B200 (compute capability 10.0)",
+}
+OTHERS = {
+    "mi250": ("AMD Instinct MI250 (one die) (gfx90a)", "has bf16 matrix cores"),
+    "mi300x": ("AMD Instinct MI300X (gfx942)", "has bf16 matrix cores"),
+    "mi355x": ("AMD Instinct MI355X (gfx950)", "has bf16 matrix cores"),
+    "max1550": ("Intel Data Center GPU Max 1550", "has bf16 matrix engines"),
+    "m2": ("Apple M2", "does bf16 from macOS 14 on"),
+}
+
+NO_UNITS = "has fp16 tensor cores and no bf16 units (they need 8.0)"
+AVX = "CPU with AVX512-BF16 has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32"
+MASTERS, MOMENTS = {"compute": "bf16", "trainable": "bf16"}, {"compute": "bf16", "optimizer_state": "bf16"}
+
+# (machine, request) → (compute, reason)
+TAKEN: list[tuple[str, str, str, str]] = [
+    *[(m, "auto", "bf16", f"{n} has bf16 tensor cores") for m, n in AMPERE.items()],
+    *[(m, "auto", "bf16", f"{n} {why}") for m, (n, why) in OTHERS.items()],
+    *[(m, "bf16", "bf16", f"{n} does bf16 at full speed; asked for") for m, n in AMPERE.items()],
+    *[(m, "fp16", "fp16", f"{n} does fp16 at full speed; asked for") for m, n in AMPERE.items()],
+    *[(m, "bf16", "bf16", f"{n} does bf16 at full speed; asked for") for m, (n, _) in OTHERS.items()],
+    *[(m, "fp16", "fp16", f"{n} does fp16 at full speed; asked for") for m, (n, _) in OTHERS.items()],
+    *[(m, "fp32", "fp32", "asked for; every device does fp32") for m in CATALOGUE],
+    ("t4", "auto", "fp16", f"{T4} {NO_UNITS}"),
+    ("v100", "auto", "fp16", f"{V100} {NO_UNITS}"),
+    ("rtx2080", "auto", "fp16", f"GeForce RTX 2080 (compute capability 7.5) {NO_UNITS}"),
+    ("t4", "fp16", "fp16", f"{T4} does fp16 at full speed; asked for"),
+    ("v100", "fp16", "fp16", f"{V100} does fp16 at full speed; asked for"),
+    ("p100", "auto", "fp32", f"{P100} has no tensor cores (they need 7.0)"),
+    ("m2-macos13", "auto", "fp16", "Apple M2 on macOS 13 has no bf16 before macOS 14"),
+    ("m2-macos13", "fp16", "fp16", "Apple M2 on macOS 13 does fp16 at full speed; asked for"),
+    ("cpu-amx", "auto", "bf16", "CPU with AMX has AMX bf16 tiles"),
+    ("cpu-amx", "bf16", "bf16", "CPU with AMX does bf16 at full speed; asked for"),
+    ("cpu-avx512bf16", "auto", "fp32", f"{AVX} there"),
+    ("cpu-avx512bf16", "bf16", "bf16", f"{AVX}; asked for"),
+    ("cpu", "auto", "fp32", "CPU without bf16 units has no bf16 units"),
+    ("cpu", "bf16", "bf16", "CPU without bf16 units has no bf16 units: bf16 is emulated there, slowly; asked for"),
+    ("cpu-arm", "auto", "fp32", "ARM CPU has no bf16 units"),
+]  # fmt: skip
+REFUSED: list[tuple[str, str, str]] = [
+    ("t4", "bf16", NO_BF16.format(T4)),
+    ("v100", "bf16", NO_BF16.format(V100)),
+    ("v100-32", "bf16", NO_BF16.format("Tesla V100 32GB (compute capability 7.0)")),
+    ("rtx2080", "bf16", NO_BF16.format("GeForce RTX 2080 (compute capability 7.5)")),
+    ("p100", "bf16", NO_BF16.format(P100)),
+    ("p100", "fp16", f"{P100} has no fast fp16 (tensor cores need 7.0)"),
+    ("m2-macos13", "bf16", "Apple M2 on macOS 13 has no bf16 before macOS 14"),
+    ("cpu-amx", "fp16", CPU_FP16.format("CPU with AMX")),
+    ("cpu-avx512bf16", "fp16", CPU_FP16.format("CPU with AVX512-BF16")),
+    ("cpu", "fp16", CPU_FP16.format("CPU without bf16 units")),
+]
+FALLS_TO = {"t4": "fp16", "v100": "fp16", "v100-32": "fp16", "rtx2080": "fp16", "p100": "fp32"}
+FALLS_TO |= {"m2-macos13": "fp16", "cpu-amx": "bf16", "cpu-avx512bf16": "fp32", "cpu": "fp32"}
+
+
+@pytest.mark.parametrize(("machine", "asked", "compute", "reason"), TAKEN)
+def test_what_is_taken_and_why(machine: str, asked: str, compute: str, reason: str) -> None:
+    made = plan(machine, compute=asked)
+    assert (made.compute.value, made.compute.reason) == (compute, reason)
+    assert made.grad_scaler.value is (compute == "fp16")
+    assert made.trainable.value == "fp32"
+    assert made.storage.value == compute
+
+
+@pytest.mark.parametrize(("machine", "asked", "reason"), REFUSED)
+def test_what_is_refused_and_why(machine: str, asked: str, reason: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(machine, compute=asked)
+    assert caught.value.what == f"{asked} is not possible: {reason}"
+    assert caught.value.exit_code == 2
+    assert "precision: fp32" in caught.value.remedy or "auto (fp32 here)" in caught.value.remedy
+    assert f"{{compute: {asked}, on_unsupported: fallback}}" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("machine", "asked", "reason"), REFUSED)
+def test_a_fallback_says_so(machine: str, asked: str, reason: str) -> None:
+    made = plan(machine, compute=asked, on_unsupported="fallback")
+    assert made.compute.value == FALLS_TO[machine]
+    assert made.compute.reason.startswith(f"{asked} was asked for, but {reason}; fell back to {FALLS_TO[machine]}")
+    assert any("was asked for, but" in warning for warning in made.warnings)
+
+
+def test_every_machine_is_in_the_table_and_every_cell_is_tested() -> None:
+    said = {(machine, asked) for machine, asked, *_ in TAKEN} | {(machine, asked) for machine, asked, _ in REFUSED}
+    missing = {(m, a) for m in CATALOGUE for a in ("auto", "bf16", "fp16", "fp32")} - said
+    same_row = {
+        (m, a)
+        for m, a in missing
+        if any(row_of(lookup(m).devices[0]) is row_of(lookup(o).devices[0]) for o, b in said if a == b)
+    }
+    assert missing == same_row
+    assert {row.name for row in TRUTH_TABLE} - {row_of(hw.devices[0]).name for hw in CATALOGUE.values()} == {
+        "ROCm, other targets"
+    }
+
+
+def test_an_unlisted_rocm_target_computes_in_fp32_unless_asked() -> None:
+    machine = lookup("mi300x")
+    machine = replace(machine, devices=(replace(machine.devices[0], name="Radeon", arch="gfx1100"),))
+    made = resolve_precision(PrecisionSection(), machine, facts(), LORA)
+    assert made.compute.value == "fp32"
+    asked = resolve_precision(PrecisionSection(compute="bf16"), machine, facts(), LORA)
+    assert asked.compute.value == "bf16"
+    assert "not among the targets" in asked.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "compute"), [("a100+t4", "fp16"), ("h100x2+v100", "fp16"), ("t4+p100", "fp32"), ("a100+h100", "bf16")]
+)
+def test_the_weakest_device_decides_and_is_named(machine: str, compute: str) -> None:
+    made = plan(machine)
+    assert made.compute.value == compute
+    weak = {"a100+t4": "Tesla T4", "h100x2+v100": "Tesla V100", "t4+p100": "Tesla P100", "a100+h100": "NVIDIA A100"}
+    assert made.compute.reason.startswith(weak[machine])
+    assert "the weakest of" in made.compute.reason
+
+
+def test_equal_devices_need_no_weakest() -> None:
+    assert "weakest" not in plan("t4x4").compute.reason
+
+
+def test_old_macos_trains_in_full_in_fp32_and_adapters_in_fp16() -> None:
+    assert plan("m2-macos13", FULL).compute.value == "fp32"
+    assert plan("m2-macos13", LORA).compute.value == "fp16"
+
+
+# --- rules between fields: (request, adapter) → storage, trainable, compute, autocast, scaler, state, saved
+FIELDS = [
+    ("a100", {"compute": "bf16"}, LORA, ("bf16", "fp32", "bf16", True, False, "fp32", "fp32")),
+    ("a100", MASTERS, LORA, ("bf16", "bf16", "bf16", False, False, "bf16", "bf16")),
+    ("a100", {"compute": "bf16"}, FULL, ("fp32", "fp32", "bf16", True, False, "fp32", "bf16")),
+    ("a100", MASTERS, FULL, ("bf16", "bf16", "bf16", False, False, "bf16", "bf16")),
+    ("a100", {**MASTERS, "optimizer_state": "fp32"}, FULL, ("bf16", "bf16", "bf16", False, False, "fp32", "bf16")),
+    ("a100", MOMENTS, FULL, ("fp32", "fp32", "bf16", True, False, "bf16", "bf16")),
+    ("t4", {"compute": "fp16"}, LORA, ("fp16", "fp32", "fp16", True, True, "fp32", "fp32")),
+    ("t4", {"compute": "fp16"}, FULL, ("fp32", "fp32", "fp16", True, True, "fp32", "fp16")),
+    ("a100", {"compute": "fp32"}, LORA, ("fp32", "fp32", "fp32", False, False, "fp32", "fp32")),
+    ("a100", {"compute": "fp32"}, FULL, ("fp32", "fp32", "fp32", False, False, "fp32", "fp32")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "request_", "adapter", "expected"), FIELDS)
+@pytest.mark.parametrize("checkpoint", ["float32", "float16", "bfloat16"])
+def test_all_fields(machine: str, request_: dict, adapter: Any, expected: tuple, checkpoint: str) -> None:
+    """The checkpoint's own dtype never changes the plan: only what is said about it."""
+    made = plan(machine, adapter, facts(dtype=checkpoint), **request_)
+    fields = (
+        made.storage,
+        made.trainable,
+        made.compute,
+        made.autocast,
+        made.grad_scaler,
+        made.optimizer_state,
+        made.saved,
+    )
+    assert tuple(choice.value for choice in fields) == expected
+    assert made.reduce.value == made.trainable.value
+
+
+@pytest.mark.parametrize("adapter", [LORA, FULL])
+@pytest.mark.parametrize(("compute", "why"), [("fp16", "loss scaler"), ("fp32", "already lost")])
+def test_bf16_masters_go_with_bf16_compute_only(adapter: Any, compute: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        plan("a100", adapter, compute=compute, trainable="bf16")
+
+
+def test_pinned_bf16_masters_warn() -> None:
+    warnings = plan("a100", FULL, compute="bf16", trainable="bf16").warnings
+    assert [w for w in warnings if "updates smaller than 1/256" in w]
+    assert [w for w in warnings if "moments in bf16" in w]
+    assert not plan("a100", FULL, compute="bf16").warnings
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "compute", "storage_says", "warns"),
+    [
+        ("float16", "bf16", "the checkpoint's fp16 is rounded", "drops 3 of its 10 mantissa bits"),
+        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "beyond fp16's range"),
+        ("float32", "bf16", "the checkpoint's fp32 is rounded", ""),
+        ("bfloat16", "fp32", "the checkpoint's bf16 is widened without loss", ""),
+        ("bfloat16", "bf16", "", ""),
+    ],
+)
+def test_the_checkpoints_own_dtype_has_a_say(checkpoint: str, compute: str, storage_says: str, warns: str) -> None:
+    made = plan("a100", model=facts(dtype=checkpoint), compute=compute)
+    assert storage_says in made.storage.reason
+    assert ("the checkpoint" in made.storage.reason) is bool(storage_says)
+    assert [w for w in made.warnings if warns in w] if warns else not made.warnings
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_families_that_overflow_warn_in_fp16_only(family: str) -> None:
+    assert "known to overflow in fp16" in plan("t4", model=facts(family)).warnings[0]
+    assert not plan("a100", model=facts(family)).warnings
+    assert not plan("t4", model=facts(family), compute="fp32").warnings
+
+
+def test_what_stays_fp32() -> None:
+    linear = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    hybrid = plan("a100", model=facts("qwen3_5_text", **linear), compute="bf16", trainable="bf16")
+    assert r"(^|\.)A_log$" in hybrid.keep_fp32.value
+    assert r"(^|\.)dt_bias$" in hybrid.keep_fp32.value
+    assert hybrid.autocast.value, "fp32 weights that meet bf16 activations need autocast"
+    assert r"(^|\.)(gate|router)\.(weight|bias)$" in plan("a100", model=facts("mixtral")).keep_fp32.value
+    assert plan("a100").keep_fp32.value == ()
+
+
+def test_tf32() -> None:
+    assert plan("a100").tf32.value is True
+    assert plan("a100", compute="fp32").tf32.value is False
+    assert plan("a100", compute="fp32", tf32=True).tf32.value is True
+    assert plan("a100", tf32=False).tf32.value is False
+    assert plan("t4").tf32.value is False
+    asked = plan("t4", tf32=True)
+    assert asked.tf32.value is False
+    assert "no effect" in asked.warnings[-1]
+
+
+def test_quantised_weights_are_not_trained() -> None:
+    quantised = facts(quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(PlanError, match="quantised"):
+        plan("a100", FULL, quantised)
+    assert "stay quantised" in plan("a100", LORA, quantised).storage.reason
