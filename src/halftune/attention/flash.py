@@ -1,0 +1,241 @@
+"""FlashAttention kernels behind one signature: dense, padded and packed rows, on the flash_attn package or torch's own.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, D head size, N tokens of all samples together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from halftune.core.errors import ModelError
+from halftune.core.optional import need
+
+Varlen = Callable[..., torch.Tensor]
+"""``(q[N,H,D], k[N,G,D], v[N,G,D], cu_q, cu_k, max_q, max_k, *, dropout, scale, causal, window, softcap) -> [N,H,D]``;
+``window`` is (left, right), -1 for unlimited; causality is aligned to the last key."""
+
+
+def flash_attn_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
+    """The varlen kernel of the flash_attn package, or ``kernel`` with the same signature.
+
+    Raises:
+        MissingPackageError: the package is not installed.
+    """
+    if kernel is None:
+        kernel = need("flash_attn", why="attention: fa2 by the flash_attn package").flash_attn_varlen_func
+    call: Callable[..., Any] = kernel  # type: ignore[assignment]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
+        return call(
+            q,
+            k,
+            v,
+            *lengths,
+            dropout_p=options["dropout"],
+            softmax_scale=options["scale"],
+            causal=options["causal"],
+            window_size=options["window"],
+            softcap=options["softcap"],
+        )
+
+    return attend
+
+
+def torch_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
+    """The FlashAttention-2 kernel that torch carries, or ``kernel`` with the signature of its ``varlen_attn``.
+
+    Raises:
+        MissingPackageError: torch is older than 2.10.
+    """
+    if kernel is None:
+        kernel = need("torch.nn.attention.varlen", why="attention: fa2 by torch", distribution="torch").varlen_attn
+    call: Callable[..., Any] = kernel  # type: ignore[assignment]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
+        if options["softcap"] or options["dropout"]:
+            wish = "softcap" if options["softcap"] else "attention dropout"
+            raise ModelError(f"torch's varlen kernel has no {wish}", remedy="install flash-attn, or attention: eager")
+        left, right = options["window"]
+        # It takes causality as a window that ends at the query.
+        window = (left, 0) if options["causal"] else (left, right)
+        shared = q.shape[1] != k.shape[1]
+        return call(q, k, v, *lengths, scale=options["scale"], window_size=window, enable_gqa=shared)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the real tokens of a padded batch are.
+
+    Attributes:
+        indices: ``[N]`` int64, of the real tokens in the flattened ``[B · T]``.
+        cu_seq_lens: ``[B + 1]`` int32.
+        longest: real tokens of the longest row.
+    """
+
+    indices: torch.Tensor
+    cu_seq_lens: torch.Tensor
+    longest: int
+
+    @staticmethod
+    def of(mask: torch.Tensor) -> Padding:
+        """From a mask ``[B, T]``, True at real tokens; waits for the device."""
+        counts = mask.sum(dim=1, dtype=torch.int32)
+        cu = nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        return Padding(mask.flatten().nonzero().squeeze(1), cu, int(counts.max()))
+
+
+class PaddingCache:
+    """The padding of the batch in flight: found once per batch and query length, not once per layer."""
+
+    def __init__(self) -> None:
+        self._mask: weakref.ref[torch.Tensor] | None = None
+        self._found: dict[int, Padding] = {}
+
+    def of(self, mask: torch.Tensor, last: int) -> Padding:
+        """Padding of the last ``last`` columns of ``mask`` ``[B, T]``."""
+        if self._mask is None or self._mask() is not mask:
+            self._mask, self._found = weakref.ref(mask), {}
+        if last not in self._found:
+            self._found[last] = Padding.of(mask[:, -last:])
+        return self._found[last]
+
+
+class FlashAttention:
+    """Attention callables on one varlen kernel: for padded or full batches, and for packed rows.
+
+    Args:
+        varlen: the kernel.
+    """
+
+    def __init__(self, varlen: Varlen) -> None:
+        self.varlen = varlen
+        self._padding = PaddingCache()
+
+    def batch(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """A batch: ``query`` ``[B, H, T, D]``, ``key``, ``value`` ``[B, G, S, D]`` with S ≥ T where a cache holds keys.
+
+        ``attention_mask`` is ``[B, S]``, True at real tokens, or None for a full batch. Where S > T the queries are the
+        last T positions. Outputs at padding are zero.
+        """
+        options = _options(module, dropout, scaling, query.shape[2], kwargs)
+        rows, _, queries, _ = query.shape
+        keys = key.shape[2]
+        q, k, v = (_tokens(tensor) for tensor in (query, key, value))
+        if attention_mask is None:
+            cu_q = torch.arange(0, (rows + 1) * queries, queries, dtype=torch.int32, device=q.device)
+            cu_k = torch.arange(0, (rows + 1) * keys, keys, dtype=torch.int32, device=q.device)
+            out = self._call(q, k, v, (cu_q, cu_k, queries, keys), options)
+            return out.unflatten(0, (rows, queries)), None
+        at_k, at_q = self._padding.of(attention_mask, keys), self._padding.of(attention_mask, queries)
+        lengths = (at_q.cu_seq_lens, at_k.cu_seq_lens, at_q.longest, at_k.longest)
+        out = self._call(q[at_q.indices], k[at_k.indices], v[at_k.indices], lengths, options)
+        whole = out.new_zeros(rows * queries, *out.shape[1:]).index_copy(0, at_q.indices, out)
+        return whole.unflatten(0, (rows, queries)), None
+
+    def row(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_lens: torch.Tensor,
+        max_length: int,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """A packed row: ``query`` ``[1, H, T, D]``, ``key``, ``value`` ``[1, G, T, D]``; no wait for the device.
+
+        Returns:
+            ``[1, T, H, D]``.
+        """
+        options = _options(module, dropout, scaling, query.shape[2], kwargs)
+        q, k, v = (_tokens(tensor) for tensor in (query, key, value))
+        cu = cu_seq_lens.to(torch.int32).contiguous()
+        return self._call(q, k, v, (cu, cu, max_length, max_length), options)[None]
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any]
+    ) -> torch.Tensor:
+        # Latent attention has shorter values; the kernel wants one head size.
+        short = v.shape[-1]
+        if short < q.shape[-1]:
+            v = nn.functional.pad(v, (0, q.shape[-1] - short))
+        return self.varlen(q, k, v, *lengths, **options)[..., :short]
+
+
+def _tokens(heads: torch.Tensor) -> torch.Tensor:
+    """``[B, H, T, D]`` → ``[B · T, H, D]`` with a contiguous last dimension; a view wherever the layout allows."""
+    flat = heads.transpose(1, 2).flatten(0, 1)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _options(module: nn.Module, dropout: float, scaling: float | None, queries: int, kwargs: Any) -> dict[str, Any]:
+    """The kernel's options from those of transformers' attention interface.
+
+    Raises:
+        ModelError: the model has attention sinks, which these kernels lack.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise ModelError("FlashAttention-2 has no attention sinks", remedy="attention: eager")
+    asked = kwargs.get("is_causal")
+    causal = (getattr(module, "is_causal", True) if asked is None else asked) and queries > 1
+    window = kwargs.get("sliding_window")
+    span = (-1, -1) if window is None else (window - 1, 0 if causal or queries == 1 else window - 1)
+    softcap = kwargs.get("softcap") or 0.0
+    return {"dropout": dropout, "scale": scaling, "causal": causal, "window": span, "softcap": softcap}
+
+
+def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor, None]]:
+    """transformers' own call of ``flash_attention_3`` or ``flash_attention_4``, in the attention interface's signature.
+
+    It takes ``cu_seq_lens_q/k`` and ``max_length_q/k`` of packed rows and 2-D masks of padded batches itself.
+    """
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    call: Callable[..., Any] = partial(_flash_attention_forward, attn_implementation=implementation)
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        causal = kwargs.pop("is_causal", None)
+        heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        out = call(
+            *heads,
+            attention_mask,
+            query_length=query.shape[2],
+            is_causal=getattr(module, "is_causal", True) if causal is None else causal,
+            dropout=dropout,
+            softmax_scale=scaling,
+            **kwargs,
+        )
+        return out, None
+
+    return attend

@@ -1,0 +1,208 @@
+"""Proves on a small copy of the model, before training, that packed samples do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from halftune.core.choice import Choice
+from halftune.core.errors import HalftuneError, ModelError
+from halftune.model.patch import registered_attention
+from halftune.plan import Plan
+
+LENGTHS = (11, 19, 6)  # longer than the shrunken window, no two alike
+TOLERANCE = 1e-5
+_VOCABULARY, _MAX_LAYERS = 128, 8
+# Upper limits of what only costs time; the windows so short that the samples outgrow them.
+_LIMITS = {
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 8),
+    "num_kv_shared_layers": 0,
+}
+
+# What third-party model code raises where it cannot: its own refusals (ValueError; ImportError for an absent package),
+# torch's shape and kernel errors (RuntimeError with NotImplementedError), a forward that takes no such argument
+# (TypeError), fields or layers that a shrunken config does not have (the lookups), and our own refusals.
+_REFUSALS = (
+    ValueError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    StrictDataclassError,
+    HalftuneError,
+)
+
+
+def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
+    """Whether a packed row gives each sample the logits that it gets alone.
+
+    A copy of a few layers (each kind of layer at least once), fp32, small, with random weights, runs three samples
+    packed and each alone, both on the CPU; alone by the model's own eager attention. Takes well under a second, draws
+    nothing from the global random state.
+
+    Args:
+        model_config: of the model that is to be trained.
+        plan: its attention and number formats; the copy runs it as a CPU would.
+    """
+    kind = model_config.model_type
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            with _silent():
+                model = small_copy(model_config)
+                with registered_attention(_on_cpu(plan, model)) as name:
+                    error = packing_error(model, name)
+        except _REFUSALS as refusal:
+            first = (str(refusal).strip().split("\n") or [""])[0] or type(refusal).__name__
+            return Choice(False, f"a small copy of {kind} cannot run a packed row: {first}")
+    if error > TOLERANCE:
+        return Choice(
+            False, f"packed samples see each other in {kind}: the logits of a small copy are off by {error:.1e}"
+        )
+    return Choice(True, f"a small copy of {kind} gives packed samples the logits that they get alone (to {error:.0e})")
+
+
+def packing_error(model: PreTrainedModel, attention: str, lengths: tuple[int, ...] = LENGTHS) -> float:
+    """Largest relative difference, over the samples, between logits in a packed row and alone.
+
+    Args:
+        model: in eval mode, on the CPU.
+        attention: name of the attention of packed rows; alone, the model's own eager attention is used.
+        lengths: tokens of the samples.
+
+    Raises:
+        ModelError: the model does not take its attention from transformers' attention interface.
+    """
+    ids = torch.randint(3, _VOCABULARY, (1, sum(lengths)))
+    model.set_attn_implementation(attention)
+    if model.config._attn_implementation != attention:
+        raise ModelError("it computes attention in code of its own")
+    packed = model(**packed_row(ids, lengths), use_cache=False).logits.split(lengths, 1)
+    model.set_attn_implementation("eager")
+    alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(packed, alone, strict=True))
+
+
+def packed_row(ids: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Inputs of a packed row as the collator makes them: ``ids`` ``[1, T]`` holds samples of ``lengths``."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    sample = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+    return {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": sample[None],
+    }
+
+
+def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
+    """A model of the same architecture and flags with few, narrow layers and few tokens; fp32, random weights."""
+    text = model_config.get_text_config(decoder=True)
+    small = type(text).from_dict(shrunken(text))
+    remote = type(text).__module__.startswith("transformers_modules")  # its code was allowed to load the model already
+    model = AutoModelForCausalLM.from_config(
+        small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote
+    )
+    for parameter in model.parameters():
+        # The usual small initialisation would make attention, and so a leak, too faint to see.
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def shrunken(config: PretrainedConfig) -> dict[str, Any]:
+    """The config's values with everything that only costs time made small; flags, kinds of layers, head sizes stay."""
+    values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    kv_heads = values.get("num_key_value_heads") or heads
+    few_kv = min(kv_heads, 2)
+    few = few_kv * min(heads // kv_heads, 2)
+    head_size = values.get("head_dim") or hidden // heads
+    sizes: dict[str, int] = {
+        "num_attention_heads": few,
+        "num_key_value_heads": few_kv,
+        "hidden_size": few * head_size,
+        "vocab_size": _VOCABULARY,
+        "vocab_size_per_layer_input": _VOCABULARY,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    layers = _kinds_of_layers(config, values)
+    values = {name: _of_layers(value, layers, config.num_hidden_layers) for name, value in values.items()}
+    values |= {name: _limited(values[name], most) for name, most in _LIMITS.items() if name in values}
+    sizes["num_hidden_layers"] = len(layers)
+    own = config.attribute_map
+    return values | {own.get(name, name): size for name, size in sizes.items() if own.get(name, name) in values}
+
+
+def _of_layers(value: Any, layers: list[int], count: int) -> Any:
+    """What a value says about ``layers`` where it is a list or a dict with one entry for each of ``count`` layers."""
+    if isinstance(value, list) and len(value) == count:
+        return [value[index] for index in layers]
+    if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+        by_layer = {int(key): entry for key, entry in value.items()}
+        return {new: by_layer[old] for new, old in enumerate(layers) if old in by_layer}
+    return value
+
+
+def _limited(value: Any, most: int) -> Any:
+    if isinstance(value, list):
+        return [_limited(entry, most) for entry in value]
+    return min(value, most) if isinstance(value, int) else value
+
+
+def _kinds_of_layers(config: PretrainedConfig, values: dict[str, Any]) -> list[int]:
+    """Indices of layers such that each kind occurs, at least two where the model has two."""
+    count = config.num_hidden_layers
+    periods = [value for name, value in values.items() if name.endswith(("_interval", "_period", "_pattern", "_step"))]
+    whole_period = max([2, *(value for value in periods if isinstance(value, int))])
+    per_layer = [value for value in values.values() if isinstance(value, list) and len(value) == count]
+    if not per_layer:
+        return list(range(min(count, whole_period, _MAX_LAYERS)))
+    first: dict[str, int] = {}
+    for index in range(count):
+        first.setdefault(repr([value[index] for value in per_layer]), index)
+    kinds = list(first.values())[:_MAX_LAYERS]
+    return kinds if len(kinds) > 1 else list(range(min(count, 2)))
+
+
+def _on_cpu(plan: Plan, model: PreTrainedModel) -> Plan:
+    """The plan as the check runs it: packed, fp32, on the CPU's path; eager for models that need it."""
+    why = "the packing check runs on the CPU"
+    softmax = "sdpa" if plan.attention.softmax.value != "eager" and model._supports_sdpa else "eager"
+    attention = replace(
+        plan.attention,
+        softmax=Choice(softmax, why),
+        provider=Choice("transformers" if softmax == "eager" else "torch", why),
+        varlen=Choice("segments", why),
+        guard="off",
+    )
+    precision = replace(plan.precision, compute=Choice("fp32", why))
+    return replace(plan, attention=attention, precision=precision, batch=replace(plan.batch, packing=Choice(True, why)))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """transformers' warnings about the copy would read as if they were about the model."""
+    shown = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(shown)
