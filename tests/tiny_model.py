@@ -100,3 +100,38 @@ def plan(
         tf32=because(False),
     )
     return plan_of(precision, checkpointing=checkpointing)
+
+
+def finished_run(
+    folder: Path, base: Path | str, *, adapter: str = "lora", precision: str = "fp32", **sections: Any
+) -> Path:
+    """A run folder as training leaves it: a recipe, and a result whose weights have moved."""
+    from halftune.config.load import load_config
+    from halftune.config.model_facts import read_model_facts
+    from halftune.hardware.catalogue import lookup
+    from halftune.model.adapters.attach import attach_adapter
+    from halftune.model.load import load_model
+    from halftune.model.save import save_final
+    from halftune.model.tokenizer import load_tokenizer
+    from halftune.plan import resolve
+
+    folder.mkdir(parents=True)
+    recipe = {
+        "model": {"name_or_path": str(base), "tokenizer": "builtin:qwen2-tiny"},
+        "precision": precision,
+        "adapter": {"type": "lora", "rank": 4} if adapter == "lora" else {"type": "none"},
+        "data": {"train": "gone.jsonl"},
+        "training": {"output_dir": str(folder)},
+        "generation": {"max_new_tokens": 8},
+        **sections,
+    }
+    (folder / "resolved.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    config = load_config(folder / "resolved.yaml", look_at_files=False).run
+    made = resolve(config, lookup("cpu"), read_model_facts(config.model))
+    model = attach_adapter(load_model(config.model, made), config.adapter, made, 0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    save_final(model, load_tokenizer(config.model), made, folder / "final")
+    return folder

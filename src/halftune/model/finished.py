@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halftune.config.load import LoadedConfig, load_config
+from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import read_model_facts
 from halftune.core.errors import ModelError
@@ -57,7 +57,7 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> FinishedRun:
         HalftuneError: the configuration cannot be carried out on this machine.
     """
     folder = _folder(Path(target).expanduser())
-    loaded = load_config(folder / "resolved.yaml", overrides)
+    loaded = load_run(folder, overrides, look_at_files=False)  # the data it was trained on need not be here
     final = folder / "final"
     is_adapter = (final / "adapter_config.json").is_file()
     if not is_adapter and not (final / "config.json").is_file():
@@ -77,7 +77,7 @@ def _folder(target: Path) -> Path:
         raise ModelError("not a run folder: it has no resolved.yaml", where=str(target), remedy=remedy)
     if not target.is_file():
         raise ModelError("no such run folder or recipe", where=str(target), remedy="check the path")
-    folder = Path(load_config(target).run.training.output_dir)
+    folder = Path(load_config(target, look_at_files=False).run.training.output_dir)
     if not (folder / "resolved.yaml").is_file():
         remedy = f"train it first: train --config {target}"
         raise ModelError(f"this recipe has not been trained: nothing in {folder}", where=str(target), remedy=remedy)

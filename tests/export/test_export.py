@@ -1,0 +1,123 @@
+"""Export: a plain model that answers as the run's result does, in the base's dtype, never over what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_model import checkpoint, finished_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from halftune.cli import main
+from halftune.core.errors import ModelError
+from halftune.export.merged import export_run
+from halftune.infer.session import open_session
+from halftune.model.finished import open_run
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+IDS = torch.arange(40).reshape(2, 20)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = checkpoint(tmp_path_factory.mktemp("base") / "model", torch.bfloat16, vocab_size=4096)
+    return finished_run(tmp_path_factory.mktemp("runs") / "lora", base)
+
+
+def dtype_of(folder: Path) -> str:
+    """The one dtype of all weights, which config.json must name."""
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(folder / "model.safetensors").values()}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    return dtype
+
+
+@pytest.mark.parametrize("own", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_bases_own_dtype(tmp_path: Path, own: str, precision: str) -> None:
+    base = checkpoint(tmp_path / "base", DTYPES[own], vocab_size=4096)
+    run = open_run(str(finished_run(tmp_path / "run", base, precision=precision)))
+    export = export_run(run, tmp_path / "out")
+    assert dtype_of(tmp_path / "out") == str(DTYPES[own]).removeprefix("torch.")
+    assert export.stored == own
+    assert "the base checkpoint's own" in export.describe()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_exported_model_answers_as_the_run_does(tmp_path: Path, run_folder: Path, dtype: str) -> None:
+    run = open_run(str(run_folder))
+    export = export_run(run, tmp_path / "out", dtype)  # type: ignore[arg-type]
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    session = open_session(run)
+    with torch.inference_mode():
+        expected, actual = session.model(IDS).logits, alone(IDS).logits
+    assert export.merge is not None
+    assert float((actual - expected).norm() / expected.norm()) <= 2 * export.merge.bound
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == session.tokenizer.chat_template
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True
+
+
+def test_a_full_run_is_copied_or_rounded(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "base", vocab_size=4096)
+    folder = finished_run(tmp_path / "run", base, adapter="none", precision="bf16")
+    run = open_run(str(folder))
+    copied = export_run(run, tmp_path / "copy")
+    assert "copied as it was trained" in copied.describe()
+    assert dtype_of(tmp_path / "copy") == "bfloat16"
+    assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (
+        folder / "final" / "model.safetensors"
+    ).read_bytes()
+    export_run(run, tmp_path / "rounded", "fp16")
+    assert dtype_of(tmp_path / "rounded") == "float16"
+
+
+def test_the_report_tells_what_the_format_takes(tmp_path: Path, run_folder: Path) -> None:
+    text = export_run(open_run(str(run_folder)), tmp_path / "out").describe()
+    assert "logits differ by" in text
+    assert "the adapter moves the weights by" in text
+    assert "is lost to bf16" in text
+
+
+def test_nothing_is_written_over(tmp_path: Path, run_folder: Path) -> None:
+    run = open_run(str(run_folder))
+    for own in (run_folder, run_folder / "final", run_folder.parent):
+        with pytest.raises(ModelError, match="the output folder is the run's own"):
+            export_run(run, own, force=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(ModelError, match="the folder holds other things"):
+        export_run(run, other, force=True)
+    assert (other / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="the output is a file"):
+        export_run(run, tmp_path / "file", force=True)
+    export_run(run, tmp_path / "out", "fp32")
+    with pytest.raises(ModelError, match="there is a model already · --force replaces it"):
+        export_run(run, tmp_path / "out")
+    export_run(run, tmp_path / "out", "bf16", force=True)
+    assert dtype_of(tmp_path / "out") == "bfloat16"
+
+
+def test_a_refused_merge_writes_nothing(tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.lora import Linear
+
+    right = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, name: 0.9 * right(self, name))
+    with pytest.raises(ModelError, match="logits are off by"):
+        export_run(open_run(str(run_folder)), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_the_command_line(tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(run_folder), "--output", str(tmp_path / "out")])
+    assert left.value.code == 0
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(run_folder), "--output", str(tmp_path / "out")])
+    assert left.value.code == 3
+    assert capsys.readouterr().err.startswith("halftune export: ")

@@ -1,0 +1,196 @@
+"""Chat: finds a run's result, answers under its plan with and without the training, survives interrupts and typos."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_model import checkpoint, finished_run
+
+from halftune.cli import main
+from halftune.core.errors import ConfigError, ModelError
+from halftune.infer.repl import Repl
+from halftune.infer.session import open_session
+from halftune.model.finished import open_run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("base") / "model", torch.bfloat16, vocab_size=4096)
+
+
+@pytest.fixture(scope="module")
+def adapter_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("runs") / "lora", base)
+
+
+@pytest.fixture(scope="module")
+def full_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("runs") / "full", base, adapter="none", precision="bf16")
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """What the user types, or raises, one line after another; then the end of input."""
+    waiting = iter(lines)
+
+    def read(prompt: str = "") -> str:
+        line = next(waiting, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def test_a_run_is_found_by_folder_result_or_recipe(adapter_run: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    shutil.copy(adapter_run / "resolved.yaml", recipe)
+    for target in (adapter_run, adapter_run / "final", recipe):
+        assert open_run(str(target)).folder == adapter_run
+    assert open_run(str(adapter_run)).is_adapter
+
+
+def test_what_is_missing_is_said(adapter_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such run folder or recipe"):
+        open_run(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"not a run folder: it has no resolved\.yaml"):
+        open_run(str(tmp_path))
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(adapter_run / "resolved.yaml", unfinished)
+    with pytest.raises(ModelError, match=r"has no result yet \(final/\) · train it to the end"):
+        open_run(str(unfinished))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((adapter_run / "resolved.yaml").read_text().replace(str(adapter_run), str(tmp_path / "not-yet")))
+    with pytest.raises(ModelError, match="this recipe has not been trained"):
+        open_run(str(recipe))
+    with pytest.raises(ConfigError, match=r"generation\.temprature"):
+        open_run(str(adapter_run), ["generation.temprature=1"])
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_with_and_without_what_was_trained(kind: str, adapter_run: Path, full_run: Path, base: Path) -> None:
+    from tiny_model import section
+    from transformers import AutoModelForCausalLM
+
+    from halftune.config.generation import GenerationSection
+    from halftune.model.generate import generate_reply
+    from halftune.model.tokenizer import load_tokenizer
+
+    session = open_session(open_run(str(adapter_run if kind == "adapter" else full_run)))
+    trained, untrained = session.answer("hello", tuned=True), session.answer("hello", tuned=False)
+    assert trained != untrained
+    assert session.answer("hello", tuned=True) == trained
+    assert session.history == []
+    dtype = torch.float32
+    alone = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    ask = [{"role": "user", "content": "hello"}]
+    tokenizer = load_tokenizer(section("builtin:qwen2-tiny"))
+    assert untrained == generate_reply(alone, tokenizer, ask, GenerationSection(max_new_tokens=8), session.run.plan)
+
+
+def test_the_plan_of_training_holds(full_run: Path) -> None:
+    session = open_session(open_run(str(full_run)))
+    assert session.run.plan.precision.compute.value == "bf16"
+    seen = []
+    session.model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    session.answer("hello", tuned=True)
+    assert set(seen) == {torch.bfloat16}
+    assert session.model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_conversation(adapter_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    session = open_session(open_run(str(adapter_run)))
+    asked: list[tuple[list[dict[str, str]], bool]] = []
+
+    def answer(text: str, *, tuned: bool, on_text) -> str:
+        asked.append((session.messages(text), tuned))
+        on_text(f"to {text}" if tuned else f"base {text}")
+        return "x"
+
+    monkeypatch.setattr(session, "answer", answer)
+    lines = (
+        "one",
+        "",
+        "/system Be brief.",
+        "two",
+        "/compare",
+        "/adapter off",
+        "three",
+        "/adapter maybe",
+        "/hepl",
+        "/reset",
+    )
+    typed(monkeypatch, *lines, "four", "/quit", "never")
+    Repl(session).loop()
+    turns = [[message["content"] for message in messages] for messages, _ in asked]
+    assert turns == [
+        ["one"],
+        ["Be brief.", "one", "to one", "two"],
+        ["Be brief.", "one", "to one", "two"],
+        ["Be brief.", "one", "to one", "two"],
+        ["Be brief.", "one", "to one", "two", "to two", "three"],
+        ["Be brief.", "four"],
+    ]
+    assert [tuned for _, tuned in asked] == [True, True, True, False, False, False]
+    out = capsys.readouterr().out
+    assert "trained> to two" in out
+    assert "base> base two" in out
+    assert "/adapter on, or /adapter off" in out
+    assert "unknown command /hepl · did you mean help?" in out
+
+
+def test_interrupts_stop_the_answer_not_the_chat(
+    adapter_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = open_session(open_run(str(adapter_run)))
+
+    def answer(text: str, *, tuned: bool, on_text) -> str:
+        on_text("half an ans")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "answer", answer)
+    typed(monkeypatch, KeyboardInterrupt, "tell me")
+    Repl(session).loop()
+    assert session.history[-1] == {"role": "assistant", "content": "half an ans"}
+    assert "… stopped" in capsys.readouterr().out
+
+
+def test_an_error_is_told_and_the_chat_goes_on(
+    adapter_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = open_session(open_run(str(adapter_run)))
+    typed(monkeypatch, "word " * 5000, "/compare", "ok")
+    Repl(session).loop()
+    captured = capsys.readouterr()
+    assert "the model takes 4,096 · start a new one (/reset in chat)" in captured.err
+    assert [message["content"] for message in session.history if message["role"] == "user"] == ["ok"]
+
+
+def test_one_question_on_the_command_line(adapter_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = []
+    for extra in ([], ["--base"], ["generation.max_new_tokens=2"]):
+        with pytest.raises(SystemExit) as left:
+            main(["chat", str(adapter_run), *extra, "--prompt", "hello"])
+        assert left.value.code == 0
+        replies.append(capsys.readouterr().out)
+    session = open_session(open_run(str(adapter_run)))
+    assert replies[0] == session.answer("hello", tuned=True) + "\n"
+    assert replies[1] == session.answer("hello", tuned=False) + "\n"
+    assert len(replies[2]) < len(replies[0])
+
+
+def test_a_missing_run_is_told_without_torch_or_traceback(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom halftune.cli import main\n"
+        "try:\n    main(['chat', sys.argv[1]])\nfinally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stdout == "False\n"
+    assert done.stderr.startswith("halftune chat: ")
+    assert "Traceback" not in done.stderr
