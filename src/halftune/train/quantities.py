@@ -15,10 +15,10 @@ def significant(value: float | None, digits: int = 4) -> str:
         return str(value)
     if value == 0:
         return "0"
-    exponent = math.floor(math.log10(abs(value)))
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    exponent = int(power)  # after rounding: 9.9996 is 10.00
     if not -4 <= exponent < 6:
-        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
-        return f"{mantissa}e{int(power)}"
+        return f"{mantissa}e{exponent}"
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 

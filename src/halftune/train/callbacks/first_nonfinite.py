@@ -44,8 +44,8 @@ class Finding:
                     f"the first {self.number} was made in the code of {around}, on the way to {self.module} ({tensor})"
                 )
             case _:
-                place = f"the gradient at the output of {self.module}"
-                return f"all outputs are finite; the first {self.number} is in {place} ({tensor})"
+                place = f"a gradient at the output of {self.module}"
+                return f"all outputs are finite; in the backward pass, the first {self.number} is in {place} ({tensor})"
 
 
 class Watcher:

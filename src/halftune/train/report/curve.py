@@ -40,6 +40,8 @@ def smooth(raw: Curve) -> Curve:
 
     Long curves are averaged over equal stretches first, so the answer may have fewer points.
     """
+    if len(raw.steps) < 3:
+        return raw
     steps, values = np.array(raw.steps, dtype=np.float64), np.array(raw.values)
     stretch = -(-len(steps) // _FINEST)
     if stretch > 1:

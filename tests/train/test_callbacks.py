@@ -1,0 +1,408 @@
+"""Callbacks: what they write, what they keep when a run goes on, and that none of them can hurt the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from halftune.attention.plan import AttentionPlan
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.core.errors import MissingPackageError, TrainingError
+from halftune.plan import BatchPlan, MemoryPlan, Plan
+from halftune.precision.plan import PrecisionPlan
+from halftune.train import callbacks
+from halftune.train.callbacks import samples as samples_module
+from halftune.train.callbacks.base import Run, StepMetrics
+from halftune.train.callbacks.early_stopping import EarlyStopping
+from halftune.train.callbacks.environment import Environment
+from halftune.train.callbacks.logger import Logger, tree
+from halftune.train.callbacks.metrics import MetricsFile
+from halftune.train.callbacks.progress import Pace, ProgressBar, ProgressLines
+from halftune.train.callbacks.samples import Samples
+from halftune.train.callbacks.tensorboard import TensorBoard
+from halftune.train.callbacks.wandb import WeightsAndBiases
+
+MakeRun = Callable[..., Run]
+
+
+def a_plan(*, scaler: bool = False) -> Plan:
+    word = Choice("fp32", "test")
+    no, nothing = Choice(False, "test"), Choice("none", "test")
+    precision = PrecisionPlan(
+        word,
+        word,
+        word,
+        no,
+        Choice(scaler, "test"),
+        word,
+        word,
+        word,
+        Choice((), "test"),
+        no,  # type: ignore[arg-type]
+    )
+    attention = AttentionPlan(Choice("sdpa", "test"), Choice("torch", "test"), nothing, nothing, (), "cast")
+    memory = MemoryPlan(1, 1, 1, 1, 1, 1, 10, 1, Choice("fits", "test"))
+    batch = BatchPlan(1, 1, 1, 8, no, no)
+    cpu, one = Choice("cpu", "test"), Choice("single", "test")
+    return Plan(cpu, precision, attention, batch, memory, one, Choice(1, "test"), Choice(1, "test"))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """``make_run(step=4, logging={...})``: a run of 20 steps, 10 in an epoch, whose other arguments are sections."""
+
+    def make(step: int = 0, *, model: nn.Module | None = None, scaler: bool = False, **sections: dict[str, Any]) -> Run:
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        values: dict[str, Any] = {
+            "model": {"name_or_path": "builtin:qwen2-tiny"},
+            "data": {"train": str(tmp_path / "rows.jsonl")},
+            "training": {"output_dir": str(folder), **sections.pop("training", {})},
+            **sections,
+        }
+        config, plan = RunConfig.model_validate(values), a_plan(scaler=scaler)
+        model = nn.Linear(2, 2) if model is None else model
+        return Run(config, plan, folder, model, None, torch.device("cpu"), True, 20, 10, step, step / 10)
+
+    return make
+
+
+def measured(loss: float = 2.0, *, trained: int = 100, norm: float = 1.0, **extra: float) -> StepMetrics:
+    return StepMetrics(loss, 1e-4, norm, 400, 300, trained, 0.5, 1_000_000, extra)
+
+
+def advance(callback: Any, run: Run, *metrics: StepMetrics) -> None:
+    for numbers in metrics:
+        run.step, run.epoch = run.step + 1, (run.step + 1) / run.steps_per_epoch
+        callback.on_step(run, numbers)
+
+
+def lines_of(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_name_of_the_table_is_chosen_by_some_configuration(make_run: MakeRun, monkeypatch: Any) -> None:
+    sections = {
+        "logging": {"report_to": ["tensorboard", "wandb"], "sample_prompts": ["hi"]},
+        "training": {"early_stopping_patience": 2},
+    }
+    run = make_run(scaler=True, **sections)  # type: ignore[arg-type]
+    names: set[str] = set()
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        built = callbacks.build(run.config, run.plan)
+        names |= set(callbacks.chosen(run.config, run.plan))
+        assert type(built[-1]).__name__ == "Report"  # it reads what the others write
+    assert names == set(callbacks.CALLBACKS)
+
+
+def test_progress_false_is_silent(make_run: MakeRun) -> None:
+    names = callbacks.chosen(make_run(logging={"progress": False}).config, a_plan())
+    assert not [name for name in names if name.startswith("progress")]
+
+
+def test_metrics_line_has_the_contract_and_is_on_disk_at_once(make_run: MakeRun) -> None:
+    run, callback = make_run(), MetricsFile(1)
+    callback.on_start(run)
+    advance(callback, run, measured(2.5, loss_scale=4.0))
+    (line,) = lines_of(run)
+    assert line.pop("time") > 1e9
+    assert line == {
+        "step": 1,
+        "epoch": 0.1,
+        "loss": 2.5,
+        "learning_rate": 1e-4,
+        "grad_norm": 1.0,
+        "tokens": 400,
+        "tokens_real": 300,
+        "tokens_trained": 100,
+        "seconds": 0.5,
+        "memory_bytes": 1_000_000,
+        "loss_scale": 4.0,
+    }
+    callback.on_evaluate(run, {"eval_loss": 2.25, "eval_seconds": 0.1})
+    line = lines_of(run)[1]
+    assert (line["step"], line["eval_loss"], "loss" in line) == (1, 2.25, False)
+
+
+def test_losses_of_a_window_are_weighted_by_trained_tokens(make_run: MakeRun) -> None:
+    run, callback = make_run(), MetricsFile(2)
+    callback.on_start(run)
+    advance(callback, run, measured(1.0, trained=300), measured(3.0, trained=100, skipped=1.0), measured(7.0))
+    (line,) = lines_of(run)
+    assert (line["step"], line["loss"], line["tokens"], line["seconds"], line["skipped"]) == (2, 1.5, 800, 1.0, 1.0)
+    callback.on_end(run, None)  # step 3 is not lost
+    assert [(line["step"], line["loss"]) for line in lines_of(run)] == [(2, 1.5), (3, 7.0)]
+
+
+def test_window_without_any_label_and_with_numbers_that_json_does_not_know(make_run: MakeRun) -> None:
+    run, callback = make_run(), MetricsFile(1)
+    callback.on_start(run)
+    advance(callback, run, measured(0.0, trained=0, norm=float("inf")))
+    assert "Infinity" not in (run.folder / "metrics.jsonl").read_text()
+    assert (lines_of(run)[0]["loss"], lines_of(run)[0]["grad_norm"]) == (0.0, None)
+
+
+def test_lines_after_the_restored_step_are_dropped(make_run: MakeRun) -> None:
+    run, callback = make_run(), MetricsFile(1)
+    callback.on_start(run)
+    advance(callback, run, *[measured(float(i)) for i in range(5)])
+    callback.on_evaluate(run, {"eval_loss": 1.0})
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # the process was killed here
+    again, callback = make_run(step=3), MetricsFile(1)
+    callback.on_start(again)
+    advance(callback, again, measured(9.0))
+    assert [(line["step"], line["loss"]) for line in lines_of(again)] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 9.0)]
+
+
+def test_run_from_the_start_forgets_an_older_one(make_run: MakeRun) -> None:
+    for _ in range(2):
+        run, callback = make_run(), MetricsFile(1)
+        callback.on_start(run)
+        advance(callback, run, measured(), measured())
+    assert [line["step"] for line in lines_of(run)] == [1, 2]
+
+
+def test_other_processes_write_nothing(make_run: MakeRun) -> None:
+    run, callback = make_run(), MetricsFile(1)
+    run.is_main = False
+    callback.on_start(run)
+    advance(callback, run, measured())
+    callback.on_end(run, None)
+    assert not list(run.folder.iterdir())
+
+
+def test_metrics_that_cannot_be_written_stop_the_run_with_a_remedy(make_run: MakeRun) -> None:
+    run, callback = make_run(), MetricsFile(1)
+    (run.folder / "metrics.jsonl").mkdir()
+    with pytest.raises(TrainingError, match=r"cannot write metrics.*checkpoints are intact"):
+        advance(callback, run, measured())
+    advance_window = MetricsFile(5)
+    run.step = 0
+    advance(advance_window, run, measured())
+    advance_window.on_end(run, None)  # must not raise
+
+
+def test_bar_shows_the_numbers_and_gives_log_messages_back(make_run: MakeRun, capsys: Any) -> None:
+    console = Console(stderr=True, force_terminal=True, width=120, color_system=None)
+    handler = logging.StreamHandler()
+    logger = logging.getLogger("halftune")
+    logger.addHandler(handler)
+    stream = handler.stream
+    try:
+        run, callback = make_run(), ProgressBar(console)
+        callback.on_start(run)
+        callback.on_phase(run, "training")
+        assert handler.stream is not stream  # rich's stand-in, which writes above the bar
+        advance(callback, run, measured(2.34567), measured(1.23456))
+        run.best = (2, 1.5)
+        callback.on_evaluate(run, {"eval_loss": 1.5})
+        callback.on_end(run, None)
+        assert handler.stream is stream
+    finally:
+        logger.removeHandler(handler)
+    shown = capsys.readouterr().err
+    for words in ("training", "2/20", "loss 1.235", "lr 1.00e-4", "norm 1.00", "tok/s 800 all, 600 real, 200 trained"):
+        assert words in shown, words
+    assert "1.00 MB" in shown
+    assert "step 2 · eval loss 1.500 (best so far)" in shown
+
+
+def test_bar_survives_an_end_before_its_start(make_run: MakeRun) -> None:
+    ProgressBar().on_end(make_run(), TrainingError("no disk"))
+
+
+def test_plain_lines_come_at_a_sane_rate(make_run: MakeRun, monkeypatch: Any, caplog: Any) -> None:
+    now = [100.0]
+    monkeypatch.setattr("halftune.train.callbacks.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(logging.getLogger("halftune"), "propagate", True)
+    run, callback = make_run(), ProgressLines(2)
+    run.total_steps = 200
+    with caplog.at_level("INFO", logger="halftune"):
+        for _ in range(200):
+            now[0] += 0.25
+            advance(callback, run, measured())
+    said = [record.getMessage() for record in caplog.records]
+    steps = [int(words.split()[1].split("/")[0]) for words in said]
+    assert steps[0] == 2
+    assert steps[-1] == 200
+    assert all(step % 2 == 0 for step in steps)
+    assert all(after - before >= 8 for before, after in pairwise(steps[:-1]))  # 2 seconds
+    assert "loss 2.000 · lr 1.00e-4 · norm 1.00 · tok/s 800 all, 600 real, 200 trained · 1.00 MB · ETA 0:" in said[1]
+
+
+def test_time_left_ignores_the_warm_up() -> None:
+    pace = Pace()
+    assert pace.left(5, 20, now=1000.0) is None
+    assert pace.left(7, 20, now=1004.0) == 26.0
+
+
+def test_early_stopping_counts_evaluations_since_the_best(make_run: MakeRun) -> None:
+    run, callback = make_run(), EarlyStopping(patience=2, every=5)
+    run.best = (5, 1.25)
+    for step, stops in ((5, False), (10, False), (15, True)):
+        run.step = step
+        callback.on_evaluate(run, {"eval_loss": 2.0})
+        assert bool(run.stop) is stops
+    assert "1.25" in run.stop
+    assert "step 5" in run.stop
+    by_epoch, run = EarlyStopping(patience=1, every="epoch"), make_run()
+    run.best, run.step = (9, 1.0), 20  # epochs of packed rows are not all equally long
+    by_epoch.on_evaluate(run, {"eval_loss": 2.0})
+    assert run.stop
+
+
+def test_samples_before_and_after(make_run: MakeRun, monkeypatch: Any) -> None:
+    asked: list[Any] = []
+
+    def reply(model: Any, tokenizer: Any, messages: list, generation: Any, plan: Any) -> str:
+        asked.append(messages)
+        return f"{torch.rand(()).item():.6f} {len(asked)}"
+
+    monkeypatch.setattr(samples_module, "generate_reply", reply)
+    prompts = {"sample_prompts": ["one", "two"]}
+    run = make_run(logging=prompts, data={"train": "x", "system": "Be brief."})
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    callback = Samples()
+    callback.on_start(run)
+    assert torch.equal(torch.rand(3), expected)  # the run's random stream was not touched
+    before = json.loads((run.folder / "samples.json").read_text())["samples"]
+    assert [row["prompt"] for row in before] == ["one", "two"]
+    assert asked[0] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
+    # the run is interrupted and goes on: the first answers stay, nothing is asked again
+    again, callback = make_run(step=7, logging=prompts), Samples()
+    callback.on_start(again)
+    assert len(asked) == 2
+    callback.on_phase(again, "training")
+    assert len(asked) == 2
+    callback.on_phase(again, "finished")
+    rows = json.loads((run.folder / "samples.json").read_text())["samples"]
+    assert [row["before"] for row in rows] == [row["before"] for row in before]
+    assert [row["after"].split()[1] for row in rows] == ["3", "4"]
+    assert rows[0]["after"].split()[0] == before[0]["before"].split()[0]  # the same stream before and after
+
+
+def test_environment_names_versions_machine_commit_and_data(make_run: MakeRun) -> None:
+    run = make_run()
+    Environment().on_start(run)
+    facts = json.loads((run.folder / "environment.json").read_text())
+    assert (
+        facts["packages"]["torch"] == torch.__version__.split("+")[0] or facts["packages"]["torch"] == torch.__version__
+    )
+    assert facts["hardware"]["devices"][0]["memory_bytes"] > 0
+    (path,) = facts["data"]
+    assert path.endswith("rows.jsonl")
+    assert len(facts["data"][path]) == 64
+    first = facts["data"][path]
+    Path(path).write_text('{"prompt": "a", "completion": "c"}\n')
+    Environment().on_start(run)
+    assert json.loads((run.folder / "environment.json").read_text())["data"][path] != first
+
+
+def test_tensorboard_gets_every_number(make_run: MakeRun) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, callback = make_run(), TensorBoard(1)
+    callback.on_start(run)
+    advance(callback, run, measured(2.0, norm=float("nan")), measured(1.0))
+    callback.on_evaluate(run, {"eval_loss": 1.5, "eval_seconds": 0.1})
+    callback.on_end(run, None)
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert [event.step for event in events.Scalars("train/grad_norm")] == [2]  # NaN is no number
+    assert events.Scalars("speed/tokens_trained")[0].value == 200
+    assert events.Scalars("eval/loss")[0].value == 1.5
+    assert "configuration/text_summary" in events.Tags()["tensors"]
+
+
+class _Broken(Logger):
+    name = "broken"
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.sent = 0
+
+    def open(self, run: Run) -> None:
+        pass
+
+    def send(self, step: int, numbers: dict[str, float]) -> None:
+        self.sent += 1
+        raise ConnectionError("the server is gone")
+
+    def close(self, failed: bool) -> None:
+        raise AssertionError("a logger that is off is not closed")
+
+
+def test_logger_that_fails_is_switched_off_with_one_warning(make_run: MakeRun, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logging.getLogger("halftune"), "propagate", True)
+    run, callback = make_run(), _Broken()
+    callback.on_start(run)
+    advance(callback, run, measured(), measured(), measured())
+    callback.on_evaluate(run, {"eval_loss": 1.0})
+    callback.on_end(run, None)
+    assert callback.sent == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "broken is off for the rest of the run: ConnectionError: the server is gone"
+    ]
+
+
+def test_missing_logger_says_how_to_get_it(make_run: MakeRun, monkeypatch: Any) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(MissingPackageError, match=r'report_to.*pip install "halftune\[wandb\]"'):
+        WeightsAndBiases(1).on_start(make_run())
+
+
+def test_wandb_run_is_continued(make_run: MakeRun, monkeypatch: Any) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Fake:
+        id = "abc123"
+        Error = KeyError
+
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            assert numbers["train/loss"] == 2.0
+
+        def finish(self, exit_code: int) -> None:
+            started[-1]["exit_code"] = exit_code
+
+        @classmethod
+        def init(cls, **arguments: Any) -> Fake:
+            started.append(arguments)
+            return cls()
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", Fake)
+    for step in (0, 4):
+        run, callback = make_run(step=step), WeightsAndBiases(1)
+        callback.on_start(run)
+        advance(callback, run, measured())
+        callback.on_end(run, None if step else TrainingError("x"))
+    assert [(call["id"], call["resume"], call["exit_code"]) for call in started] == [
+        (None, None, 1),
+        ("abc123", "allow", 0),
+    ]
+    assert started[0]["name"] == "run"
+
+
+def test_tree_of_a_line_has_speeds_and_no_bookkeeping() -> None:
+    line = {"step": 3, "loss": None, "tokens": 10, "tokens_real": 8, "tokens_trained": 4, "seconds": 2.0, "time": 1.0}
+    assert tree({**line, "loss_scale": 2.0}) == {
+        "speed/tokens": 5.0,
+        "speed/tokens_real": 4.0,
+        "speed/tokens_trained": 2.0,
+        "train/loss_scale": 2.0,
+    }
