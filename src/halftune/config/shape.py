@@ -29,7 +29,8 @@ def _unwrap(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, list[Any]]:
     return annotation, flat
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
+def options(annotation: Any) -> tuple[Any, ...]:
+    """The types that a union is made of; the type itself where it is none."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
@@ -78,14 +79,14 @@ class Shape:
 def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
     """Reads a type annotation."""
     annotation, marks = _unwrap(annotation, metadata)
-    options = _options(annotation)
-    kept = tuple(option for option in options if option is not type(None))
-    if len(kept) == 1 and len(options) > 1:
+    branches = options(annotation)
+    kept = tuple(option for option in branches if option is not type(None))
+    if len(kept) == 1 and len(branches) > 1:
         annotation, marks = _unwrap(kept[0], marks)
     many = get_origin(annotation) is tuple
     inner = _unwrap(get_args(annotation)[0], ())[0] if many else annotation
-    sections = {_tag(option): option for option in _options(inner) if _is_section(option)}
-    return Shape(annotation, tuple(marks), sections, many and bool(sections), len(kept) < len(options))
+    sections = {_tag(option): option for option in options(inner) if _is_section(option)}
+    return Shape(annotation, tuple(marks), sections, many and bool(sections), len(kept) < len(branches))
 
 
 def field_shape(field: FieldInfo) -> Shape:
@@ -154,7 +155,7 @@ def related(one: Path, other: Path) -> bool:
 def choices(shape: Shape) -> tuple[Any, ...]:
     """The words that a value may be, where it has a closed list of them (next to other types or alone)."""
     found: list[Any] = list(shape.sections) if len(shape.sections) > 1 else []
-    for option in _options(shape.annotation):
+    for option in options(shape.annotation):
         inner, _ = _unwrap(option, ())
         if get_origin(inner) is Literal:
             found += get_args(inner)
@@ -165,7 +166,7 @@ def choices(shape: Shape) -> tuple[Any, ...]:
 
 def accepts(shape: Shape, kind: type) -> bool:
     """Whether a plain ``kind`` (``bool``, ``int``, ``str`` …) is among the allowed types."""
-    return any(_unwrap(option, ())[0] is kind for option in _options(shape.annotation))
+    return any(_unwrap(option, ())[0] is kind for option in options(shape.annotation))
 
 
 def describe(shape: Shape) -> str:
@@ -187,9 +188,9 @@ def describe(shape: Shape) -> str:
 def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     annotation, metadata = _unwrap(annotation, metadata)
     origin = get_origin(annotation)
-    options = [option for option in _options(annotation) if option is not type(None)]
-    if len(options) > 1:
-        return ", or ".join(dict.fromkeys(_describe(option, metadata) for option in options))
+    branches = [option for option in options(annotation) if option is not type(None)]
+    if len(branches) > 1:
+        return ", or ".join(dict.fromkeys(_describe(option, metadata) for option in branches))
     if origin is Literal:
         words = [str(word) for word in get_args(annotation)]
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"

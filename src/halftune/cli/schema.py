@@ -1,0 +1,32 @@
+"""Print what a recipe may hold.
+
+halftune schema > halftune.schema.json      JSON Schema, for editors that complete and check YAML
+halftune schema --yaml                      a recipe with every key, its default and what it does
+halftune schema --markdown > docs/config.md the reference in the documentation
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from halftune.config.render_docs import explained_yaml, markdown
+from halftune.config.render_schema import json_schema
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``halftune schema``."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print the reference of docs/config.md")
+    form.add_argument("--yaml", action="store_true", help="print a recipe with every key explained")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the schema."""
+    if args.markdown:
+        print(markdown(), end="")
+    elif args.yaml:
+        print(explained_yaml(), end="")
+    else:
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    return 0
