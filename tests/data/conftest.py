@@ -24,7 +24,8 @@ ENDS = {
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>"},
 }
-TEXT = "system\nYou are a helpful assistant.\nuser\nassistant\nmodel\n What is the answer? The answer is four, as two and two make four. Zwei und zwei ist vier! 你好，世界。"
+TEXT = "system\nYou are a helpful assistant.\nuser\nassistant\nmodel\n"
+TEXT += "What is the answer? The answer is four, as two and two make four. Zwei und zwei ist vier! 你好，世界。"
 
 
 @pytest.fixture(scope="session")

@@ -218,6 +218,7 @@ def command(monkeypatch, tokenizer, make_config, write):
 
     config = make_config(write(ROWS))
     monkeypatch.setattr(module, "load_from", lambda args: types.SimpleNamespace(run=config))
+    monkeypatch.setattr(module, "dependencies", lambda loaded: [])
     fake = types.ModuleType("halftune.model.tokenizer")
     fake.load_tokenizer = lambda model: tokenizer
     monkeypatch.setitem(sys.modules, "halftune.model.tokenizer", fake)
@@ -243,3 +244,22 @@ def test_the_command_prints_report_and_samples(command, capsys):
 def test_the_command_prints_json(command, capsys):
     assert command("--json") == 0
     assert json.loads(capsys.readouterr().out)["train"][0]["kept"] == 60
+
+
+def test_the_command_works_before_the_recipe_it_depends_on_has_run(tmp_path, monkeypatch):
+    from halftune.cli.data import tokenizer_section
+    from halftune.config.load import load_config
+
+    monkeypatch.chdir(tmp_path)
+    rest = "data: {train: builtin:python-docs}\n"
+    (tmp_path / "first.yaml").write_text(
+        f"model: {{name_or_path: builtin:qwen2-tiny}}\ntraining: {{output_dir: runs/first}}\n{rest}"
+    )
+    (tmp_path / "second.yaml").write_text(
+        "depends_on: [first.yaml]\nmodel: {name_or_path: runs/first/final}\n"
+        f"training: {{output_dir: runs/second}}\n{rest}"
+    )
+    section = tokenizer_section(load_config(tmp_path / "second.yaml"))
+    assert (section.name_or_path, section.tokenizer) == ("runs/first/final", "builtin:qwen2-tiny")
+    (tmp_path / "runs/first/final").mkdir(parents=True)
+    assert tokenizer_section(load_config(tmp_path / "second.yaml")).tokenizer is None

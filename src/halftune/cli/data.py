@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from pathlib import Path
 
+from halftune.cli.facts import dependencies
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.config.load import LoadedConfig
+from halftune.config.model import ModelSection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report and samples."""
-    config = load_from(args).run
+    loaded = load_from(args)
+    config = loaded.run
 
     from rich.console import Console
     from rich.rule import Rule
@@ -30,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from halftune.data.preview import preview
     from halftune.model.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(tokenizer_section(loaded))
     prepared = prepare(config, tokenizer)
     if args.json:
         print(json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False))
@@ -43,3 +49,14 @@ def run(args: argparse.Namespace) -> int:
         console.print(Rule(f"sample {number + 1}: {len(sample.input_ids)} tokens, {trained} trained", align="left"))
         console.print(preview(sample, tokenizer), soft_wrap=True)
     return 0
+
+
+def tokenizer_section(loaded: LoadedConfig) -> ModelSection:
+    """Which tokenizer to load; where a recipe that this one depends on has not run yet, the one it will start from."""
+    section = loaded.run.model
+    if section.tokenizer is None and not Path(section.name_or_path).exists():
+        for recipe in dependencies(loaded):
+            if Path(section.name_or_path).is_relative_to(os.path.normpath(recipe.run.training.output_dir)):
+                source = tokenizer_section(recipe)
+                return section.model_copy(update={"tokenizer": source.tokenizer or source.name_or_path})
+    return section

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ class DataReport:
             table.add_column(name, justify="left" if name == "format" else "right")
         for source in (*self.train, *self.eval):
             table.add_row(
-                source.name,
+                Path(source.name).name,
                 source.format,
                 f"{source.taken:,}",
                 f"{source.kept:,}",
