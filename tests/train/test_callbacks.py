@@ -36,7 +36,7 @@ MakeRun = Callable[..., Run]
 
 
 def a_plan(*, scaler: bool = False) -> Plan:
-    word = Choice("fp32", "test")
+    word: Any = Choice("fp32", "test")
     no, nothing = Choice(False, "test"), Choice("none", "test")
     precision = PrecisionPlan(
         word,
@@ -48,7 +48,7 @@ def a_plan(*, scaler: bool = False) -> Plan:
         word,
         word,
         Choice((), "test"),
-        no,  # type: ignore[arg-type]
+        no,
     )
     attention = AttentionPlan(Choice("sdpa", "test"), Choice("torch", "test"), nothing, nothing, (), "cast")
     memory = MemoryPlan(1, 1, 1, 1, 1, 1, 10, 1, Choice("fits", "test"))
@@ -216,7 +216,7 @@ def test_bar_shows_the_numbers_and_gives_log_messages_back(make_run: MakeRun, ca
     shown = capsys.readouterr().err
     for words in ("training", "2/20", "loss 1.235", "lr 1.00e-4", "norm 1.00", "tok/s 800 all, 600 real, 200 trained"):
         assert words in shown, words
-    assert "1.00 MB" in shown
+    assert "977 KiB" in shown
     assert "step 2 · eval loss 1.500 (best so far)" in shown
 
 
@@ -240,7 +240,7 @@ def test_plain_lines_come_at_a_sane_rate(make_run: MakeRun, monkeypatch: Any, ca
     assert steps[-1] == 200
     assert all(step % 2 == 0 for step in steps)
     assert all(after - before >= 8 for before, after in pairwise(steps[:-1]))  # 2 seconds
-    assert "loss 2.000 · lr 1.00e-4 · norm 1.00 · tok/s 800 all, 600 real, 200 trained · 1.00 MB · ETA 0:" in said[1]
+    assert "loss 2.000 · lr 1.00e-4 · norm 1.00 · tok/s 800 all, 600 real, 200 trained · 977 KiB · ETA 0:" in said[1]
 
 
 def test_time_left_ignores_the_warm_up() -> None:

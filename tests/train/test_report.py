@@ -270,7 +270,7 @@ def test_whole_run_has_every_section(tmp_path: Path) -> None:
         "3,932,160",
         "needs a CUDA device of capability 8.0 or more",  # why not fa2
         "AVX512-BF16 without AMX",  # why fp32
-        "measured 1.72 GB",
+        "measured 1.61 GiB",
         "no answer to train on",
         "rows 17, 203, 871",
         "All 18 tensors of the loaded model are as planned",
@@ -389,6 +389,24 @@ def test_wrong_dtype_and_casts_are_shown_as_such(tmp_path: Path) -> None:
     assert "model.layers.3.self_attn2,400query fp32, key bf16bf16" in text
 
 
+def test_many_kinds_of_tensors_are_summed_up_first(tmp_path: Path) -> None:
+    rows = [row(f"layer.{i}.weight", "frozen", 2, 3) for i in range(11)] + [row("odd", "trained", 1, 4, "float16")]
+    text = parse(write_report(fabricate(tmp_path / "run", dtypes={"rows": rows}), Status("finished"))).text
+    assert "frozenfloat32float322233" in text
+    assert "trainedfloat16float3214" in text
+    assert "All 12 kinds of tensors, by name" in text
+
+
+def test_axis_spells_all_its_marks_alike() -> None:
+    def chart(*values: float) -> str:
+        return line_chart("Loss", [Line("training", series.Curve(tuple(range(len(values))), values))])
+
+    assert ">2.0<" in chart(1.5, 2.5)
+    assert ">2<" not in chart(1.5, 2.5)
+    assert ">1e-3<" in chart(0, 1e-3)
+    assert ">5e-4<" in chart(0, 1e-3)
+
+
 def test_status_comes_from_the_folder_when_nobody_says_it(tmp_path: Path) -> None:
     folder = fabricate(tmp_path / "run")
     assert "<b>unfinished</b>" in write_report(folder).read_text()
@@ -466,7 +484,7 @@ def test_quantities() -> None:
     assert [rate(x) for x in (2e-4, 1.234e-10, 0)] == ["2.00e-4", "1.23e-10", "0"]
     assert count(1234567.8) == "1,234,568"
     assert [short_count(x) for x in (999, 23_646_336, 7_615_616_512)] == ["999", "23.6 M", "7.62 B"]
-    assert [size(x) for x in (0, 512, 1_500_000_000, 999_999)] == ["0 B", "512 B", "1.50 GB", "1.00 MB"]
+    assert [size(x) for x in (0, 512, 1.5 * 2**30, 2**20 - 1)] == ["0 B", "512 B", "1.50 GiB", "1.00 MiB"]
     assert [duration(x) for x in (0.34, 8.2, 59.97, 200, 3599.7, 7500, 86_400, 273_600)] == [
         "340 ms",
         "8.2 s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def significant(value: float | None, digits: int = 4) -> str:
@@ -42,10 +42,10 @@ def short_count(value: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes in powers of 1,000: ``1.50 GB``."""
+    """Bytes in powers of 1,024, as the plan gives them: ``1.50 GiB``."""
     value, unit = float(number), 0
     while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
+        value, unit = value / 1024, unit + 1
     return f"{value:.0f} B" if unit == 0 else f"{significant(value, 3)} {_UNITS[unit]}"
 
 

@@ -86,7 +86,7 @@ def line_chart(title: str, lines: list[Line], *, wide: bool = False, spell: obje
         element("figcaption", element("b", title), _legend(lines)),
         element(
             "div",
-            element("div", [_label(_axis(mark), top=frame.y(mark)) for mark in marks], class_="y"),
+            element("div", [_label(words, top=frame.y(mark)) for mark, words in _axis(marks)], class_="y"),
             element("div", plot, class_="plot"),
             element("div", "step", class_="unit"),
             element("div", [_label(count(mark), left=frame.x(mark)) for mark in across], class_="x"),
@@ -202,11 +202,18 @@ def _legend(lines: list[Line]) -> Content:
     )
 
 
-def _axis(value: float) -> str:
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        mantissa, _, power = f"{value:.1e}".partition("e")
-        return f"{mantissa.removesuffix('.0')}e{int(power)}"
-    return f"{value:,.10g}"
+def _axis(marks: list[float]) -> list[tuple[float, str]]:
+    """Marks with their spelling: all with the same decimals, or all as powers of ten if very small or big."""
+    largest, smallest = max(map(abs, marks)), min((abs(mark) for mark in marks if mark), default=1.0)
+    if smallest < 1e-3 or largest >= 1e6:
+        return [(mark, _power(mark)) for mark in marks]
+    decimals = max(len(f"{mark:.10g}".partition(".")[2]) for mark in marks)
+    return [(mark, f"{mark:,.{decimals}f}") for mark in marks]
+
+
+def _power(value: float) -> str:
+    mantissa, _, power = f"{value:.1e}".partition("e")
+    return f"{mantissa.removesuffix('.0')}e{int(power)}" if value else "0"
 
 
 def _label(text: str, *, top: float | None = None, left: float | None = None) -> Html:

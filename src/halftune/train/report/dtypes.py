@@ -8,6 +8,8 @@ from halftune.train.quantities import count, short_count
 from halftune.train.report.html import Content, Html, element, section, table
 from halftune.train.report.record import Record
 
+_SHOWN = 10  # rows that are shown as they are; more are summed up
+
 
 def dtypes(record: Record) -> Html:
     """The section on dtypes as they are."""
@@ -23,22 +25,34 @@ def _modules(rows: list[dict[str, Any]]) -> Html:
     else:
         tensors = sum(row.get("tensors", 0) for row in rows)
         verdict = element("p", f"All {count(tensors)} tensors of the loaded model are as planned.", class_="note")
-    cells: list[tuple[Content, ...]] = [
-        (
-            element("code", row.get("name")),
-            row.get("role"),
-            element("code", row.get("dtype")),
-            element("code", row.get("planned") or "–")
-            if row.get("as_planned", True)
-            else element("b", row["planned"], class_="bad"),
-            count(row.get("tensors", 0)),
-            short_count(row.get("elements", 0)),
-        )
-        for row in rows
+    head = ("module", "role", "dtype", "planned", "tensors", "numbers")
+    whole = table(
+        head, [(element("code", row.get("name")), *_cells(row)) for row in rows], numeric=(4, 5), kind="broad"
+    )
+    if len(rows) <= _SHOWN:
+        return Html(verdict + whole)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        key = tuple(str(row.get(name, "")) for name in ("role", "dtype", "planned"))
+        total = groups.setdefault(key, [0, 0])
+        total[0], total[1] = total[0] + row.get("tensors", 0), total[1] + row.get("elements", 0)
+    short = [
+        _cells({"role": role, "dtype": dtype, "planned": planned, "tensors": tensors, "elements": elements})
+        for (role, dtype, planned), (tensors, elements) in groups.items()
     ]
-    return Html(
-        verdict
-        + table(("module", "role", "dtype", "planned", "tensors", "numbers"), cells, numeric=(4, 5), kind="broad")
+    details = element("details", element("summary", f"All {len(rows)} kinds of tensors, by name"), whole)
+    return Html(verdict + table(head[1:], short, numeric=(3, 4)) + details)
+
+
+def _cells(row: dict[str, Any]) -> tuple[Content, ...]:
+    planned = row.get("planned") or "–"
+    right = planned in ("–", row.get("dtype"))
+    return (
+        row.get("role"),
+        element("code", row.get("dtype")),
+        element("code", planned) if right else element("b", planned, class_="bad"),
+        count(row.get("tensors", 0)),
+        short_count(row.get("elements", 0)),
     )
 
 
