@@ -1,0 +1,214 @@
+"""The whole plan: what hangs together, golden plans on four machines, and how they read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halftune.config.model_facts import ModelFacts, facts_from_config, read_model_facts
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.hardware.catalogue import CATALOGUE, lookup
+from halftune.plan import Plan, explain, resolve, to_dict
+from halftune.plan.duration import clock, duration, pace_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+
+
+def config(**sections: Any) -> RunConfig:
+    base: dict[str, Any] = {
+        "model": {"name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"},
+        "data": {"train": ["data.jsonl"]},
+        "training": {"output_dir": "runs/x", "gradient_accumulation_steps": 4},
+    }
+    for name, value in sections.items():
+        base[name] = {**base[name], **value} if name in base and isinstance(value, dict) else value
+    return RunConfig.model_validate(base)
+
+
+def qwen(**extra: Any) -> ModelFacts:
+    return facts_from_config({**QWEN, **extra}, "Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def planned(machine: str, facts: ModelFacts | None = None, world_size: int = 1, **sections: Any) -> Plan:
+    return resolve(config(**sections), lookup(machine), facts or qwen(), world_size)
+
+
+@pytest.mark.parametrize("machine", ["cpu", "t4", "a100", "h200"])
+def test_golden_plans(machine: str) -> None:
+    """A change of the plan is a change of what users get: look at the difference, then write the file anew."""
+    precision = {"compute": "bf16", "on_unsupported": "fallback"}
+    made = to_dict(planned(machine, precision=precision, data={"packing": True}))
+    file = GOLDEN / f"qwen_lora_bf16_{machine}.json"
+    if not file.exists():  # the way to write it anew is to remove it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+        pytest.fail(f"{file.name} was missing and has been written: look at it")
+    assert made == json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("machine", CATALOGUE)
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("model", ["builtin:qwen2-tiny", "builtin:qwen3_5-tiny", "builtin:llama-tiny"])
+def test_every_machine_gets_a_plan_that_can_be_read(machine: str, adapter: str, model: str) -> None:
+    run = config(model={"name_or_path": model}, adapter=adapter)
+    plan = resolve(run, lookup(machine), read_model_facts(run.model))
+    assert json.loads(json.dumps(to_dict(plan))) == to_dict(plan)
+    assert plan.memory.verdict.value == "fits"
+    lines = explain(plan, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_table_shows_every_decision_with_its_reason() -> None:
+    plan = planned("a100+t4", hybrid(), 2)
+    text = " ".join(explain(plan, width=300).split())
+    choices = [value for value in vars(plan.precision).values() if isinstance(value, Choice)]
+    choices += [plan.device, plan.distribution, plan.num_parameters, plan.num_trainable, plan.memory.verdict]
+    choices += [plan.attention.softmax, plan.attention.linear, plan.batch.packing, plan.batch.gradient_checkpointing]
+    for choice in choices:
+        assert choice.reason in text
+    for _, reason in plan.attention.rejected:
+        assert reason in text
+    for warning in plan.warnings:
+        assert warning in text
+    assert all(len(line) <= 60 for line in explain(plan, width=60).splitlines())
+
+
+def test_weights_and_counts() -> None:
+    plan = planned("a100")
+    assert plan.num_parameters.value == 494_032_768
+    assert plan.num_trainable.value == 8_798_208
+    assert plan.batch.tokens_per_step == 4 * 4 * 2048
+    assert planned("t4x2", world_size=2, precision="auto").batch.tokens_per_step == 2 * 4 * 4 * 2048
+    assert planned("t4x2", world_size=2).distribution.value == "ddp"
+
+
+def test_an_idle_device_is_mentioned() -> None:
+    assert any("1 of 2 devices" in warning for warning in planned("a100x2").warnings)
+    assert planned("a100x2", world_size=2).warnings == ()
+
+
+def hybrid() -> ModelFacts:
+    return qwen(model_type="qwen3_5_text", **LINEAR)
+
+
+def test_packing() -> None:
+    assert planned("a100").batch.packing.value is True
+    assert planned("a100", data={"packing": False}).batch.packing.value is False
+    off = planned("a100", hybrid()).batch.packing
+    assert off.value is False
+    assert "18 of 24 layers of qwen3_5_text carry a state along the row" in off.reason
+    with pytest.raises(PlanError, match="would mix the samples of a row"):
+        planned("a100", hybrid(), data={"packing": True})
+
+
+@pytest.mark.parametrize(
+    ("raw", "says", "refused"),
+    [
+        ({"model_type": "gpt2"}, "learned absolute positions", False),
+        ({"model_type": "opt"}, "learned absolute positions", False),
+        ({"model_type": "bloom"}, "ALiBi", True),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi", True),
+        ({"model_type": "bamba"}, "carry a state", True),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "in chunks", False),
+    ],
+)
+def test_families_that_are_not_packed(raw: dict[str, Any], says: str, refused: bool) -> None:
+    facts = qwen(**raw)
+    choice = planned("cpu", facts, attention="auto").batch.packing
+    assert choice.value is False
+    assert says in choice.reason
+    if refused:
+        with pytest.raises(PlanError, match="would mix"):
+            planned("cpu", facts, data={"packing": True})
+
+
+def test_a_backend_without_packed_rows_switches_packing_off_unless_asked() -> None:
+    plan = planned("a100", attention="eager")
+    assert (plan.batch.packing.value, plan.attention.softmax.value) == (False, "eager")
+    assert "attention: eager has no path for packed rows" in plan.batch.packing.reason
+    with pytest.raises(PlanError, match="no path for packed rows"):
+        planned("a100", attention="eager", data={"packing": True})
+    oss = facts_from_config({**QWEN, "model_type": "gpt_oss", "head_dim": 64}, "oss")
+    assert planned("a100", oss).batch.packing.value is False
+
+
+def test_positions_beyond_the_models_are_mentioned() -> None:
+    assert "32,768 positions" in planned("h200", data={"max_length": 40000}).warnings[0]
+
+
+def test_moments_in_another_dtype_need_adamw() -> None:
+    with pytest.raises(PlanError, match="sgd keeps its moments"):
+        planned("a100", precision={"optimizer_state": "bf16"}, training={"optim": "sgd"})
+
+
+def test_old_gpus_are_told_about_cuda_builds() -> None:
+    assert any("CUDA 12 build" in warning for warning in planned("v100").warnings)
+    assert not any("CUDA 12 build" in warning for warning in planned("t4").warnings)
+
+
+def test_checkpointing_comes_on_when_memory_says_so() -> None:
+    roomy, narrow = planned("h200"), planned("t4", data={"max_length": 8192})
+    assert roomy.batch.gradient_checkpointing.value is False
+    assert narrow.batch.gradient_checkpointing.value is True
+    assert "without it" in narrow.batch.gradient_checkpointing.reason
+    asked = planned("h200", training={"gradient_checkpointing": True})
+    assert asked.batch.gradient_checkpointing.reason.startswith("asked for")
+    assert asked.memory.activations < roomy.memory.activations / 3
+
+
+def test_what_does_not_fit_says_what_to_try() -> None:
+    large = qwen(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672)
+    plan = planned("t4", large, adapter="none")
+    assert plan.memory.verdict.value == "does not fit"
+    assert "adapter: lora" in plan.memory.verdict.reason
+    assert "not expected to fit" in plan.warnings[-1]
+    assert "▶" in explain(plan, width=80)
+
+
+def test_the_parts_of_the_total() -> None:
+    memory = to_dict(planned("a100"))["memory"]
+    parts = sum(memory[name] for name in ("weights", "gradients", "optimizer", "activations", "logits", "overhead"))
+    assert memory["total"] == parts - memory["overlap"]
+
+
+METRICS = [
+    *(
+        {"step": i, "epoch": i / 20, "loss": 1.0, "tokens": 1000, "seconds": 9.0 if i < 3 else 0.5}
+        for i in range(1, 11)
+    ),
+    {"step": 10, "epoch": 0.5, "eval_loss": 1.0, "eval_seconds": 3.0},
+]
+
+
+def test_a_known_pace_gives_a_duration() -> None:
+    lines = [*map(json.dumps, METRICS), '{"step": 11, "ep']
+    pace = pace_of(lines)
+    assert pace is not None
+    assert (pace.tokens_per_second, pace.tokens_per_epoch) == (2000.0, 20_000.0)
+    line = duration(config(), planned("cpu"), pace)
+    assert line == "Time: 30 s for 3 epochs (2,000 tokens/s in an earlier run here)."
+    steps = config(training={"max_steps": 1000})
+    assert duration(steps, planned("cpu"), pace).startswith("Time: 9 min for 1,000 steps")
+    assert pace_of(["", "{}", "[]"]) is None
+    assert [clock(s) for s in (0.2, 89, 91, 5400, 12_000)] == ["1 s", "89 s", "2 min", "1 h 30 min", "3 h 20 min"]

@@ -1,0 +1,128 @@
+"""The number of trained weights, told from names and shapes, against what peft makes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import transformers_weight_conversion
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.core.errors import PlanError
+from halftune.plan.trainable import count_trainable
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0], "head_dim": 16},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16},
+    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR, "head_dim": 16, "full_attention_interval": 3},
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all-linear": {},
+    "rank 3, two names": {"rank": 3, "target_modules": ["q_proj", "o_proj"]},
+    "one expression": {"target_modules": r"model\.layers\.[01]\..*\.(q_proj|k_proj|out_proj)"},
+    "dora": {"rank": 4, "use_dora": True},
+    "head saved": {"modules_to_save": ["lm_head"]},
+    "embedding saved": {"modules_to_save": ["embed_tokens"]},
+    "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "norms saved": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+    "embedding adapted": {"target_modules": ["embed_tokens", "q_proj"]},
+}
+
+
+def facts_of(name: str) -> ModelFacts:
+    return facts_from_config({**SMALL, **MODELS[name]}, "here")
+
+
+@pytest.fixture
+def linear_means_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps peft from rewriting targets of some mixtures of experts: it would add the fused experts and the router to
+    all-linear, and drop the shared experts' linear layers.
+    """
+    monkeypatch.setattr(transformers_weight_conversion, "_convert_peft_config_moe", lambda *_: None)
+
+
+@pytest.mark.parametrize("adapter_name", ADAPTERS)
+@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.usefixtures("linear_means_linear")
+def test_lora_counts_are_peft_counts(model_name: str, adapter_name: str) -> None:
+    adapter, facts = LoraAdapter.model_validate(ADAPTERS[adapter_name]), facts_of(model_name)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **MODELS[model_name]}))
+    targets = adapter.target_modules
+    config = LoraConfig(
+        r=adapter.rank,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_dora=adapter.use_dora,
+        ensure_weight_tying=bool(adapter.modules_to_save and facts.tie_word_embeddings),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config)
+    built = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    counted = count_trainable(facts, adapter)
+    assert counted.count.value == built
+    assert counted.adapter + counted.saved_whole == built
+
+
+def test_fused_experts_are_not_adapted() -> None:
+    """In transformers 5 experts are three-dimensional parameters: all-linear leaves them frozen."""
+    reason = count_trainable(facts_of("mixtral"), LoraAdapter()).count.reason
+    assert reason == "LoRA of rank 16 on 12 modules (k_proj, o_proj, q_proj, v_proj)"
+
+
+def test_full_fine_tuning_trains_everything() -> None:
+    facts = facts_of("llama")
+    assert count_trainable(facts, NoAdapter(type="none")).count.value == facts.num_parameters
+
+
+def test_an_undescribed_family_is_estimated() -> None:
+    raw = {**SMALL, "model_type": "arcee"}
+    counted = count_trainable(facts_from_config(raw, "here"), LoraAdapter(target_modules=("q_proj",)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    exact = sum(16 * (m.in_features + m.out_features) for n, m in model.named_modules() if n.endswith("q_proj"))
+    assert counted.count.value == exact
+    assert "estimated" in counted.count.reason
+
+
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [
+        ({"target_modules": ["q_prj"]}, "did you mean q_proj"),
+        ({"target_modules": ["q_proj", "experts"]}, "no linear layer is named 'experts'"),
+        ({"target_modules": "q_proj"}, r"write it as a list: \[q_proj\]"),
+        ({"target_modules": ".*nothing"}, "must match a whole name"),
+        ({"target_modules": "(q_proj"}, "is not a regular expression"),
+        ({"modules_to_save": ["lm_haed"]}, "did you mean lm_head"),
+    ],
+)
+def test_names_that_match_nothing(adapter: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        count_trainable(facts_of("llama"), LoraAdapter.model_validate(adapter))
