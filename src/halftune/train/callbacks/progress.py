@@ -106,7 +106,7 @@ class ProgressBar(Callback):
                 size(metrics.memory_bytes),
             )
         )
-        self.bar.update(self.task, completed=run.step, left="" if left is None else f"ETA {clock(left)}")
+        self.bar.update(self.task, completed=run.step, left=f"ETA {clock(left)}" if left else "")
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """Leaves a line above the bar."""
