@@ -226,9 +226,10 @@ def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         causal = kwargs.pop("is_causal", None)
-        heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         out = call(
-            *heads,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attention_mask,
             query_length=query.shape[2],
             is_causal=getattr(module, "is_causal", True) if causal is None else causal,

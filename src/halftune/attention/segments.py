@@ -45,7 +45,7 @@ class LengthsCache:
 _lengths = LengthsCache()
 
 
-@torch.compiler.disable
+@torch.compiler.disable()  # it reads lengths, which a graph cannot
 def segment_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -121,7 +121,7 @@ def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
     for parameter in model.parameters():
         # The usual small initialisation would make attention, and so a leak, too faint to see.
         if parameter.ndim > 1:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
     return model.eval()
 
 

@@ -108,9 +108,8 @@ class Guard:
 
     def _computing_dtype(self, operands: list[torch.Tensor]) -> torch.dtype | None:
         """The dtype of a call; None where two half dtypes contradict each other."""
-        device = operands[0].device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
+        if _autocast(operands[0]):
+            return torch.get_autocast_dtype(operands[0].device.type)
         found: torch.dtype | None = None
         for operand in operands:
             if operand.dtype in _HALF:
@@ -161,6 +160,12 @@ class Guard:
         return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
 
 
+def _autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on where the tensor lives; the meta device knows no autocast."""
+    kind = tensor.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def _place(names: list[str], spellings: tuple[str, ...]) -> tuple[int, str]:
     for name in spellings:
         if name in names:
@@ -174,7 +179,7 @@ def _returned(result: Any, operands: list[torch.Tensor], dtype: torch.dtype) -> 
     A half operand never comes about by accident, a fp32 one does: one operand in ``dtype`` shows that the weights are
     in it. Under autocast the next layer casts for itself.
     """
-    if torch.is_autocast_enabled(operands[0].device.type) or any(operand.dtype is dtype for operand in operands):
+    if _autocast(operands[0]) or any(operand.dtype is dtype for operand in operands):
         return result
     arrived = operands[0].dtype
     if isinstance(result, tuple):

@@ -1,0 +1,134 @@
+"""The start-up check on a small copy of the model: who may be packed, who is refused and why."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import because, plan
+from transformers import AttentionInterface, AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.core.errors import ModelError
+from halftune.model import packing_check
+from halftune.model.packing_check import packing_error, packing_verdict, shrunken, small_copy
+from halftune.model.patch import current_guard, registered_attention
+
+FULL_SIZE: dict[str, dict[str, Any]] = {
+    # sizes of real checkpoints, so that what is built is what was shrunken
+    "llama": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80},
+    "qwen2": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
+    "gemma2": {},
+    "gemma3_text": {},
+    "mistral": {},
+    "phi3": {},
+    "gpt_oss": {},
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+    "olmo3": {},
+    "cohere2": {},
+    "opt": {},
+}
+
+
+def packing_plan() -> Any:
+    made = plan()
+    return replace(made, batch=replace(made.batch, packing=because(True)))
+
+
+@pytest.mark.parametrize("family", FULL_SIZE)
+def test_softmax_families_may_be_packed(family: str) -> None:
+    config = AutoConfig.for_model(family, **FULL_SIZE[family])
+    started = time.process_time()
+    verdict = packing_verdict(config, packing_plan())
+    assert time.process_time() - started < 1
+    assert verdict.value, verdict.reason
+    assert family in verdict.reason
+
+
+REFUSED = {
+    "qwen3_5_text": "cannot run a packed row: `causal_conv1d_fn` can't keep packed sequences apart",
+    "olmo_hybrid": "can't keep packed sequences apart",
+    "minimax": "packed samples see each other in minimax",
+    "jamba": "packed samples see each other in jamba",
+    "llama4_text": "packed samples see each other in llama4_text",  # chunks of the row, not of the sample
+    "stablelm": "StableLmAttention is not told where the samples of a packed row end",
+    "bloom": "it computes attention in code of its own",
+    "mamba2": "a small copy of mamba2 cannot run a packed row",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_who_is_refused_and_why(family: str) -> None:
+    started = time.process_time()
+    verdict = packing_verdict(AutoConfig.for_model(family), packing_plan())
+    assert time.process_time() - started < 2
+    assert not verdict.value
+    assert REFUSED[family] in verdict.reason
+    assert "\n" not in verdict.reason
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN_MODELS))
+def test_builtin_models(name: str) -> None:
+    verdict = packing_verdict(AutoConfig.for_model(**BUILTIN_MODELS[name]), packing_plan())
+    assert verdict.value == (not name.startswith("qwen3_5"))
+
+
+def test_it_changes_nothing_outside() -> None:
+    config = AutoConfig.for_model("gemma3_text")
+    before, names = config.to_dict(), dict(AttentionInterface._global_mapping)
+    with registered_attention(packing_plan()):
+        guard = current_guard()
+        state = torch.get_rng_state()
+        packing_verdict(config, packing_plan())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert current_guard() is guard
+    assert config.to_dict() == before
+    assert names == AttentionInterface._global_mapping
+
+
+def test_every_kind_of_layer_and_every_flag_is_in_the_copy() -> None:
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=12, sliding_window=512, attn_logit_softcapping=30.0)
+    small = small_copy(config).config
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert small.num_hidden_layers == 2
+    assert small.sliding_window == 8 < min(packing_check.LENGTHS[:2])
+    assert small.head_dim == config.head_dim
+    assert small.attn_logit_softcapping == 30.0
+    values = shrunken(LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, mlp_bias=True))
+    assert (values["num_attention_heads"], values["num_key_value_heads"], values["hidden_size"]) == (4, 2, 512)
+    assert values["mlp_bias"] is True
+
+
+def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = packing_check.packed_row
+
+    def shifted(ids: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
+        row = original(ids, lengths)
+        row["cu_seq_lens_q"] = torch.tensor([0, ids.shape[1]], dtype=torch.int32)  # one sample, it says
+        return row
+
+    monkeypatch.setattr(packing_check, "packed_row", shifted)
+    verdict = packing_verdict(LlamaConfig(), packing_plan())
+    assert not verdict.value
+    assert "packed samples see each other in llama" in verdict.reason
+
+
+def test_a_bug_of_ours_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: Any) -> Any:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(packing_check, "small_copy", broken)
+    with pytest.raises(AssertionError, match="ours"):
+        packing_verdict(LlamaConfig(), packing_plan())
+
+
+def test_a_model_outside_the_interface_is_named() -> None:
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=128))
+    with registered_attention(packing_plan()) as name:
+        model.set_attn_implementation = lambda attention: None
+        with pytest.raises(ModelError, match="code of its own"):
+            packing_error(model, name)
