@@ -1,0 +1,1 @@
+"""Translates configs of other frameworks into a recipe: one file per framework, every key accounted for."""

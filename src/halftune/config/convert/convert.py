@@ -1,0 +1,113 @@
+"""Converts a whole file: which framework it is, the recipe as YAML, and what became of every key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halftune.config.convert.draft import HEADINGS, Draft, Note
+from halftune.config.foreign import recognise
+from halftune.config.render import inline
+from halftune.config.run import RunConfig
+from halftune.config.yaml_source import parse, read_text
+from halftune.core.errors import ConfigError
+from halftune.core.table import load
+
+CONVERTERS: dict[str, str] = {
+    "LLaMA-Factory": "halftune.config.convert.llamafactory:convert",
+    "axolotl": "halftune.config.convert.axolotl:convert",
+    "TRL": "halftune.config.convert.trl:convert",
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted config.
+
+    Attributes:
+        framework: where it comes from.
+        yaml: the recipe.
+        values: the same as plain data.
+        notes: one for each key of the old config, and for each default that was written out.
+    """
+
+    framework: str
+    yaml: str
+    values: dict[str, Any]
+    notes: tuple[Note, ...]
+
+
+def convert_file(path: Path, framework: str | None = None) -> Converted:
+    """Translates a config of another framework.
+
+    Args:
+        path: the YAML file.
+        framework: its name; None to recognise it by its keys.
+
+    Raises:
+        ConfigError: it cannot be read, is nobody's, or asks for what halftune does not have.
+    """
+    tree = parse(read_text(path), str(path))
+    if tree.problems:
+        raise ConfigError(tree.problems)
+    name = framework or recognise(tree.values)
+    if name is None:
+        remedy = f"name it: --from {' | '.join(CONVERTERS)}"
+        if "model" in tree.values and ("data" in tree.values or "training" in tree.values):
+            remedy = "it looks like a halftune recipe already"
+        raise ConfigError("is not recognised as a config of another framework", where=str(path), remedy=remedy)
+    draft = Draft(tree.values, name)
+    try:
+        load(CONVERTERS, name, kind="framework")(draft, path.parent)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=str(path), remedy=error.remedy) from None
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        # a value of a kind that the other framework would refuse too, e.g. a list where a number belongs
+        raise ConfigError(f"a value has an unexpected kind: {error}", where=str(path)) from None
+    draft.finish()
+    return Converted(name, _yaml(draft, path), draft.values, tuple(draft.notes))
+
+
+def _yaml(draft: Draft, path: Path) -> str:
+    head = f"# converted from the {draft.framework} config {path.name} by halftune convert\n"
+    order = [name for name in RunConfig.model_fields if name in draft.values]
+    return head + "".join(f"{line}\n" for name in order for line in _lines(name, draft.values[name], 0))
+
+
+def _lines(name: str, value: Any, depth: int) -> Iterator[str]:
+    pad = "  " * depth
+    if isinstance(value, dict) and depth == 0:
+        yield f"{pad}{name}:"
+        for key, inner in value.items():
+            yield from _lines(key, inner, depth + 1)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        yield f"{pad}{name}:"
+        yield from (f"{pad}  - {inline(item)}" for item in value)
+    else:
+        yield f"{pad}{name}: {inline(value)}"
+
+
+def _value(values: Any, key: str) -> str:
+    """What the recipe has under a dotted key, short."""
+    for part in key.split("."):
+        values = values[part]
+    text = inline(values)
+    return text if len(text) <= 48 else f"{text[:47]}…"
+
+
+def report(converted: Converted) -> str:
+    """What became of every key, grouped, for people."""
+    parts = [f"{converted.framework} → halftune"]
+    for kind, heading in HEADINGS.items():
+        notes = [note for note in converted.notes if note.kind == kind]
+        if not notes:
+            continue
+        parts.append(f"\n{heading} ({len(notes)})")
+        width = min(34, max(len(note.key) for note in notes))
+        for note in notes:
+            arrow = f" → {note.ours}: {_value(converted.values, note.ours)}" if note.ours else ""
+            why = f" · {note.why}" if note.why else ""
+            parts.append(f"  {note.key:<{width}}{arrow}{why}")
+    return "\n".join(parts)
