@@ -38,9 +38,9 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, like: str = "qw
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        # values that no half format holds exactly, so that any rounding shows
-        parameter.data = (parameter.data + 1e-4 * torch.randn(parameter.shape)).to(dtype)
+        for parameter in model.parameters():
+            # values that no half format holds exactly, so that any rounding shows
+            parameter.data = (parameter.data + 1e-4 * torch.randn(parameter.shape)).to(dtype)
     with quiet():
         model.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
