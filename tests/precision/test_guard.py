@@ -98,7 +98,7 @@ def test_two_half_formats_without_autocast_are_an_error(mode: Any) -> None:
 
 def test_strict_raises_with_the_facts_and_casts_nothing() -> None:
     guard = Guard("strict", "bf16")
-    recorder, attend = wrapped(guard)
+    _, attend = wrapped(guard)
     attend(Layer(), *operands(BF16, BF16, BF16))
     with pytest.raises(DtypeContractError) as caught:
         attend(Layer(), *operands(F32, F32, BF16))
