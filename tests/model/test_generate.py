@@ -106,6 +106,13 @@ def test_the_checkpoints_own_decoding_settings_have_no_say(folder: Path, tokeniz
     assert replies == {generate_reply(other, tokenizer, ASK, settings, plan())}
 
 
+def test_what_our_settings_leave_open_is_not_filled_in_by_the_checkpoints(folder: Path, tokenizer) -> None:
+    model = load_model(section(folder), plan(), for_training=False)
+    model.generation_config.update(no_repeat_ngram_size=1, suppress_tokens=tokenizer("a")["input_ids"])
+    scripted(model, tokenizer("a")["input_ids"] * 9)
+    assert generate_reply(model, tokenizer, ASK, GenerationSection(max_new_tokens=4), plan()) == "aaaa"
+
+
 def test_sampling_follows_the_seed(folder: Path, tokenizer) -> None:
     model = load_model(section(folder), plan(), for_training=False)
     settings = GenerationSection(max_new_tokens=8, temperature=1.5, top_p=0.9, top_k=50)

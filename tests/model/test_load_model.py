@@ -127,7 +127,11 @@ def test_gradient_checkpointing_leaves_the_gradients_alone(tmp_path: Path, adapt
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.constant_(parameter, 0.1)
+        runs = []
+        layer = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
+        layer.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         model(input_ids=ids, labels=ids).loss.backward()
+        assert len(runs) == (2 if checkpointing else 1)
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
         assert model.training
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
