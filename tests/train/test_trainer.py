@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError
 from halftune.train.callbacks.base import Run, StepMetrics
-from halftune.train.callbacks.metrics import Metrics
+from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint import checkpoints
 from halftune.train.trainer import Interrupted, train
 
@@ -70,9 +70,9 @@ def test_an_interrupted_run_goes_on_bit_identically(recipe, losses, tmp_path: Pa
     whole = train(loaded, plan).folder
 
     loaded, plan = recipe(*settings, f"training.output_dir={tmp_path}/parts")
-    on_step = Metrics.on_step
+    on_step = MetricsFile.on_step
 
-    def interrupt(self: Metrics, run: Run, metrics: StepMetrics) -> None:
+    def interrupt(self: MetricsFile, run: Run, metrics: StepMetrics) -> None:
         on_step(self, run, metrics)
         if run.step == 7:  # a signal that arrives in the middle of an epoch
             import os
@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on_bit_identically(recipe, losses, tmp_path: Pa
 
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Metrics, "on_step", interrupt)
+    monkeypatch.setattr(MetricsFile, "on_step", interrupt)
     with pytest.raises(Interrupted) as caught:
         train(loaded, plan)
     assert caught.value.exit_code == 143
@@ -126,21 +126,21 @@ def test_more_epochs_go_on_from_the_end(recipe, losses) -> None:
     assert json.loads((folder / "finished.json").read_text())["step"] == 5
 
 
-def test_the_best_evaluation_is_saved_when_asked(recipe) -> None:
+def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, plan = recipe(
         "data.eval_split=16",
         "training.eval_steps=2",
         "training.load_best=true",
-        "training.learning_rate=0.5",
         "training.save_steps=2",
         "training.save_total_limit=1",
         "training.max_steps=6",
-        "training.lr_scheduler_type=constant",
     )
+    measured = iter((0.7, 0.5, 0.6))
+    monkeypatch.setattr("halftune.train.trainer.evaluate", lambda stepper, feed: next(measured))
     folder = train(loaded, plan).folder
     evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = min((line for line in evaluations if "eval_loss" in line), key=lambda line: line["eval_loss"])
-    assert best["step"] < 6, "the learning rate was meant to ruin later steps"
+    assert best["step"] == 4
     saved = load_file(folder / "final" / "adapter_model.safetensors")
     kept = load_file(folder / f"checkpoint-{best['step']}" / "trainable.safetensors")
     shorten = {name.replace(".default", ""): value for name, value in kept.items()}

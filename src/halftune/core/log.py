@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -21,3 +24,20 @@ def configure(level: int = logging.INFO) -> None:
     root.addHandler(handler)
     root.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
     root.propagate = False
+
+
+@contextmanager
+def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
+    """Inside ``with``, everything that is logged is also appended to a file, with its time."""
+    if not enabled:
+        yield
+        return
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    root = logging.getLogger("halftune")
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

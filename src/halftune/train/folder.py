@@ -17,9 +17,9 @@ from halftune.train.checkpoint import MARKER, checkpoints
 
 FINISHED = "finished.json"
 # Keys that may change between two sittings of one run: they do not touch what is computed.
+LENGTH = ("training.num_train_epochs", "training.max_steps")
 HARMLESS = {
-    "training.num_train_epochs",
-    "training.max_steps",
+    *LENGTH,
     "training.logging_steps",
     "training.save_steps",
     "training.save_total_limit",
@@ -71,7 +71,8 @@ def open_folder(loaded: LoadedConfig) -> RunFolder:
             where=str(path),
             remedy="choose another training.output_dir, or delete that folder",
         )
-    differences = _differences(yaml.safe_load(resolved.read_text()), loaded.run.model_dump(mode="json"))
+    before, now = _flat(yaml.safe_load(resolved.read_text())), _flat(loaded.run.model_dump(mode="json"))
+    differences = _differences(before, now)
     if differences:
         raise ConfigError(
             f"the folder holds a run of another configuration: {'; '.join(differences)}",
@@ -79,7 +80,14 @@ def open_folder(loaded: LoadedConfig) -> RunFolder:
             remedy="choose another training.output_dir, or set these back",
         )
     done = checkpoints(path)
-    return RunFolder(path, _named(resume) or (done[-1] if done else None), finished=(path / FINISHED).exists())
+    finished = (path / FINISHED).exists() and all(before[key] == now[key] for key in LENGTH)
+    if (path / FINISHED).exists() and not finished and not done:
+        raise ConfigError(
+            "the run is finished and left no checkpoint to go on from (training.save_steps: end)",
+            where=str(path),
+            remedy="choose another training.output_dir",
+        )
+    return RunFolder(path, _named(resume) or (done[-1] if done else None), finished)
 
 
 def _named(resume: str) -> Path | None:
@@ -91,23 +99,23 @@ def _named(resume: str) -> Path | None:
     return path
 
 
-def _differences(before: dict, now: dict) -> list[str]:
-    before_flat, now_flat = dict(_flatten(before)), dict(_flatten(now))
-    keys = sorted(before_flat.keys() | now_flat.keys())
+def _differences(before: dict[str, object], now: dict[str, object]) -> list[str]:
     return [
-        f"{key} was {before_flat.get(key)!r}, now {now_flat.get(key)!r}"
-        for key in keys
-        if before_flat.get(key) != now_flat.get(key)
+        f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
         and key not in HARMLESS
         and not key.startswith(HARMLESS_SECTIONS)
         and key != "training.output_dir"
     ]
 
 
-def _flatten(tree: object, prefix: str = "") -> list[tuple[str, object]]:
-    if not isinstance(tree, dict):
-        return [(prefix, json.loads(json.dumps(tree)))]
-    return [leaf for key, value in tree.items() for leaf in _flatten(value, f"{prefix}.{key}" if prefix else key)]
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    """Dotted key → value of every leaf; lists are leaves."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> None:

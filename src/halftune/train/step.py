@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ class Stepper:
         The loss is the sum over its labelled tokens divided by their number, over all micro-batches and processes: how
         the batch is split changes nothing but rounding.
         """
-        started = time.perf_counter()
         counts = self._total([[batch.tokens, batch.tokens_real, batch.tokens_trained] for batch in batches])
         tokens, real, trained = (int(value) for value in counts)
         loss = self._accumulate(batches, trained)
@@ -59,7 +57,6 @@ class Stepper:
         rate = float(self.schedule.get_last_lr()[0])
         metrics = StepMetrics(loss, rate, norm, tokens, real, trained, 0.0, 0)
         self._update(metrics, batches)
-        metrics.seconds = time.perf_counter() - started
         metrics.memory_bytes = peak_memory_bytes(self.accelerator.device)
         return metrics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from halftune.config.load import LoadedConfig
 from halftune.core.errors import TrainingError
-from halftune.core.log import get_logger
+from halftune.core.log import get_logger, log_to
 from halftune.model.save import save_final
 from halftune.model.state import load_trainable_state
 from halftune.plan import Plan
@@ -91,7 +92,7 @@ class Trainer:
         """The whole run; callbacks are told of its end whatever happens."""
         failure: BaseException | None = None
         try:
-            with Interrupts() as self.interrupts:
+            with Interrupts() as self.interrupts, log_to(self.run.folder / "train.log", enabled=self.run.is_main):
                 self._restore()
                 self._loop()
                 return self._finish()
@@ -119,8 +120,10 @@ class Trainer:
         run = self.run
         self._phase("training")
         run.model.train()
+        began = time.perf_counter()
         for epoch, batches in self.session.feed.steps(run.step, run.total_steps):
             metrics = self.stepper.step(batches)
+            metrics.seconds = time.perf_counter() - began
             run.step, run.epoch = run.step + 1, epoch
             self._tell("on_step", metrics)
             if self._due(run.config.training.eval_steps):
@@ -129,6 +132,7 @@ class Trainer:
                 self._save()
             if run.stop or self._interrupted():
                 break
+            began = time.perf_counter()
 
     def _due(self, every: int | str) -> bool:
         if every == "end":
@@ -145,7 +149,9 @@ class Trainer:
         started = time.perf_counter()
         loss = evaluate(self.stepper, feed)
         self.last_evaluated = run.step
-        if run.best is None or loss < run.best[1]:
+        if not math.isfinite(loss):
+            log.warning("the evaluation loss at step %d is %s: it does not count as the best", run.step, loss)
+        elif run.best is None or loss < run.best[1]:
             run.best = (run.step, loss)
             if run.config.training.load_best:
                 self._save()

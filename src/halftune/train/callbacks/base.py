@@ -59,7 +59,7 @@ class StepMetrics:
         tokens: fed tokens, padding included.
         tokens_real: without padding.
         tokens_trained: that carry a label.
-        seconds: wall time of the step.
+        seconds: wall time of the step, the making of its batches included.
         memory_bytes: peak device memory so far; resident memory of the process on a CPU.
         extra: further numbers to log, e.g. the loss scale.
     """
