@@ -50,7 +50,8 @@ class Export:
             lines.append("the adapter changes next to nothing: was it trained?")
         elif self.merge.update_size:
             kept = f"the adapter moves the weights by {self.merge.update_size:.1e} of their size"
-            lines.append(f"{kept}; {self.merge.update_error:.1%} of that is lost to {self.stored}")
+            lost = f"{self.merge.update_error:.1%}" if self.merge.update_error >= 0.0005 else "nothing"
+            lines.append(f"{kept}; {lost} of that is lost to {self.stored}")
         return "\n".join(lines)
 
 
