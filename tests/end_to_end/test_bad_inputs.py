@@ -90,7 +90,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 
 DATA_MISTAKES = {
     "malformed row": (ROW + "\n{broken\n", ["rows.jsonl", "2"]),
-    "row without an answer": (json.dumps({"prompt": "x"}), ["rows.jsonl", "answer"]),
+    "row without an answer": (ROW + "\n" + json.dumps({"prompt": "x"}), ["rows.jsonl", "2", "answer"]),
     "empty set": ("", ["rows.jsonl", "empty"]),
     "unknown columns": (
         json.dumps({"question": "x", "answer": "y"}),
