@@ -25,7 +25,7 @@ def flash_needs_half(run: RunConfig, context: Context) -> Iterator[Finding]:
     if run.precision.compute == "fp32" and backend in FLASH:
         yield Finding(
             ("attention", "backend"),
-            f"attention: {backend} cannot run with precision: fp32, FlashAttention computes in bf16 and fp16 only",
+            f"{backend} cannot run with precision: fp32, FlashAttention computes in bf16 and fp16 only",
             "precision: bf16 (or fp16); or attention: sdpa; or auto for either",
         )
 

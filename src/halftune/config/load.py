@@ -26,6 +26,7 @@ from halftune.config.yaml_source import Tree, parse, read_text
 from halftune.core.errors import ConfigError, HalftuneError
 
 DEFAULT = "default"
+MAX_PROBLEMS = 60
 PATHS_IN_MODEL = ("name_or_path", "tokenizer", "chat_template")
 
 
@@ -80,7 +81,7 @@ def load_config(
     if run is not None:
         problems += _rules(run, tree, file, broken | more, look_at_files)
     if problems or run is None:
-        raise ConfigError(sorted(problems, key=_line))
+        raise ConfigError(_first(sorted(problems, key=_line), tree.label))
     return LoadedConfig(run, file, text, {dotted(key): _origin(tree, key) for key in _leaves(run)})
 
 
@@ -122,6 +123,14 @@ def _find_beside(tree: Tree, folder: Path) -> None:
             beside = os.path.abspath(folder / name)
             if not os.path.exists(name) and os.path.exists(beside):
                 holder[key] = beside
+
+
+def _first(problems: list[HalftuneError], label: str) -> list[HalftuneError]:
+    """No more problems than a screen holds."""
+    more = len(problems) - MAX_PROBLEMS
+    if more <= 0:
+        return problems
+    return [*problems[:MAX_PROBLEMS], HalftuneError(f"{more} more problems", where=label, remedy="correct these first")]
 
 
 def _line(problem: HalftuneError) -> tuple[int, str]:

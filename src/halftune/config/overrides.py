@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from halftune.config.shape import Path, dotted
+from halftune.config.shape import Path, child, dotted
+from halftune.config.shorthand import expand
 from halftune.config.yaml_source import Place, Tree, parse_value
 from halftune.core.errors import ConfigError, HalftuneError
 
@@ -31,7 +32,8 @@ def apply_overrides(tree: Tree, arguments: Sequence[str]) -> None:
             continue
         seen[path] = argument
         try:
-            _set(tree, path, text, Place(COMMAND_LINE, where))
+            _set(tree, _through_lists(tree.values, path), text, Place(COMMAND_LINE, where))
+            expand(tree)  # the next argument may reach into what this one wrote in short
         except ConfigError as error:
             tree.problems += error.problems
 
@@ -50,6 +52,18 @@ def _path(key: str) -> Path:
     return tuple(int(number) if number else name for number, name in PART.findall(key))
 
 
+def _through_lists(values: Any, path: Path) -> Path:
+    """``data.train.samples`` means the only entry of ``data.train`` where there is one only."""
+    whole: list[str | int] = []
+    for part in path:
+        if isinstance(values, list) and len(values) == 1 and isinstance(part, str):
+            whole.append(0)
+            values = values[0]
+        whole.append(part)
+        values = child(values, part)
+    return tuple(whole)
+
+
 def _set(tree: Tree, path: Path, text: str, place: Place) -> None:
     """Puts one value in its place; sections on the way there are made.
 
@@ -61,6 +75,7 @@ def _set(tree: Tree, path: Path, text: str, place: Place) -> None:
         inner = _entry(holder, part, path[:depth], place)
         if inner is None:
             inner = holder[part] = {}
+            tree.places.setdefault(path[: depth + 1], place)
         holder = inner
     last = path[-1]
     if isinstance(last, int) or not isinstance(holder, dict):

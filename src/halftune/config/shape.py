@@ -108,6 +108,8 @@ def shape_at(path: Path, values: Any = None) -> Shape | None:
                 shape = shape.item
             else:
                 return None
+        elif get_origin(shape.annotation) is dict:
+            shape = shape_of(get_args(shape.annotation)[1])
         else:
             section = shape.section(values)
             fields = [section] if section else list(shape.sections.values())

@@ -16,6 +16,9 @@ def expand(tree: Tree) -> None:
 
 def _expand(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
     if not shape.sections:
+        if LISTED in shape.metadata and isinstance(value, str):
+            tree.written[(*path, 0)] = path
+            return [value]
         return value
     if shape.many:
         if LISTED in shape.metadata and isinstance(value, str | dict):

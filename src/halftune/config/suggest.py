@@ -16,6 +16,7 @@ SYNONYMS: dict[str, str] = {
     "batch_size": "training.per_device_train_batch_size",
     "micro_batch_size": "training.per_device_train_batch_size",
     "train_batch_size": "training.per_device_train_batch_size",
+    "per_device_batch_size": "training.per_device_train_batch_size",
     "eval_batch_size": "training.per_device_eval_batch_size",
     "grad_accum": "training.gradient_accumulation_steps",
     "gradient_accumulation": "training.gradient_accumulation_steps",
@@ -92,11 +93,10 @@ def suggest_key(path: Path, section: type[Section] | None) -> str:
         return _mean((*parent, plain))
     if "." in key and shape_at(tuple(key.split("."))) is not None:
         return f"write it as a section: {key.replace('.', ': {', 1)}: …}}, or {key}=… on the command line"
+    if tags := _tags(parent, plain):
+        return f"{plain} is a key of {dotted(parent)}.type {' and '.join(tags)}"
     places = _places()
     if elsewhere := [place for place in places.get(plain, []) if place != path and plain not in GENERAL]:
-        here = [place for place in elsewhere if place[:-1] == parent]
-        if here and section is not None:  # a key of another kind of adapter or method
-            return f"{plain} belongs to another {dotted(parent)}.type than the one chosen"
         return _mean(*elsewhere[:2])
     if plain in SYNONYMS:
         return f"did you mean {SYNONYMS[plain]}?"
@@ -117,6 +117,13 @@ def suggest_word(value: object, known: Iterable[object]) -> str:
     text = str(value).lower()
     near = [word for word in words if word == text] or get_close_matches(text, words, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def _tags(parent: Path, key: str) -> list[str]:
+    """The other kinds of a tagged section (adapter, method) that have this key."""
+    shape = shape_at(parent)
+    sections = shape.sections if shape is not None and len(shape.sections) > 1 else {}
+    return [tag for tag, section in sections.items() if key in section.model_fields]
 
 
 def _mean(*paths: Path) -> str:

@@ -68,7 +68,7 @@ class TrainingSection(Section):
     torch_compile: Flag = False
     """Compile the model with torch.compile."""
 
-    seed: Annotated[Int, Field(ge=0)] = 42
+    seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] = 42
     """Seed of data order, adapter weights and dropout."""
 
     logging_steps: Annotated[Int, Field(ge=1)] = 1

@@ -66,8 +66,9 @@ def syntax_error(error: YAMLError | RecursionError, text: str, label: str) -> Ha
     mark, start = error.problem_mark, error.context_mark
     what, remedy, from_start = _sentence(said)
     chosen = start if from_start and start is not None else mark
-    line = chosen.line + 1 if chosen is not None else 1
-    if (tab := _tab_near(text, line, mark.line + 1 if mark is not None else line)) is not None:
+    # lines as editors count them: YAML 1.1 breaks lines at U+0085 and U+2028 too
+    line, end = (text.count("\n", 0, at.index) + 1 if at is not None else 1 for at in (chosen, mark))
+    if (tab := _tab_near(text, line, end)) is not None:
         what, remedy, line = "a tab is used for indentation", "YAML indents with spaces only", tab
     elif "mapping values are not allowed" in said:
         what, remedy, line = _stray_colon(text, line)

@@ -1,12 +1,14 @@
 """Reads YAML into plain values and remembers the line of every key and list entry.
 
 Plain scalars are read as YAML 1.2 and people mean them: ``1e-4`` is a number; ``yes``, ``no``, ``on``, ``off`` are text
-(a flag then asks for ``true`` or ``false``), and so are dates, ``010`` and ``1:30``.
+(a flag then asks for ``true`` or ``false``), and so are dates, ``010``, ``1:30`` and what is no finite number.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -19,11 +21,10 @@ from halftune.config.shape import Path, dotted
 from halftune.config.yaml_errors import syntax_error
 from halftune.core.errors import ConfigError, HalftuneError
 
-MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 20, 40, 10_000
+MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 17, 40, 10_000
 INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 HEX = re.compile(r"0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?")
-SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 WORDS: dict[str, Any] = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 NULLS = ("", "~", "null", "Null", "NULL")
 TAG = "tag:yaml.org,2002:"
@@ -69,9 +70,11 @@ class Tree:
         return dotted(path)
 
     def forget(self, path: Path) -> None:
-        """Drops the places at and below a path."""
+        """Drops the places at and below a path, and how what stood there was spelt."""
         for known in [known for known in self.places if known[: len(path)] == path]:
             del self.places[known]
+        for known in [known for known in self.written if known[: len(path)] == path and known != path]:
+            del self.written[known]
 
     def problem(self, path: Path, what: str, remedy: str = "") -> HalftuneError:
         """An error about the value at a path."""
@@ -130,14 +133,20 @@ def parse(text: str, label: str) -> Tree:
     """
     tree = Tree(label)
     node = _compose(text, label)
+    breaks = [match.start() for match in re.finditer("\n", text)]
+
+    def line_of(found: Node) -> int:
+        """The line as editors count; YAML 1.1 breaks lines at U+0085 and U+2028 too."""
+        return bisect_left(breaks, found.start_mark.index) + 1
+
     if node is None:
         raise ConfigError("is empty", where=label, remedy="start from configs/quickstart.yaml")
     if not isinstance(node, MappingNode):
         kind = "a list" if isinstance(node, SequenceNode) else "a single value"
-        line = node.start_mark.line + 1
+        line = line_of(node)
         remedy = "a recipe is made of 'key: value' lines (a space after the colon): model, data, training …"
         raise ConfigError(f"is {kind}, not a set of keys", where=f"{label}:{line}", remedy=remedy)
-    _Reader(tree, lambda line: Place(f"{label}:{line}", f"{label}:{line}")).read_root(node)
+    _Reader(tree, line_of, lambda line: Place(f"{label}:{line}", f"{label}:{line}")).read_root(node)
     return tree
 
 
@@ -156,7 +165,7 @@ def parse_value(text: str, tree: Tree, path: Path, place: Place) -> Any:
     tree.places[path] = place
     if node is None:
         return None
-    return _Reader(tree, lambda line: place).read(node, path, 0)
+    return _Reader(tree, lambda node: 0, lambda line: place).read(node, path, 0)
 
 
 def _compose(text: str, label: str) -> Node | None:
@@ -173,8 +182,8 @@ def _compose(text: str, label: str) -> Node | None:
 class _Reader:
     """Turns nodes into values; writes places and problems into the tree."""
 
-    def __init__(self, tree: Tree, place: Callable[[int], Place]) -> None:
-        self._tree, self._place, self._count = tree, place, 0
+    def __init__(self, tree: Tree, line: Callable[[Node], int], place: Callable[[int], Place]) -> None:
+        self._tree, self._line, self._place, self._count = tree, line, place, 0
 
     def read_root(self, node: MappingNode) -> None:
         self._tree.values = self.read(node, (), 0)
@@ -182,16 +191,20 @@ class _Reader:
     def read(self, node: Node, path: Path, depth: int) -> Any:
         self._count += 1
         if depth > MAX_DEPTH or self._count > MAX_VALUES:
-            what = "is nested too deeply" if depth > MAX_DEPTH else "holds too many values (aliases multiply)"
-            where = self._place(node.start_mark.line + 1).where
-            raise ConfigError(f"{what} for a configuration", where=where, remedy="write it out without aliases")
+            what = (
+                "is nested too deeply"
+                if depth > MAX_DEPTH
+                else f"holds more than {MAX_VALUES:,} values, aliases written out, too many"
+            )
+            where = self._place(self._line(node)).where
+            raise ConfigError(f"{what} for a configuration", where=where, remedy="is this the right file?")
         if isinstance(node, MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, SequenceNode):
             self._known_tag(node, path, "seq")
             values = []
             for index, item in enumerate(node.value):
-                self._tree.places[(*path, index)] = self._place(item.start_mark.line + 1)
+                self._tree.places[(*path, index)] = self._place(self._line(item))
                 values.append(self.read(item, (*path, index), depth + 1))
             return values
         return self._scalar(node, path)
@@ -201,7 +214,7 @@ class _Reader:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
+            line = self._line(key_node)
             if not isinstance(key_node, ScalarNode):
                 self._problem(line, "a key must be a plain word", "put text with brackets in quotes")
                 continue
@@ -231,12 +244,12 @@ class _Reader:
                 found += self.read(each, path, depth + 1).items()
                 self._tree.places.update(kept)
             else:
-                self._problem(each.start_mark.line + 1, "<<: takes a section (*name)", "name an anchor of a section")
+                self._problem(self._line(each), "<<: takes a section (*name)", "name an anchor of a section")
         return found
 
     def _scalar(self, node: Node, path: Path) -> Any:
         text = str(node.value)
-        line = node.start_mark.line + 1
+        line = self._line(node)
         if any(0xD800 <= ord(character) < 0xE000 for character in text):
             self._problem(line, f"{dotted(path)}: holds half of a surrogate pair", "write the character itself")
             return ""
@@ -252,7 +265,7 @@ class _Reader:
 
     def _known_tag(self, node: Node, path: Path, kind: str) -> None:
         if node.tag != f"{TAG}{kind}":
-            line = node.start_mark.line + 1
+            line = self._line(node)
             self._problem(line, f"{dotted(path)}: the YAML tag {node.tag} is not allowed", "write a plain value")
 
     def _problem(self, line: int, what: str, remedy: str) -> None:
@@ -271,8 +284,6 @@ def scalar(text: str) -> Any:
         return int(text.replace("_", ""))
     if HEX.fullmatch(text):
         return int(text, 16)
-    if FLOAT.fullmatch(text):
-        return float(text.replace("_", ""))
-    if SPECIAL.fullmatch(text):
-        return float(text.replace(".", ""))
+    if FLOAT.fullmatch(text) and math.isfinite(number := float(text.replace("_", ""))):
+        return number
     return text

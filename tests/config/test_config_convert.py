@@ -1,0 +1,237 @@
+"""Configs of other frameworks: recognised, converted, every key accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from halftune.cli import main
+from halftune.config.convert.convert import convert_file, report
+from halftune.config.load import load_config
+from halftune.core.errors import ConfigError
+
+LLAMAFACTORY = """\
+model_name_or_path: builtin:qwen2-tiny
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj,v_proj
+quantization_bit: 4
+dataset: mine,hub
+template: qwen3_nothink
+cutoff_len: 1024
+max_samples: 1000
+neat_packing: true
+mask_history: true
+output_dir: saves/x
+save_steps: 500
+plot_loss: true
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+warmup_ratio: 0.1
+bf16: true
+flash_attn: fa2
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 50
+some_new_key: 3
+"""
+AXOLOTL = """\
+base_model: builtin:qwen2-tiny
+model_type: LlamaForCausalLM
+load_in_8bit: false
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+  - path: a/chat
+    type: chat_template
+    split: train[:20%]
+val_set_size: 0.05
+output_dir: ./outputs/x
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+load_in_4bit: true
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+wandb_project:
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+learning_rate: 0.0002
+bf16: auto
+fp16:
+gradient_checkpointing: offload
+flash_attention: true
+evals_per_epoch: 4
+saves_per_epoch: 1
+special_tokens: {pad_token: <pad>}
+"""
+TRL = """\
+model_name_or_path: builtin:qwen2-tiny
+dtype: bfloat16
+attn_implementation: flash_attention_2
+dataset_name: trl-lib/Capybara
+dataset_train_split: train
+use_peft: true
+lora_r: 8
+lora_alpha: 16
+lora_target_modules: all-linear
+max_length: 512
+packing: true
+packing_strategy: wrapped
+assistant_only_loss: true
+output_dir: out
+max_steps: 100
+lr_scheduler_type: cosine_with_restarts
+bf16: false
+fp16: false
+gradient_checkpointing: false
+report_to: [wandb, mlflow]
+eval_strategy: epoch
+"""
+OLD = {"LLaMA-Factory": LLAMAFACTORY, "axolotl": AXOLOTL, "TRL": TRL}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in OLD.items():
+        Path(f"{name}.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("framework", OLD)
+def test_recognised_and_offered(framework: str) -> None:
+    with pytest.raises(ConfigError, match=f"looks like a config of {framework}") as caught:
+        load_config(f"{framework}.yaml")
+    assert f"halftune convert {framework}.yaml" in caught.value.remedy
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("framework", OLD)
+def test_every_key_is_accounted_for(framework: str) -> None:
+    converted = convert_file(Path(f"{framework}.yaml"))
+    assert converted.framework == framework
+    told = {note.key for note in converted.notes}
+    assert set(yaml.safe_load(OLD[framework])) <= told
+    keys = [note.key for note in converted.notes if note.kind != "default"]
+    assert len(keys) == len(set(keys)), "each key once"
+    assert all(note.why for note in converted.notes if note.kind in ("changed", "none"))
+    text = report(converted)
+    assert all(key in text for key in told)
+
+
+def values(framework: str) -> dict[str, Any]:
+    converted = convert_file(Path(f"{framework}.yaml"))
+    read = yaml.safe_load(converted.yaml)
+    assert read == converted.values
+    return read
+
+
+def test_llamafactory() -> None:
+    Path("data").mkdir()
+    Path("data/mine.json").write_text("[]")
+    info = {
+        "mine": {"file_name": "mine.json", "columns": {"prompt": "frage", "response": "output"}},
+        "hub": {"hf_hub_url": "org/set", "subset": "main", "split": "test"},
+    }
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    new = values("LLaMA-Factory")
+    assert new["data"]["train"] == [
+        {"path": "data/mine.json", "format": "alpaca", "columns": {"instruction": "frage"}, "samples": 1000},
+        {"path": "org/set:main", "split": "test", "samples": 1000},
+    ]
+    assert new["adapter"] == {"type": "lora", "rank": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    assert new["precision"] == {"compute": "bf16"}
+    assert new["attention"] == {"backend": "fa2"}
+    assert new["data"]["packing"] is True
+    assert new["data"]["max_length"] == 1024
+    assert new["method"] == {"type": "sft", "train_on": "last"}
+    training = new["training"]
+    assert (training["eval_steps"], training["save_steps"], training["learning_rate"]) == (50, 500, 1e-4)
+    assert training["gradient_checkpointing"] is True, "on there by default"
+    assert training["lr_scheduler_type"] == "linear", "their default, not ours"
+
+
+def test_axolotl() -> None:
+    new = values("axolotl")
+    assert new["data"]["train"] == [
+        {"path": "tatsu-lab/alpaca", "format": "alpaca"},
+        {"path": "a/chat", "split": "train[:20%]"},
+    ]
+    assert new["adapter"]["type"] == "lora"
+    assert new["adapter"]["target_modules"] == "all-linear"
+    assert new["precision"] == {"compute": "auto"}
+    assert new["data"]["overlong"] == "drop", "axolotl drops what is too long"
+    assert new["training"]["gradient_checkpointing"] is True
+    changed = {note.key for note in convert_file(Path("axolotl.yaml")).notes if note.kind == "changed"}
+    assert changed == {"adapter", "optimizer", "evals_per_epoch", "gradient_checkpointing"}
+
+
+def test_trl() -> None:
+    new = values("TRL")
+    assert new["precision"] == {"compute": "fp32"}
+    assert new["attention"] == {"backend": "auto"}, "FlashAttention in fp32 is what crashes there"
+    assert new["data"]["eval"] == [{"path": "trl-lib/Capybara", "split": "test"}]
+    assert new["method"] == {"type": "sft", "train_on": "assistant"}
+    assert new["logging"] == {"report_to": ["wandb"]}
+    assert new["training"]["per_device_train_batch_size"] == 8
+    assert "num_train_epochs" not in new["training"]
+    changed = {note.key for note in convert_file(Path("TRL.yaml")).notes if note.kind == "changed"}
+    assert changed == {"dtype", "attn_implementation", "packing_strategy", "lr_scheduler_type", "report_to"}
+
+
+@pytest.mark.parametrize("framework", OLD)
+def test_result_is_valid_but_for_files(framework: str) -> None:
+    converted = convert_file(Path(f"{framework}.yaml"))
+    Path("new.yaml").write_text(converted.yaml)
+    load_config("new.yaml", look_at_files=False)
+
+
+@pytest.mark.parametrize(
+    ("framework", "change", "said"),
+    [
+        ("LLaMA-Factory", "stage: dpo", "stage: dpo cannot be converted"),
+        ("LLaMA-Factory", "finetuning_type: freeze", "finetuning_type: freeze cannot"),
+        ("LLaMA-Factory", "fp16: true", "fp16: True cannot be converted: bf16 is true as well"),
+        ("axolotl", "rl: dpo", "rl: dpo cannot be converted"),
+        ("TRL", "beta: 0.1", "beta: 0.1 cannot be converted"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(framework: str, change: str, said: str) -> None:
+    key = change.split(":")[0]
+    lines = [line for line in OLD[framework].split("\n") if not line.startswith(f"{key}:")]
+    Path("old.yaml").write_text("\n".join([*lines, change]))
+    with pytest.raises(ConfigError) as caught:
+        convert_file(Path("old.yaml"))
+    assert said in str(caught.value)
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as left:
+            main(["convert", *arguments])
+        assert isinstance(left.value.code, int)
+        return left.value.code
+
+    assert run("axolotl.yaml") == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["adapter"]["type"] == "lora"
+    assert "no equivalent" in printed.err
+    assert run("axolotl.yaml", "-o", "new.yaml") == 0
+    assert "new.yaml is written and valid" in capsys.readouterr().out
+    assert run("axolotl.yaml", "-o", "new.yaml") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run("LLaMA-Factory.yaml", "-o", "new.yaml", "--force") == 2, "its data is not here"
+    assert "Before it can run:\nnew.yaml:" in capsys.readouterr().out
+    Path("ours.yaml").write_text("model: {name_or_path: x}\ndata: {train: y}\n")
+    assert run("ours.yaml") == 2
+    assert "halftune recipe already" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""Rules between keys, and about files: what no type can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halftune.config.check import RULES, check
+from halftune.config.check_files import DATA_ENDINGS
+from halftune.config.finding import Context
+from halftune.config.load import LoadedConfig, load_config
+from halftune.core.errors import ConfigError
+
+Load = Callable[..., LoadedConfig]
+Problems = Callable[..., list[str]]
+
+RULED = {
+    ("attention=fa2",): "argument attention=fa2: attention: fa2 cannot run with precision: fp32",
+    ("attention=fa3",): "fa3 cannot run with precision: fp32",
+    ("precision={compute: fp16, trainable: bf16}",): "its loss scaling needs fp32 weights",
+    ("training.load_best=true",): "training.load_best: needs evaluation data, and there is none",
+    ("training.early_stopping_patience=2",): "training.early_stopping_patience: needs evaluation data",
+    ("training.eval_steps=10",): "training.eval_steps: needs evaluation data",
+    ("data.eval_split=1.5",): "1.5 is neither a share (below 1) nor a number of samples",
+    ("data.eval_split=0.1", "data.eval=builtin:python-docs"): "data.eval_split: has no effect beside data.eval",
+    ("training.warmup_steps=10", "training.max_steps=10"): "10 is not below max_steps (10)",
+    (
+        "training.warmup_steps=10",
+        "training.lr_scheduler_type=constant",
+    ): "has no effect with lr_scheduler_type: constant",
+    ("training.eval_steps=50", "training.max_steps=10", "data.eval_split=5"): "there would be no evaluation",
+    ("adapter.target_modules=[]",): "names no module",
+    ("adapter.target_modules=q_proj,v_proj",): "write a list: [q_proj, v_proj]",
+    ("adapter.target_modules=all",): "did you mean all-linear?",
+    ("adapter.target_modules='(q_proj'",): "is no regular expression",
+    ("data.train.format=text",): "plain text has no answers to train on with method: sft · method: pretrain",
+    ("method=pretrain", "data.system=Be brief."): "data.system: has no effect with method: pretrain",
+    ("data.packing={enabled: false, split: true}",): "data.packing.split: has no effect without packing",
+    ("model.name_or_path=a/b", "model.trust_remote_code=true"): "without a revision · set model.revision",
+    ("model.revision=main",): "model.revision: has no effect: the model does not come from the hub",
+    (
+        "model.name_or_path=builtin:qwen2-tyni",
+    ): "there is no model builtin:qwen2-tyni · did you mean builtin:qwen2-tiny?",
+    ("model.name_or_path=./nowhere",): "no such folder: ./nowhere",
+    ("model.name_or_path=w.gguf",): "weights alone are no model: w.gguf",
+    ("model.name_or_path=adapter",): "adapter holds an adapter, not a model",
+    ("model.name_or_path=empty",): "the folder empty has no config.json",
+    ("model.name_or_path='a b'",): "is neither a folder nor a hub id",
+    ("model.tokenizer=builtin:nope",): "model.tokenizer: there is no model builtin:nope",
+    ("model.chat_template=nope.jinja",): "no such file: nope.jinja · write chatml, or the path of a Jinja file",
+    ('model.chat_template="{% for m in messages %}"',): "holds the template itself",
+    ("data.train=builtin:python-doc",): "there is no data set builtin:python-doc · did you mean builtin:python-docs?",
+    ("data.train=row.jsonl",): "no such file or folder: row.jsonl · did you mean rows.jsonl?",
+    ("data.train=deep/er/x",): "there is no deep in",
+    ("data.train=empty",): "the folder empty holds no data file",
+    ("data.train=empty.jsonl",): "the file empty.jsonl is empty",
+    ("data.train=w.gguf",): "unknown kind of file: w.gguf",
+    ("data.train='my data'",): "no such file or folder: my data",
+    ("data.train={path: rows.jsonl, split: test}",): "has no effect: only hub data sets have splits",
+    ("data.train=~nobody/x",): "no such file or folder",
+    ('data.train="a\\0b"',): "is no path",
+    ("training.output_dir=rows.jsonl",): "rows.jsonl is a file, not a folder",
+    ("training.output_dir=rows.jsonl/x",): "rows.jsonl is a file, not a folder",
+    ("training.output_dir=''",): "is no path",
+    ("training.resume=runs/x/checkpoint-9",): "no such checkpoint: runs/x/checkpoint-9",
+    ("training.resume='true'",): "did you mean auto?",
+    ("depends_on=nope.yaml",): "depends_on: no such file",
+    ("depends_on=[x.yaml]",): "goes in a circle: x.yaml → x.yaml",
+}
+
+
+@pytest.mark.parametrize("arguments", RULED, ids=lambda arguments: " ".join(arguments))
+def test_rule(arguments: tuple[str, ...], load: Load, problems: Problems, recipe_text: str) -> None:
+    load()
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    Path("empty.jsonl").write_text("")
+    Path("w.gguf").write_text("x")
+    Path("empty").mkdir()
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
+    (line,) = problems(recipe_text, *arguments)
+    assert RULED[arguments] in line
+    assert " · " in line, "says what to do"
+
+
+def test_flash_in_fp32_names_both_keys_and_the_ways_out(problems: Problems, recipe_text: str) -> None:
+    (line,) = problems(recipe_text + "attention: fa2\n")
+    assert line.startswith("x.yaml:9: attention: ")
+    for part in ("attention: fa2", "precision: fp32", "precision: bf16", "attention: sdpa", "auto"):
+        assert part in line
+
+
+def test_valid_neighbours_of_the_rules(load: Load, recipe_text: str) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    Path("rows.jsonl.gz").write_bytes(b"\x1f\x8b")
+    Path("chat.jinja").write_text("x")
+    for arguments in (
+        ("attention=fa2", "precision=bf16"),
+        ("attention=sdpa",),
+        ("training.load_best=true", "data.eval_split=0.1", "training.eval_steps=10"),
+        ("data.eval_split=64",),
+        ("training.warmup_steps=9", "training.max_steps=10"),
+        ("training.warmup_steps=0", "training.lr_scheduler_type=constant"),
+        ("adapter.target_modules=.*(q|v)_proj",),
+        ("adapter.target_modules=[q_proj, v_proj]",),
+        ("data.train=[rows.jsonl, rows.jsonl.gz, 'org/set', 'org/set:main', gsm8k]",),
+        ("data.train={path: org/set, split: test}",),
+        ("method=pretrain", "data.train.format=text"),
+        ("model.name_or_path=Qwen/Qwen2.5-0.5B-Instruct", "model.revision=main", "model.trust_remote_code=true"),
+        ("model.chat_template=chat.jinja",),
+        ("training.resume=never",),
+        ("training.output_dir=some/where/new",),
+    ):
+        load(recipe_text, *arguments)
+
+
+def test_a_model_that_a_dependency_will_make(load: Load, problems: Problems, recipe_text: str) -> None:
+    load()
+    Path("first.yaml").write_text(recipe_text.replace("runs/x", "runs/first"))
+    run = load(recipe_text, "depends_on=first.yaml", "model.name_or_path=runs/first/final").run
+    assert run.depends_on == (str(Path("first.yaml").absolute()),)
+    (line,) = problems(recipe_text, "depends_on=first.yaml", "model.name_or_path=runs/other/final")
+    assert "no such folder: runs/other/final" in line
+
+
+def test_circle_of_two(load: Load, problems: Problems, recipe_text: str) -> None:
+    load()
+    Path("b.yaml").write_text("depends_on: x.yaml\n" + recipe_text)
+    (line,) = problems("depends_on: [b.yaml]\n" + recipe_text)
+    assert "x.yaml:1: depends_on[0]: goes in a circle: x.yaml → b.yaml → x.yaml" in line
+
+
+def test_output_must_not_be_the_model(load: Load, problems: Problems, recipe_text: str) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text("{}")
+    (line,) = problems(recipe_text, "model.name_or_path=base", "training.output_dir=base")
+    assert "which training would overwrite" in line
+
+
+def test_looking_at_a_run_that_is_over_needs_no_data(load: Load, recipe_text: str) -> None:
+    load()
+    arguments = ["data.train=gone.jsonl", "model.name_or_path=./gone", "model.chat_template=gone.jinja"]
+    with pytest.raises(ConfigError) as caught:
+        load_config("x.yaml", arguments)
+    assert len(caught.value.problems) == 3
+    assert load_config("x.yaml", arguments, look_at_files=False).run.data.train[0].path == "gone.jsonl"
+
+
+def test_rules_about_a_wrong_key_stay_silent(problems: Problems, recipe_text: str) -> None:
+    lines = problems(recipe_text, "training.load_best=true", "data.evall=rows.jsonl")
+    assert len(lines) == 1, "data.evall may have been the evaluation data"
+    lines = problems(recipe_text, "precision=fp23", "attention=fa2")
+    assert len(lines) == 1
+
+
+def test_every_rule_reads_keys_that_exist(load: Load) -> None:
+    from halftune.config.shape import shape_at
+
+    run = load().run
+    for row in RULES:
+        assert row.rule.__doc__
+        for read in row.reads:
+            assert shape_at(read, {"adapter": {"type": "lora"}}) is not None, read
+    assert check(run, Context(Path("x.yaml")), set()) == []
+
+
+def test_data_endings_are_those_that_are_read() -> None:
+    from halftune.data.files import READERS
+
+    assert set(DATA_ENDINGS) == set(READERS)
