@@ -1,4 +1,4 @@
-"""Every key has an effect: some code outside the config room reads it."""
+"""Every key has an effect: some code outside the config room reads it, from something called like its section."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from halftune.config.shape import dotted, walk
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "halftune"
-# Read by a name that only pydantic sees: the tag of a union decides the class, which code asks for with isinstance.
+# The tag of a union decides the class of its section, which code may ask for with isinstance.
 TAGS = {"adapter.type", "method.type"}
+# Further names under which code holds a section.
+ALIASES = {"", "config", "run"}, {"section", "source"}
 
 
 def attributes_read() -> dict[str, set[str]]:
@@ -28,22 +30,18 @@ def attributes_read() -> dict[str, set[str]]:
 
 def test_every_key_is_read_by_code() -> None:
     read = attributes_read()
-    unread = sorted({dotted(path).replace("[0]", "") for path, _, _, _ in walk() if str(path[-1]) not in read} - TAGS)
-    assert not unread, f"no code outside config/ reads: {', '.join(unread)}"
+    whole, sections = ALIASES
+    unread = set()
+    for path, _, _, _ in walk():
+        names = [part for part in path if isinstance(part, str)]
+        holders = {names[-2], *sections} if len(names) > 1 else whole
+        if not read.get(names[-1], set()) & holders:
+            unread.add(".".join(names))
+    assert not sorted(unread - TAGS), f"no code outside config/ reads: {', '.join(sorted(unread - TAGS))}"
 
 
-def test_general_names_are_read_from_their_section() -> None:
-    """Names such as ``path`` are attributes of many things; these are read from something called like it."""
+def test_it_would_notice() -> None:
     read = attributes_read()
-    for name, holders in {
-        "path": {"section", "source"},
-        "split": {"section", "source", "packing"},
-        "format": {"section", "source"},
-        "columns": {"section", "source"},
-        "enabled": {"packing"},
-        "linear": {"section", "attention"},
-        "weight": {"section", "source"},
-        "revision": {"model", "section"},
-        "system": {"data"},
-    }.items():
-        assert read.get(name, set()) & holders, f"{name} is not read from {' or '.join(sorted(holders))}"
+    assert "training" in read["learning_rate"]
+    assert "no_such_key" not in read
+    assert dotted(("data", "train", 0, "path")) == "data.train[0].path"

@@ -75,6 +75,7 @@ WRONG = {
     "training.output_dir=": "has no value · write text, or remove the line",
     "training.optim=adamw_torch": "not 'adamw_torch' · did you mean adamw?",
     "training.lr_scheduler_type=Cosine": "did you mean cosine?",
+    "model=gpt2": "should be a section of keys, not 'gpt2' · write {name_or_path: gpt2}",
     "training=5": "should be a section of keys, not 5",
     "adapter=qlora": "should be one of none, lora, not 'qlora' · did you mean lora?",
     "adapter={rank: 8}": "says no type · write adapter: {type: none | lora, …}",

@@ -137,6 +137,10 @@ def _mismatch(value: Any, shape: Shape, message: str) -> tuple[str, str]:
 
 def _remedy(value: Any, shape: Shape, message: str) -> str:
     words = choices(shape)
+    if isinstance(value, str) and len(shape.sections) == 1 and not shape.many and not words:
+        fields = next(iter(shape.sections.values())).model_fields
+        required = [name for name, field in fields.items() if field.is_required()]
+        return f"write {{{required[0]}: {value}}}" if len(required) == 1 else ""
     if isinstance(value, str):
         if accepts(shape, bool) and value.lower() in YES_NO:
             return (
