@@ -13,18 +13,25 @@ from halftune.hardware.facts import Kind
 
 # The runtime itself: on a CPU the resident size of a process that has imported everything, on a GPU its context.
 RUNTIME_BYTES: dict[Kind, int] = {
-    "cpu": 560 << 20,
+    "cpu": 540 << 20,
     "cuda": 700 << 20,
     "rocm": 900 << 20,
     "xpu": 700 << 20,
     "mps": 600 << 20,
 }
-# What an allocator loses between blocks, as a share of all else.
-FRAGMENTATION: dict[Kind, float] = {"cpu": 0.05, "cuda": 0.06, "rocm": 0.06, "xpu": 0.06, "mps": 0.06}
+# What an allocator loses between blocks, as a share of all else. glibc keeps freed blocks of up to 32 MiB to itself,
+# which is fast and costs much; GPU allocators lose less.
+FRAGMENTATION: dict[Kind, float] = {"cpu": 0.25, "cuda": 0.06, "rocm": 0.06, "xpu": 0.06, "mps": 0.06}
 # Optimizer moments per trained weight.
 MOMENTS = {"adamw": 2.0, "adam": 2.0, "adagrad": 1.0, "adafactor": 0.02, "sgd": 0.0}
-# Labelled positions whose logits exist at once, and fp32 copies of them (logits, probabilities, gradient).
-LOGITS_AT_ONCE, LOGITS_COPIES = 1024, 3
+# fp32 scratch of the loss beside the logits, which their gradient overwrites.
+LOSS_SCRATCH: dict[Kind, int] = {
+    "cpu": 4 << 20,
+    "cuda": 128 << 20,
+    "rocm": 128 << 20,
+    "xpu": 128 << 20,
+    "mps": 128 << 20,
+}
 QUANTISED_BYTES = {"mxfp4": 0.54, "bitsandbytes": 0.56, "gptq": 0.56, "awq": 0.56, "fp8": 1.02}
 # Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32.
 LINEAR_COPIES = 14
@@ -67,6 +74,7 @@ class Workload:
     attention: str
     checkpointing: bool
     adapted_inputs: int = 0
+    packed: bool = False
 
     @property
     def full(self) -> bool:
@@ -113,10 +121,12 @@ def _weight_bytes(work: Workload, facts: ModelFacts) -> float:
 
 
 def _logits(work: Workload, facts: ModelFacts) -> int:
-    """Logits in fp32, made for labelled positions only and a chunk of them at a time, and the head's inputs."""
-    labelled = round(work.tokens * work.labelled)
-    inputs = labelled * facts.hidden_size * (work.compute + 4)
-    return min(labelled, LOGITS_AT_ONCE) * facts.vocab_size * 4 * LOGITS_COPIES + inputs
+    """Logits at labelled positions only, in the compute dtype, the head's inputs, and the loss's scratch.
+
+    Positions are kept where any row has a label, so rows side by side keep more than a packed one.
+    """
+    positions = work.tokens * (1 - (1 - work.labelled) ** (work.tokens // work.length if not work.packed else 1))
+    return round(positions * (facts.vocab_size + facts.hidden_size) * work.compute) + LOSS_SCRATCH[work.kind]
 
 
 def _activations(work: Workload, facts: ModelFacts) -> int:
@@ -156,7 +166,7 @@ def _attention(work: Workload, facts: ModelFacts) -> float:
     if any(t.name.endswith("q_norm.weight") for t in facts.tensors):
         kept += (query + key) * (4 + work.compute)
     if work.attention == "eager":
-        kept += facts.num_heads * work.length * (4 + 2 * work.compute)
+        kept += facts.num_heads * work.length * (4 if work.compute == 4 else 4 + work.compute)  # softmax, its cast
     return kept
 
 

@@ -116,7 +116,7 @@ def _size(plan: Plan) -> list[Row]:
 
 def _memory(memory: MemoryPlan) -> list[Row]:
     rows = [_part(name, getattr(memory, name), memory) for name in _PARTS]
-    if memory.overlap:
+    if memory.overlap > memory.total // 100:
         rows.append(("overlap", f"-{size(memory.overlap)}", "gradients take the place of freed activations"))
     return [*rows, ("total", size(memory.total), _bar(memory.total, memory.available)), _row("verdict", memory.verdict)]
 

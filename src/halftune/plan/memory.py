@@ -10,11 +10,12 @@ from halftune.config.method import PretrainMethod
 from halftune.config.model_facts import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
+from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
 from halftune.hardware.memory import MOMENTS, Estimate, Workload, estimate
 from halftune.plan.trainable import Adapted
 from halftune.plan.tree import MemoryPlan
-from halftune.precision.plan import Format, PrecisionPlan
+from halftune.precision.plan import PrecisionPlan
 
 BYTES: dict[Format, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Share of a conversation's tokens that carries a label; plain text is labelled throughout.
@@ -90,6 +91,7 @@ def _workload(
         accumulation=training.gradient_accumulation_steps,
         attention=attention.softmax.value,
         checkpointing=False,
+        packed=packing,
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )
 

@@ -1,0 +1,96 @@
+"""How far the plan's memory estimate is from reality: trains the builtin models on the CPU and reads the peak RSS.
+
+  python scripts/bench/memory_estimate.py              every case, a Markdown table on stdout
+  python scripts/bench/memory_estimate.py full lora    the cases whose name contains one of these words
+
+Each case is a process of its own that trains three steps (the optimizer's states exist from the second on).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CASES: dict[str, dict[str, Any]] = {
+    "small lora fp32, 8×256": {},
+    "small lora fp32, 8×512": {"length": 512},
+    "small lora fp32, 4×1024 packed": {"length": 1024, "rows": 4, "packing": True},
+    "small lora fp32, 8×512, checkpointing": {"length": 512, "checkpointing": True},
+    "small lora bf16, 8×512": {"length": 512, "precision": "bf16"},
+    "small lora fp32, 8×512, dropout": {"length": 512, "dropout": 0.1},
+    "small full fp32, 8×512": {"length": 512, "adapter": "none"},
+    "small full fp32, 8×512, checkpointing": {"length": 512, "adapter": "none", "checkpointing": True},
+    "small full fp32, 2×256, accumulation 2": {"rows": 2, "adapter": "none", "accumulation": 2},
+    "small full bf16, 8×512": {"length": 512, "adapter": "none", "precision": "bf16"},
+    "small full fp32, 4×512, eager": {"length": 512, "rows": 4, "adapter": "none", "attention": "eager"},
+    "tiny full fp32, 16×512": {"model": "qwen2-tiny", "length": 512, "rows": 16, "adapter": "none"},
+    "llama tiny full fp32, 16×512": {"model": "llama-tiny", "length": 512, "rows": 16, "adapter": "none"},
+    "qwen3_5 tiny full fp32, 8×512": {"model": "qwen3_5-tiny", "length": 512, "adapter": "none"},
+    "qwen3_5 tiny lora fp32, 8×512": {"model": "qwen3_5-tiny", "length": 512},
+}
+
+
+def recipe(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration of a case: plain text cut into rows of exactly the planned length."""
+    adapter = case.get("adapter", "lora")
+    return {
+        "model": {"name_or_path": f"builtin:{case.get('model', 'qwen2-small')}"},
+        "precision": case.get("precision", "fp32"),
+        "attention": case.get("attention", "auto"),
+        "adapter": adapter if adapter == "none" else {"type": "lora", "dropout": case.get("dropout", 0.0)},
+        "method": "pretrain",
+        "data": {
+            "train": "builtin:stdlib-text",
+            "max_length": case.get("length", 256),
+            "packing": case.get("packing", False),
+        },
+        "training": {
+            "output_dir": str(folder),
+            "max_steps": 3,
+            "per_device_train_batch_size": case.get("rows", 8),
+            "gradient_accumulation_steps": case.get("accumulation", 1),
+            "gradient_checkpointing": case.get("checkpointing", False),
+            "save_steps": "end",
+        },
+    }
+
+
+def measure(case: dict[str, Any]) -> tuple[dict[str, int], int]:
+    """The plan's memory (bytes by part) and the peak resident memory of the training process in bytes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file, folder = Path(scratch) / "case.yaml", Path(scratch) / "run"
+        file.write_text(json.dumps(recipe(case, folder)))  # JSON is YAML
+        command = [sys.executable, "-m", "halftune", "train", "--config", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            raise SystemExit(f"{file.read_text()}\n{done.stderr[-2000:]}")
+        plan = json.loads((folder / "plan.json").read_text())
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return plan["memory"], max(line["memory_bytes"] for line in lines if "memory_bytes" in line)
+
+
+def main() -> None:
+    """Prints one row per case and the mean and worst error."""
+    words = sys.argv[1:]
+    chosen = {name: case for name, case in CASES.items() if not words or any(word in name for word in words)}
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "overhead")
+    print(f"| case | {' | '.join(parts)} | estimate | measured | error |")
+    print("|---" * (len(parts) + 4) + "|")
+    errors = []
+    for name, case in chosen.items():
+        memory, peak = measure(case)
+        errors.append(memory["total"] / peak - 1)
+        cells = [f"{memory[part] / 2**20:.0f}" for part in parts]
+        numbers = f"{memory['total'] / 2**20:.0f} | {peak / 2**20:.0f} | {errors[-1]:+.0%}"
+        print(f"| {name} | {' | '.join(cells)} | {numbers} |", flush=True)
+    mean = sum(map(abs, errors)) / len(errors)
+    print(f"\nMiB. Mean absolute error {mean:.0%}, from {min(errors):+.0%} to {max(errors):+.0%}.")
+
+
+if __name__ == "__main__":
+    main()

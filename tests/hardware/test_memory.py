@@ -1,0 +1,103 @@
+"""The memory estimate: its parts, and that it moves the way memory moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.hardware.memory import Workload, estimate
+
+RAW = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "vocab_size": 4096,
+}
+LORA = Workload(
+    kind="cuda",
+    storage=2,
+    trainable=4,
+    compute=2,
+    state=4,
+    autocast=True,
+    trained=100_000,
+    adapter=100_000,
+    optimizer="adamw",
+    tokens=8192,
+    length=1024,
+    labelled=0.5,
+    accumulation=1,
+    attention="sdpa",
+    checkpointing=False,
+)
+
+
+def facts(**extra: Any) -> ModelFacts:
+    return facts_from_config({**RAW, **extra}, "here")
+
+
+FULL = replace(LORA, storage=4, trained=facts().num_parameters, adapter=0)
+
+
+def test_weights_gradients_and_moments_are_exact() -> None:
+    count = facts().num_parameters
+    lora, full = estimate(LORA, facts()), estimate(FULL, facts())
+    assert (lora.weights, lora.gradients, lora.optimizer) == (2 * count + 400_000, 400_000, 800_000)
+    assert (full.weights, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert estimate(replace(FULL, optimizer="sgd"), facts()).optimizer == 0
+    assert estimate(replace(FULL, state=2), facts()).optimizer == 4 * count
+
+
+def test_the_total_is_the_sum_less_the_overlap() -> None:
+    made = estimate(FULL, facts())
+    parts = (made.weights, made.gradients, made.optimizer, made.activations, made.logits, made.overhead)
+    assert made.total == sum(parts) - made.overlap
+    assert made.overlap == made.gradients < made.activations
+    assert estimate(replace(FULL, accumulation=2), facts()).overlap == 0
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        ({"checkpointing": True}, {}),
+        ({"tokens": 4096}, {}),
+        ({}, {"attention": "eager"}),
+        ({}, {"adapted_inputs": 10_000}),
+        ({"compute": 2}, {"compute": 4, "storage": 4, "autocast": False}),
+    ],
+)
+def test_activations_move_the_right_way(smaller: dict[str, Any], larger: dict[str, Any]) -> None:
+    assert (
+        estimate(replace(LORA, **smaller), facts()).activations < estimate(replace(LORA, **larger), facts()).activations
+    )
+
+
+def test_activations_grow_with_tokens_not_with_length() -> None:
+    once, twice = estimate(LORA, facts()), estimate(replace(LORA, tokens=16384), facts())
+    assert twice.activations == pytest.approx(2 * once.activations, rel=1e-6)
+    assert estimate(replace(LORA, length=2048), facts()).activations == once.activations
+
+
+def test_logits_exist_where_a_label_is() -> None:
+    """Of rows side by side a position is kept where any row has a label; of a packed row only the labelled ones."""
+    packed = replace(LORA, packed=True)
+    assert estimate(packed, facts()).logits < estimate(LORA, facts()).logits
+    everything = estimate(replace(packed, labelled=1.0), facts()).logits
+    assert everything - estimate(packed, facts()).logits == 4096 * (4096 + 256) * 2
+
+
+def test_quantised_weights_are_small() -> None:
+    quantised = facts(quantization_config={"quant_method": "bitsandbytes"})
+    assert estimate(LORA, quantised).weights < estimate(LORA, facts()).weights / 3
+
+
+def test_experts_cost_what_is_active() -> None:
+    sparse = facts(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    dense, few = estimate(LORA, facts()), estimate(LORA, sparse)
+    assert few.weights > 3 * dense.weights
+    assert dense.activations < few.activations < 2 * dense.activations

@@ -1,0 +1,109 @@
+"""``halftune plan``, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halftune.cli import main
+
+RECIPE = """\
+model: {name_or_path: "builtin:qwen2-tiny"}
+data: {train: data.jsonl}
+training: {output_dir: out}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "data.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    (tmp_path / "x.yaml").write_text(RECIPE)
+    return tmp_path / "x.yaml"
+
+
+def halftune(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *arguments])
+    return int(left.value.code or 0)
+
+
+def test_it_prints_the_plan(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    assert halftune("--config", str(recipe), "--hardware", "t4x2") == 0
+    said = capsys.readouterr().out
+    assert "Plan for builtin:qwen2-tiny (qwen2)" in said
+    assert "on 2 × Tesla T4" in said
+    assert "2 process" in said
+    assert "Time: known after a first run" in said
+
+
+def test_it_prints_json(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    assert halftune("--config", str(recipe), "--hardware", "h200", "--with", "flash-attn=2.8.3", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["precision"]["compute"]["value"] == "bf16"
+    assert plan["attention"]["provider"]["value"] == "flash_attn"
+    assert plan["num_parameters"]["value"] == 2_952_128
+
+
+def test_overrides_and_a_launchers_world_size_count(
+    recipe: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert halftune("--config", str(recipe), "--hardware", "a100", "--json", "precision=fp32") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["precision"]["compute"]["value"] == "fp32"
+    assert plan["batch"]["world_size"] == 4
+
+
+def test_an_earlier_run_gives_the_time(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    line = {"step": 5, "epoch": 0.5, "loss": 1.0, "tokens": 1000, "seconds": 0.5}
+    (recipe.parent / "out").mkdir()
+    (recipe.parent / "out/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert halftune("--config", str(recipe)) == 0
+    assert "Time: 15 s for 3 epochs (2,000 tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hardware", "mi300y"], "did you mean mi300x"),
+        (["--hardware", "t4", "precision=bf16"], "has no bf16 units"),
+        (["--hardware", "cpu", "precision=fp16"], "is a CPU, where fp16 is not fast"),
+        (["--hardware", "t4", "attention=fa2"], "needs compute capability 8.0"),
+        (["--with", "flash-attn=2.8.3"], "--with needs --hardware"),
+        (["--hardware", "a100", "--with", "flash-attn"], "PACKAGE=VERSION"),
+        (["model.name_or_path=builtin:qwen2-smal"], "did you mean builtin:qwen2-small"),
+        (["adapter={type: lora, target_modules: [q_prj]}"], "did you mean q_proj"),
+    ],
+)
+def test_mistakes_are_said_without_a_traceback(
+    recipe: Path, capsys: pytest.CaptureFixture, arguments: list[str], says: str
+) -> None:
+    assert halftune("--config", str(recipe), *arguments) in (2, 3)
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+
+
+def test_a_run_that_does_not_fit_leaves_with_1(recipe: Path) -> None:
+    large = [
+        "data.max_length=400000",
+        "training.per_device_train_batch_size=64",
+        "training.gradient_checkpointing=false",
+    ]
+    assert halftune("--config", str(recipe), "--hardware", "t4", *large) == 1
+
+
+def test_torch_is_not_imported(recipe: Path) -> None:
+    code = (
+        "import sys; from halftune.cli import main\n"
+        f"try: main(['plan', '--config', {str(recipe)!r}])\n"
+        "except SystemExit as left: assert not left.code, left.code\n"
+        "assert not {'torch', 'transformers', 'peft', 'datasets'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
