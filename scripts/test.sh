@@ -9,7 +9,7 @@ source scripts/environment.sh dev
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 ruff check .
 ruff format --check .
-pyright
+pyright --pythonpath "$(command -v python)"
 jobs="$(python -c 'import os; print(min(8, os.cpu_count() or 1))')"
 marks="slow or not slow"
 [ "${1:-}" = fast ] && marks="not slow"

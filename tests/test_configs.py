@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from halftune.cli.facts import model_facts
+from halftune.config import model_facts as reader
 from halftune.config.load import load_config
-from halftune.config.model_facts import ModelFacts, read_model_facts
-from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve
@@ -16,3 +17,46 @@ from halftune.plan import explain, resolve
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 MACHINES = ("cpu", "t4", "a100", "h200")
+
+
+# The only thing about a hub model that a plan looks at; these are the public facts of Qwen2.5-0.5B-Instruct.
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
+
+
+def test_there_are_recipes() -> None:
+    assert {"quickstart.yaml", "qwen_lora_bf16.yaml"} <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_recipe_says_how_to_run_it(recipe: Path) -> None:
+    first = recipe.read_text().splitlines()[0]
+    assert first.startswith("#")
+    assert f"--config configs/{recipe.relative_to(ROOT / 'configs')}" in first
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_recipe_is_planned(recipe: Path, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    monkeypatch.setattr(reader, "_from_hub", lambda name, revision: tmp_path / "config.json")
+    loaded = load_config(recipe)
+    facts = model_facts(loaded)
+    if loaded.run.precision.compute == "bf16" and machine == "t4":
+        with pytest.raises(PlanError, match="bf16") as refused:
+            resolve(loaded.run, lookup(machine), facts)
+        assert refused.value.remedy
+        return
+    assert loaded.run.model.name_or_path in explain(resolve(loaded.run, lookup(machine), facts))

@@ -39,7 +39,7 @@ def route(
     hardware, facts = lookup(machine, packages), facts or model()
     precision = resolve_precision(PrecisionSection.model_validate({"compute": compute}), hardware, facts, LoraAdapter())
     section = AttentionSection.model_validate({"backend": backend, "linear": linear})
-    return route_attention(section, hardware, facts, precision, packing)
+    return route_attention(section, hardware, facts, precision.compute.value, packing)
 
 
 AUTO = [

@@ -62,6 +62,7 @@ OTHERS = {
 }
 
 NO_UNITS = "has fp16 tensor cores and no bf16 units (they need 8.0)"
+ZEN = "AMD CPU (Zen 4) is an AMD CPU with AVX512-BF16"
 AVX = "CPU with AVX512-BF16 has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32"
 MASTERS, MOMENTS = {"compute": "bf16", "trainable": "bf16"}, {"compute": "bf16", "optimizer_state": "bf16"}
 
@@ -85,6 +86,8 @@ TAKEN: list[tuple[str, str, str, str]] = [
     ("cpu-amx", "auto", "bf16", "CPU with AMX has AMX bf16 tiles"),
     ("cpu-amx", "bf16", "bf16", "CPU with AMX does bf16 at full speed; asked for"),
     ("cpu-avx512bf16", "auto", "fp32", f"{AVX} there"),
+    ("cpu-zen4", "auto", "bf16", f"{ZEN}: training in bf16 measures 1.3 to 1.6 times faster than in fp32"),
+    ("cpu-zen4", "bf16", "bf16", f"{ZEN}, which does bf16 faster than fp32; asked for"),
     ("cpu-avx512bf16", "bf16", "bf16", f"{AVX}; asked for"),
     ("cpu", "auto", "fp32", "CPU without bf16 units has no bf16 units"),
     ("cpu", "bf16", "bf16", "CPU without bf16 units has no bf16 units: bf16 is emulated there, slowly; asked for"),
@@ -100,10 +103,11 @@ REFUSED: list[tuple[str, str, str]] = [
     ("m2-macos13", "bf16", "Apple M2 on macOS 13 has no bf16 before macOS 14"),
     ("cpu-amx", "fp16", CPU_FP16.format("CPU with AMX")),
     ("cpu-avx512bf16", "fp16", CPU_FP16.format("CPU with AVX512-BF16")),
+    ("cpu-zen4", "fp16", CPU_FP16.format("AMD CPU (Zen 4)")),
     ("cpu", "fp16", CPU_FP16.format("CPU without bf16 units")),
 ]
 FALLS_TO = {"t4": "fp16", "v100": "fp16", "v100-32": "fp16", "rtx2080": "fp16", "p100": "fp32"}
-FALLS_TO |= {"m2-macos13": "fp16", "cpu-amx": "bf16", "cpu-avx512bf16": "fp32", "cpu": "fp32"}
+FALLS_TO |= {"m2-macos13": "fp16", "cpu-amx": "bf16", "cpu-avx512bf16": "fp32", "cpu-zen4": "bf16", "cpu": "fp32"}
 
 
 @pytest.mark.parametrize(("machine", "asked", "compute", "reason"), TAKEN)

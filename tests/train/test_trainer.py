@@ -152,3 +152,13 @@ def test_checkpoints_are_rotated_but_never_the_best(recipe) -> None:
     loaded, plan = recipe("training.max_steps=6", "training.save_steps=1", "training.save_total_limit=2")
     folder = train(loaded, plan).folder
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-5", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("guard", ["cast", "strict"])
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_bf16_run_needs_no_casts_at_attention(recipe, adapter: str, guard: str) -> None:
+    loaded, plan = recipe("precision=bf16", f"adapter={adapter}", f"attention.guard={guard}", "training.max_steps=2")
+    folder = train(loaded, plan).folder
+    report = json.loads((folder / "guard.json").read_text())
+    assert report["compute"] == "bf16"
+    assert report["casts"] == 0

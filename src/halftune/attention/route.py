@@ -21,12 +21,12 @@ from halftune.config.attention import AttentionSection
 from halftune.config.model_facts import ModelFacts
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
+from halftune.core.formats import Format
 from halftune.hardware.facts import Device, Hardware
-from halftune.precision.plan import PrecisionPlan
 
 
 def route_attention(
-    section: AttentionSection, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan, packing: bool
+    section: AttentionSection, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
 ) -> AttentionPlan:
     """Chooses the backends of a run.
 
@@ -34,7 +34,7 @@ def route_attention(
         section: what was asked for.
         hardware: where it runs; every one of its devices must be able to.
         facts: the model: head size, soft-capping, sinks, dropout, linear layers.
-        precision: the dtypes, decided before.
+        compute: dtype of attention, decided before.
         packing: whether rows hold several samples.
 
     Raises:
@@ -44,17 +44,17 @@ def route_attention(
     chosen: Backend | None = None
     asked = section.backend
     for backend in (*BACKENDS, *ON_REQUEST):
-        objection = "; ".join(objections(backend, hardware, facts, precision, packing))
+        objection = "; ".join(objections(backend, hardware, facts, compute, packing))
         wanted = backend.name == asked if asked != "auto" else backend in BACKENDS
         if chosen is None and wanted and not objection:
             chosen = backend
         else:
             rejected.append((_label(backend), objection or _not_taken(backend, chosen, asked)))
     if chosen is None:
-        raise _impossible(asked, rejected, facts, precision)
+        raise _impossible(asked, rejected, facts, compute)
     varlen = chosen.varlen if packing else "none"
     return AttentionPlan(
-        softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, precision)),
+        softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, compute)),
         provider=Choice(chosen.provider, _PROVIDERS[chosen.provider]),
         varlen=Choice(varlen or "none", _VARLEN[varlen]),
         linear=_linear(section, hardware, facts),
@@ -78,7 +78,7 @@ _VARLEN = {
 
 
 def objections(
-    backend: Backend, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan, packing: bool
+    backend: Backend, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
 ) -> Iterator[str]:
     """Every reason against a backend; none means that it can be used."""
     for device in dict.fromkeys(hardware.devices):
@@ -87,7 +87,6 @@ def objections(
         yield f"{backend.package} is not installed"
     if backend.torch and _older(hardware.version("torch"), backend.torch):
         yield f"needs torch {backend.torch}, this is {hardware.version('torch') or 'none'}"
-    compute = precision.compute.value
     if compute not in backend.dtypes:
         yield f"computes in {' and '.join(backend.dtypes)} only, the plan is {compute}"
     yield from _model_objections(backend, facts)
@@ -134,11 +133,10 @@ def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
         yield f"has no attention dropout, which this model trains with ({facts.attention_dropout:g})"
 
 
-def _impossible(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, precision: PrecisionPlan) -> PlanError:
+def _impossible(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, compute: Format) -> PlanError:
     """Names both sides of the conflict and the three ways out."""
     own = [(label, reason) for label, reason in rejected if asked in ("auto", label.partition(" ")[0])]
     why = own[0][1] if len(own) == 1 else " / ".join(f"{label}: {reason}" for label, reason in own)
-    compute = precision.compute.value
     what = f"attention: {asked} is not possible: {why}"
     if asked.startswith("fa") and compute == "fp32":
         what = f"attention: {asked} and precision: {compute} exclude each other: {why}"
@@ -169,8 +167,8 @@ def _not_taken(backend: Backend, chosen: Backend | None, asked: str) -> str:
     return f"{_label(chosen)} comes first"
 
 
-def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan) -> str:
-    kind, compute = hardware.kind, precision.compute.value
+def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, compute: Format) -> str:
+    kind = hardware.kind
     if chosen.name == "fa2":
         return f"the fastest for {compute} on {hardware.devices[0].name}"
     if chosen.name == "sdpa":

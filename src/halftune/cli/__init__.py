@@ -65,7 +65,7 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     module.add_arguments(parser)
     try:
-        return module.run(parser.parse_args(arguments))
+        return module.run(parser.parse_intermixed_args(arguments))
     except HalftuneError as error:
         print(f"halftune {verb}: {error}" if "\n" not in str(error) else str(error), file=sys.stderr)
         return error.exit_code

@@ -1,9 +1,9 @@
 """Train from a YAML file.
 
-  train --config configs/quickstart.yaml
-  train --config x.yaml training.learning_rate=1e-4 precision=auto
-  train --config x.yaml --print-config        the resolved configuration and where each value came from
-  train --rerun runs/my-run training.output_dir=runs/again
+train --config configs/quickstart.yaml
+train --config x.yaml training.learning_rate=1e-4 precision=auto
+train --config x.yaml --print-config        the resolved configuration and where each value came from
+train --rerun runs/my-run training.output_dir=runs/again
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from halftune.config.safetensors_headers import main_format, read_headers
 from halftune.core.errors import ModelError
+from halftune.core.formats import Format
 from halftune.model.finished import FinishedRun
 from halftune.model.folder import written_whole
 from halftune.model.locate import locate
 from halftune.model.merge import Merge, merge_adapter, round_model
 from halftune.model.save import write_model
 from halftune.model.tokenizer import load_tokenizer
-from halftune.precision.plan import Format
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 NOTHING = 1e-6  # an update that is a smaller share of the weights is fp32's own rounding

@@ -61,6 +61,7 @@ CATALOGUE: dict[str, Hardware] = {
     "m2-macos13": _mps("Apple M2 on macOS 13", 24, 13),
     "cpu": _cpu("CPU without bf16 units"),
     "cpu-avx512bf16": _cpu("CPU with AVX512-BF16", "avx512_bf16"),
+    "cpu-zen4": _cpu("AMD CPU (Zen 4)", "avx512_bf16", "amd"),
     "cpu-amx": _cpu("CPU with AMX", "amx_bf16", "avx512_bf16"),
     "cpu-arm": _cpu("ARM CPU", arch="aarch64"),
 }

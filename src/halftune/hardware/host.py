@@ -14,23 +14,27 @@ from halftune.hardware.facts import Device
 CPUINFO = Path("/proc/cpuinfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-# instruction sets that decide about bf16: in x86 "flags", or in ARM "Features"
+# what decides about bf16: instruction sets (in x86 "flags", or in ARM "Features") and who made the processor
 FEATURES = frozenset({"amx_bf16", "avx512_bf16"})
+VENDORS = {"AuthenticAMD": "amd"}
 
 
 def cpu_device(memory_bytes: int) -> Device:
     """The processor as a device."""
     text = _read(CPUINFO)
     flags: set[str] = set()
+    vendor: set[str] = set()
     name = platform.processor() or platform.machine()
     for line in text.splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             flags.update(value.split())
             break
+        if key.strip() == "vendor_id" and value.strip() in VENDORS:
+            vendor.add(VENDORS[value.strip()])
         if key.strip() == "model name":
             name = value.strip()
-    return Device("cpu", name, memory_bytes, arch=platform.machine(), features=FEATURES & flags)
+    return Device("cpu", name, memory_bytes, arch=platform.machine(), features=(FEATURES & flags) | vendor)
 
 
 def host_memory_bytes() -> int:

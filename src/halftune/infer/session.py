@@ -62,7 +62,10 @@ class ChatSession:
         self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def _generate(self, model: Any, messages: list[dict[str, str]], on_text: OnText | None) -> str:
-        return generate_reply(model, self.tokenizer, messages, self.generation, self.run.plan, on_text)
+        variables = self.run.loaded.run.model.chat_template_kwargs
+        return generate_reply(
+            model, self.tokenizer, messages, self.generation, self.run.plan, on_text, template_variables=variables
+        )
 
 
 def open_session(run: FinishedRun) -> ChatSession:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ def generate_reply(
     generation: GenerationSection,
     plan: Plan,
     on_text: OnText | None = None,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The answer to ``messages``, without its control tokens.
 
@@ -40,12 +41,13 @@ def generate_reply(
         generation: how to decode; the checkpoint's own generation config has no say but for its stop tokens.
         plan: gives autocast.
         on_text: called with each new piece of text as it comes.
+        template_variables: what the chat template is told besides the messages (``model.chat_template_kwargs``).
 
     Raises:
         ModelError: the conversation is longer than the model's context.
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    prompt_1T = torch.tensor([_prompt(tokenizer, messages)], device=causal.device)
+    prompt_1T = torch.tensor([_prompt(tokenizer, messages, template_variables or {})], device=causal.device)
     length = prompt_1T.shape[1]
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length >= limit:
@@ -64,10 +66,12 @@ def generate_reply(
     return str(tokenizer.decode(answer_1S[0, length:], skip_special_tokens=True)).strip()
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+def _prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer(str(messages[-1]["content"]))["input_ids"])
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

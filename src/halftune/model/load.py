@@ -18,6 +18,7 @@ from halftune.core.log import get_logger
 from halftune.model.locate import locate
 from halftune.model.patch import register_attention
 from halftune.model.quiet import quiet
+from halftune.model.rotary import hand_over_in_compute_dtype
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 
@@ -47,6 +48,7 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
         if parameter.dtype == torch.float32 != storage and not stays_fp32(name, None, plan.precision.keep_fp32.value):
             mark_kept(parameter)
             log.info("%s stays fp32: the model's own code asks for it", name)
+    hand_over_in_compute_dtype(loaded, plan)
     # what adapters, cards and messages name as the base is what the user wrote, not a folder in a cache
     loaded.config.name_or_path = loaded.name_or_path = model.name_or_path
     if not for_training:

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from halftune.config.model import ModelSection
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
+from halftune.core.formats import Format
 from halftune.model.adapters.attach import load_adapter
 from halftune.model.load import load_model
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
-from halftune.precision.plan import Format
 
 ROWS, TOKENS = 2, 32  # of the random input that both forwards see
 

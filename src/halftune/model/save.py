@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from halftune.core.errors import ModelError
+from halftune.core.formats import Format
 from halftune.model.folder import written_whole
 from halftune.model.quiet import quiet
 from halftune.plan import Plan
 from halftune.precision.dtypes import CONFIG_NAMES, stays_fp32, torch_dtype
-from halftune.precision.plan import Format
 
 
 def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan: Plan, folder: Path) -> None:

@@ -69,13 +69,13 @@ def _rows(
     """Packing and attention, which hang together: not every backend keeps samples of one row apart."""
     packing = choose_packing(config.data.packing, facts, trust_remote_code=config.model.trust_remote_code)
     if not packing.value:
-        return packing, route_attention(config.attention, hardware, facts, precision, packing=False)
+        return packing, route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
     try:
-        routed = route_attention(config.attention, hardware, facts, precision, packing=True)
+        routed = route_attention(config.attention, hardware, facts, precision.compute.value, packing=True)
     except PlanError:
         if config.data.packing.enabled is True:
             raise
-        routed = route_attention(config.attention, hardware, facts, precision, packing=False)
+        routed = route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
         return Choice(False, f"attention: {routed.softmax.value} has no path for packed rows"), routed
     return packing, routed
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from halftune.core.errors import DtypeContractError
-from halftune.precision.plan import Format, PrecisionPlan
+from halftune.core.formats import Format
+from halftune.precision.plan import PrecisionPlan
 
 _TORCH: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from halftune.core.errors import DtypeContractError
+from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import torch_dtype
-from halftune.precision.plan import Format
 
 log = get_logger(__name__)
 

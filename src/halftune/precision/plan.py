@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from halftune.core.choice import Choice
-
-Format = Literal["bf16", "fp16", "fp32"]
+from halftune.core.formats import Format
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from halftune.config.model_facts import ModelFacts
 from halftune.config.precision import PrecisionSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
+from halftune.core.formats import Format
 from halftune.hardware.facts import Device, Hardware
 from halftune.precision.families import keep_fp32, overflows_in_fp16
-from halftune.precision.plan import Format, PrecisionPlan
+from halftune.precision.plan import PrecisionPlan
 from halftune.precision.truth_table import Row, describe, row_of
 
 _TF32_CAPABILITY = (8, 0)

@@ -41,7 +41,10 @@ class Samples(Callback):
         own = kind in ("cuda", "xpu")  # devices whose random stream can be set aside
         with torch.random.fork_rng([run.device] if own else [], device_type=kind if own else "cuda"):
             torch.manual_seed(run.config.training.seed)
-            return generate_reply(run.model, run.tokenizer, messages, run.config.generation, run.plan)
+            variables = run.config.model.chat_template_kwargs
+            return generate_reply(
+                run.model, run.tokenizer, messages, run.config.generation, run.plan, template_variables=variables
+            )
 
     def _write(self, run: Run, rows: list[dict[str, Any]]) -> None:
         beside = run.folder / f".{NAME}.writing"

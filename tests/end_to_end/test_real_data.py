@@ -1,0 +1,56 @@
+"""Real instruction data on the 25 M model, LoRA and full, bf16 and fp32: it learns, and saves what was planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from halftune.config.load import load_config
+from halftune.config.model_facts import read_model_facts
+from halftune.hardware.catalogue import lookup
+from halftune.plan import resolve
+from halftune.train.trainer import train
+
+SETS = {
+    "alpaca": {"path": "alpaca_en_demo.json"},
+    "gsm8k": {"path": "gsm8k/train.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "samples": 500},
+    "glaive": {"path": "glaive_toolcall_en_demo.json"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("name", SETS)
+def test_it_learns(name: str, adapter: str, precision: str, shared_data: Path, tmp_path: Path) -> None:
+    source = {**SETS[name], "path": str(shared_data / SETS[name]["path"])}
+    tree = {
+        "model": {"name_or_path": "builtin:qwen2-small"},
+        "precision": precision,
+        "adapter": adapter,
+        "data": {"train": [source], "max_length": 512 if name == "glaive" else 256, "packing": True},
+        "training": {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 8,
+            "per_device_train_batch_size": 4 if name == "glaive" else 8,
+            "learning_rate": 3e-3 if adapter == "lora" else 1e-3,
+            "warmup_ratio": 0.0,
+            "save_steps": "end",
+        },
+        "logging": {"progress": False},
+    }
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree))
+    loaded = load_config(tmp_path / "x.yaml")
+    plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+    folder = train(loaded, plan).folder
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 8
+    assert sum(losses[-3:]) / 3 < 0.95 * losses[0], losses
+    weights = folder / "final" / ("adapter_model.safetensors" if adapter == "lora" else "model.safetensors")
+    with safe_open(weights, "pt") as file:
+        dtypes = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    assert dtypes == {{"fp32": "F32", "bf16": "BF16"}[plan.precision.saved.value]}
