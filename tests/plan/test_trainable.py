@@ -1,19 +1,18 @@
-"""The number of trained weights, told from names and shapes, against what peft makes."""
+"""The number of trained weights, told from names and shapes, against what is made."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.utils import transformers_weight_conversion
+from tiny_model import plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.adapter import LoraAdapter, NoAdapter
 from halftune.config.model_facts import ModelFacts, facts_from_config
-from halftune.core.errors import PlanError
+from halftune.core.errors import ConfigError, PlanError
+from halftune.model.adapters.attach import attach_adapter
 from halftune.plan.trainable import count_trainable
 
 SMALL = {
@@ -40,9 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0], "head_dim": 16},
+    "olmoe": {"model_type": "olmoe", **EXPERTS},
+    "qwen3_next": {"model_type": "qwen3_next", **EXPERTS, **LINEAR, "head_dim": 16, "full_attention_interval": 3},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16},
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR, "head_dim": 16, "full_attention_interval": 3},
 }
+DORA_IS_REFUSED = ("qwen3_moe", "qwen3_next")  # linear layers with the names of experts
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all-linear": {},
     "rank 3, two names": {"rank": 3, "target_modules": ["q_proj", "o_proj"]},
@@ -60,31 +62,18 @@ def facts_of(name: str) -> ModelFacts:
     return facts_from_config({**SMALL, **MODELS[name]}, "here")
 
 
-@pytest.fixture
-def linear_means_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps peft from rewriting targets of some mixtures of experts: it would add the fused experts and the router to
-    all-linear, and drop the shared experts' linear layers.
-    """
-    monkeypatch.setattr(transformers_weight_conversion, "_convert_peft_config_moe", lambda *_: None)
-
-
 @pytest.mark.parametrize("adapter_name", ADAPTERS)
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.usefixtures("linear_means_linear")
-def test_lora_counts_are_peft_counts(model_name: str, adapter_name: str) -> None:
+def test_lora_counts_are_those_of_the_adapter_that_is_made(model_name: str, adapter_name: str) -> None:
     adapter, facts = LoraAdapter.model_validate(ADAPTERS[adapter_name]), facts_of(model_name)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **MODELS[model_name]}))
-    targets = adapter.target_modules
-    config = LoraConfig(
-        r=adapter.rank,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        modules_to_save=list(adapter.modules_to_save) or None,
-        use_dora=adapter.use_dora,
-        ensure_weight_tying=bool(adapter.modules_to_save and facts.tie_word_embeddings),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = get_peft_model(model, config)
+    if adapter_name == "dora" and model_name in DORA_IS_REFUSED:
+        with pytest.raises(PlanError, match=r"DoRA on down_proj, gate_proj, up_proj .*target_modules: \[.*q_proj"):
+            count_trainable(facts, adapter)
+        with pytest.raises(ConfigError, match=r"DoRA on down_proj, gate_proj, up_proj .*target_modules: \[.*q_proj"):
+            attach_adapter(model, adapter, plan(), 0)
+        return
+    adapted = attach_adapter(model, adapter, plan(), 0)
     built = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     counted = count_trainable(facts, adapter)
     assert counted.count.value == built

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from halftune.core.errors import ModelError
 from halftune.core.formats import Format
+from halftune.model.adapters.mixtures import for_plain_peft
 from halftune.model.folder import written_whole
 from halftune.model.quiet import quiet
 from halftune.plan import Plan
@@ -55,7 +55,7 @@ def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder:
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = {name: tensor.clone() for name, tensor in _cast(state, saved, keep).items()}  # a tied pair: two tensors
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(model.peft_config["default"])
+    config = for_plain_peft(model)
     config.inference_mode = True
     config.save_pretrained(str(folder))
 

@@ -13,6 +13,9 @@ from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
 
 HEAD = "lm_head"
+# Names of linear layers that peft takes for names of experts, by family: it has no DoRA there.
+_GATED = ("gate_proj", "up_proj", "down_proj", "gate")
+_EXPERTS = {"mixtral": ("w1", "w2", "w3", "gate"), "qwen3_moe": _GATED, "qwen3_next": _GATED, "olmoe": _GATED}
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     """Counts trained weights: exact for a described family, else for a Llama-like model of these sizes.
 
     Raises:
-        PlanError: an adapter would touch nothing: no module has the names asked for.
+        PlanError: an adapter would touch nothing: no module has the names asked for; or DoRA is asked for where peft
+            could not load it again.
     """
     if not isinstance(adapter, LoraAdapter):
         return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"))
@@ -45,6 +49,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     if facts.tensors:
         _check_targets(tensors, adapter, found=bool(touched))
         _check_saved(facts, adapter)
+        _check_dora(facts, adapter, sorted({tensor.module.rpartition(".")[2] for tensor in touched}))
     low_rank = sum(_update_size(tensor, adapter) * len(names) for tensor, names in touched.items())
     whole = sum(tensor.size * _matching(tensor, adapter.modules_to_save) for tensor in tensors)
     if facts.tie_word_embeddings and HEAD in adapter.modules_to_save and not _saves_embedding(tensors, adapter):
@@ -122,3 +127,12 @@ def _check_saved(facts: ModelFacts, adapter: LoraAdapter) -> None:
             known = {part for tensor in facts.tensors for part in tensor.module.split(".") if part != "*"} | {HEAD}
             remedy = did_you_mean(name, known)
             raise PlanError(f"no module is named {name!r}", where="adapter.modules_to_save", remedy=remedy)
+
+
+def _check_dora(facts: ModelFacts, adapter: LoraAdapter, kinds: list[str]) -> None:
+    lost = [kind for kind in kinds if kind in _EXPERTS.get(facts.model_type, ())]
+    if adapter.use_dora and lost:
+        what = f"DoRA on {', '.join(lost)} of {facts.model_type}: peft takes these names for experts and has none there"
+        others = ", ".join(kind for kind in kinds if kind not in lost)
+        remedy = f"adapter.use_dora: false, or adapter.target_modules: [{others}]"
+        raise PlanError(what, where="adapter.use_dora", remedy=remedy)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from halftune.config.adapter import AdapterSection
 from halftune.core import table
 from halftune.core.errors import ModelError
+from halftune.model.adapters.mixtures import as_made, targets_as_written
 from halftune.model.adapters.weights import cast_adapter
 from halftune.model.quiet import quiet_peft
 from halftune.plan import Plan
@@ -47,8 +50,12 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     if not (folder / "adapter_config.json").is_file():
         raise ModelError("no adapter here (adapter_config.json)", where=str(folder), remedy="write a finished run")
     try:
-        with quiet_peft():
-            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        ours = as_made(config, model)
+        with quiet_peft(), targets_as_written() if ours else nullcontext():
+            adapted = PeftModel.from_pretrained(
+                model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
+            )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
         first = str(error).strip().split("\n")[0]
         remedy = "check that adapter and base model belong together"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from halftune.config.adapter import LoraAdapter
 from halftune.core.errors import ConfigError
+from halftune.model.adapters.mixtures import taken_for_experts, targets_as_written
 from halftune.model.adapters.weights import cast_adapter
 from halftune.model.quiet import quiet_peft
 from halftune.plan import Plan
@@ -22,7 +23,8 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     """The model with adapters on its target modules; everything else is frozen.
 
     Raises:
-        ConfigError: a target or a module to save does not exist in this model; names those that do.
+        ConfigError: a target or a module to save does not exist in this model (names those that do), or peft could not
+            load the adapter again.
     """
     targets = _targets(model, adapter)
     saved = _modules_to_save(model, adapter)
@@ -39,14 +41,32 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         bias="none",
         ensure_weight_tying=tied,
     )
-    with torch.random.fork_rng(devices=[]), quiet_peft():
+    with torch.random.fork_rng(devices=[]), quiet_peft(), targets_as_written():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert isinstance(adapted, PeftModel)
+    if adapter.use_dora:
+        _check_dora(adapted)
     cast_adapter(adapted, plan)
     if adapter.use_dora:
         _measure_magnitudes(adapted)
     return adapted
+
+
+def _check_dora(adapted: PeftModel) -> None:
+    """Refuses what plain peft could not load again: it has DoRA for modules only.
+
+    Raises:
+        ConfigError: names the modules that peft takes for experts.
+    """
+    base: Any = adapted.get_base_model()
+    modules: list[str] = list(adapted.base_model.targeted_module_names)  # type: ignore[arg-type,union-attr]
+    if lost := taken_for_experts(base, modules):
+        kind, kinds = base.config.model_type, sorted({name.rpartition(".")[2] for name in lost})
+        others = sorted({name.rpartition(".")[2] for name in modules} - set(kinds))
+        what = f"DoRA on {', '.join(kinds)} of {kind}: peft takes these names for experts and has none there"
+        remedy = f"adapter.use_dora: false, or adapter.target_modules: [{', '.join(others)}]"
+        raise ConfigError(what, where="adapter.use_dora", remedy=remedy)
 
 
 def _measure_magnitudes(adapted: PeftModel) -> None:
