@@ -44,7 +44,8 @@ def route(
 
 AUTO = [
     # machine, packing, packages → softmax, provider, varlen
-    ("a100", False, {}, ("sdpa", "torch", "none")),
+    ("a100", False, {}, ("fa2", "torch", "none")),
+    ("a100", False, {"torch": "2.9.1"}, ("sdpa", "torch", "none")),
     ("a100", True, {}, ("fa2", "torch", "torch_varlen")),
     ("a100", True, {"torch": "2.9.1"}, ("sdpa", "torch", "segments")),
     ("a100", True, {"torch": "2.10.0+cu128"}, ("fa2", "torch", "torch_varlen")),
@@ -91,11 +92,11 @@ def why_not(routed: AttentionPlan, label: str) -> str:
         ("t4", "fa2 (flash_attn)", "needs compute capability 8.0, Tesla T4 has 7.5"),
         ("a100+t4", "fa2 (torch)", "needs compute capability 8.0, Tesla T4 has 7.5"),
         ("a100", "fa2 (flash_attn)", "flash-attn is not installed"),
-        ("a100", "fa2 (torch)", "a path for packed rows only"),
         ("a100", "fa4", "needs compute capability 9.0, NVIDIA A100 80GB has 8.0"),
         ("cpu", "fa2 (torch)", "runs on CUDA only"),
         ("cpu", "flex", "runs on CUDA only"),
-        ("a100", "eager", "sdpa comes first"),
+        ("a100", "eager", "fa2 (torch) comes first"),
+        ("t4", "eager", "sdpa comes first"),
         ("p100", "fa2 (torch)", "computes in bf16 and fp16 only, the plan is fp32"),
     ],
 )
@@ -119,7 +120,7 @@ def test_fp32_and_flash_attention_exclude_each_other(machine: str, backend: str)
         ("t4", "fa2", FLASH, False, "Tesla T4 has 7.5", "a device that can"),
         ("cpu-amx", "fa2", FLASH, False, "runs on CUDA", "a device that can"),
         ("a100+t4", "fa2", FLASH, True, "Tesla T4 has 7.5", "a device that can"),
-        ("a100", "fa2", {}, False, "flash-attn is not installed", "data.packing: true"),
+        ("a100", "fa2", {"torch": "2.9.1"}, False, "flash-attn is not installed", "install it"),
         ("h100", "fa3", {}, False, "flash-attn-3 is not installed", "install it"),
         ("a100", "fa4", {"flash-attn-4": "4.0.0"}, False, "NVIDIA A100 80GB has 8.0", "a device that can"),
         ("a100", "flex", {}, True, "no path for packed rows", "data.packing: false"),
@@ -141,6 +142,7 @@ def test_an_impossible_request_is_an_error_with_ways_out(
     [
         ("fa2", "a100", FLASH, False),
         ("fa2", "a100", {}, True),
+        ("fa2", "a100", {}, False),
         ("fa3", "h100", {"flash-attn-3": "3.0"}, False),
         ("fa4", "b200", {"flash-attn-4": "4.0"}, False),
         ("sdpa", "h200", FLASH, True),
@@ -202,6 +204,16 @@ def test_families_with_attention_code_of_their_own() -> None:
     routed = route("a100", facts=model("falcon"), packages=FLASH)
     assert routed.softmax.value == "eager"
     assert "in code of its own" in routed.softmax.reason
+    assert (routed.provider.value, routed.varlen.value) == ("model", "none")
+    with pytest.raises(PlanError, match="no path for packed rows"):
+        route("a100", facts=model("falcon"), packing=True)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("machine", ["cpu", "t4", "a100"])
+def test_eager_packs_what_nothing_else_can(machine: str, family: str) -> None:
+    routed = route(machine, facts=model(family), packing=True)
+    assert (routed.softmax.value, routed.provider.value, routed.varlen.value) == ("eager", "transformers", "segments")
 
 
 FLA = {"flash-linear-attention": "0.6.0"}

@@ -125,8 +125,7 @@ def test_packing() -> None:
 @pytest.mark.parametrize(
     ("raw", "says", "refused"),
     [
-        ({"model_type": "gpt2"}, "learned absolute positions", False),
-        ({"model_type": "opt"}, "learned absolute positions", False),
+        ({"model_type": "codegen", "rotary_dim": 8}, "takes a row for one sample", True),
         ({"model_type": "bloom"}, "ALiBi", True),
         ({"model_type": "falcon", "alibi": True}, "ALiBi", True),
         ({"model_type": "bamba"}, "carry a state", True),
@@ -143,14 +142,33 @@ def test_families_that_are_not_packed(raw: dict[str, Any], says: str, refused: b
             planned("cpu", facts, data={"packing": True})
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_bigcode"])
+def test_learned_positions_restart_with_each_sample(kind: str) -> None:
+    packing = planned("cpu", qwen(model_type=kind), attention="auto").batch.packing
+    assert packing.value is True
+    assert "learned positions" in packing.reason
+
+
 def test_a_backend_without_packed_rows_switches_packing_off_unless_asked() -> None:
-    plan = planned("a100", attention="eager")
-    assert (plan.batch.packing.value, plan.attention.softmax.value) == (False, "eager")
-    assert "attention: eager has no path for packed rows" in plan.batch.packing.reason
+    plan = planned("a100", attention="flex")
+    assert (plan.batch.packing.value, plan.attention.softmax.value) == (False, "flex")
+    assert "attention: flex has no path for packed rows" in plan.batch.packing.reason
     with pytest.raises(PlanError, match="no path for packed rows"):
-        planned("a100", attention="eager", data={"packing": True})
+        planned("a100", attention="flex", data={"packing": True})
+
+
+def test_eager_packs_where_nothing_is_faster_or_when_asked() -> None:
     oss = facts_from_config({**QWEN, "model_type": "gpt_oss", "head_dim": 64}, "oss")
-    assert planned("a100", oss).batch.packing.value is False
+    for machine, section, packed, softmax in (
+        ("cpu", {}, True, "eager"),
+        ("t4", {}, True, "eager"),
+        ("a100", {}, False, "flex"),
+        ("a100", {"data": {"packing": True}}, True, "eager"),
+        ("a100", {"attention": "eager"}, True, "eager"),
+    ):
+        plan = planned(machine, oss, **section)
+        assert (plan.batch.packing.value, plan.attention.softmax.value) == (packed, softmax), (machine, section)
+    assert "flex is faster padded" in planned("a100", oss).batch.packing.reason
 
 
 def test_positions_beyond_the_models_are_mentioned() -> None:

@@ -20,7 +20,8 @@ class Backend:
 
     Attributes:
         name: what the user writes.
-        provider: who carries it out: ``flash_attn`` (the package), ``torch``, ``transformers``.
+        provider: who carries it out: ``flash_attn`` (the package), ``torch``, ``transformers``; families with attention
+            code of their own (``OWN_ATTENTION``) are planned as ``model``.
         kinds: devices that it runs on.
         dtypes: dtypes of q, k and v.
         capabilities: lowest compute capability (CUDA only), and the majors that it has a backward pass for (empty: all
@@ -31,7 +32,6 @@ class Backend:
         head_dim_multiple: the head size must be a multiple of this.
         dropout, softcap, sinks: whether it can drop attention weights, cap logits, and have learned sinks.
         varlen: how it computes packed rows, "" where it cannot; by device kind where they differ.
-        packed_only: it has no path for padded rows.
     """
 
     name: str
@@ -48,7 +48,6 @@ class Backend:
     softcap: bool = True
     sinks: bool = False
     varlen: str = ""
-    packed_only: bool = False
 
 
 # In the order in which `auto` tries them.
@@ -63,7 +62,7 @@ BACKENDS: tuple[Backend, ...] = (
         max_head_dim=256,
         varlen="flash_attn_varlen",
     ),
-    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping, and a path for packed rows only.
+    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping.
     Backend(
         "fa2",
         "torch",
@@ -76,11 +75,10 @@ BACKENDS: tuple[Backend, ...] = (
         dropout=False,
         softcap=False,
         varlen="torch_varlen",
-        packed_only=True,
     ),
     Backend("sdpa", "torch", EVERYWHERE, ALL, softcap=False, varlen="segments"),
     Backend("flex", "transformers", ("cuda",), ALL, capability=(8, 0), package="triton", dropout=False, sinks=True),
-    Backend("eager", "transformers", EVERYWHERE, ALL, sinks=True),
+    Backend("eager", "transformers", EVERYWHERE, ALL, sinks=True, varlen="segments"),
 )
 
 # Only on request: fast, but young or not installable from the usual place.
@@ -146,8 +144,15 @@ OWN_ATTENTION = frozenset(
         "gpt_neo",
         "gpt_neox_japanese",
         "gptj",
+        "megatron-bert",
         "mpt",
+        "mvp",
+        "openai-gpt",
+        "prophetnet",
         "reformer",
+        "rembert",
+        "roformer",
+        "trocr",
         "xglm",
         "xlm",
         "xlnet",

@@ -13,9 +13,10 @@ class AttentionPlan:
 
     Attributes:
         softmax: ``fa2 | fa3 | fa4 | sdpa | flex | eager``.
-        provider: what carries it out: ``flash_attn`` (the package), ``torch`` (its own kernels), ``transformers``.
-        varlen: how packed rows are computed, ``none`` when packing is off: ``segments`` (SDPA per sample, CPU and old
-            GPUs), ``torch_varlen``, ``flash_attn_varlen``.
+        provider: what carries it out: ``flash_attn`` (the package), ``torch`` (its own kernels), ``transformers``,
+            ``model`` (code of its own, past transformers' attention interface).
+        varlen: how packed rows are computed, ``none`` when packing is off: ``segments`` (SDPA or eager per sample,
+            CPU and old GPUs), ``torch_varlen``, ``flash_attn_varlen``.
         linear: backend of linear-attention layers, ``none`` where the model has none: ``fla | torch``.
         rejected: (backend, reason) of every backend that was not taken.
         guard: ``cast | strict | off``.

@@ -53,9 +53,10 @@ def route_attention(
     if chosen is None:
         raise _impossible(asked, rejected, facts, compute)
     varlen = chosen.varlen if packing else "none"
+    provider = "model" if facts.model_type in OWN_ATTENTION else chosen.provider
     return AttentionPlan(
         softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, compute)),
-        provider=Choice(chosen.provider, _PROVIDERS[chosen.provider]),
+        provider=Choice(provider, _PROVIDERS[provider]),
         varlen=Choice(varlen or "none", _VARLEN[varlen]),
         linear=_linear(section, hardware, facts),
         rejected=tuple(rejected),
@@ -67,6 +68,7 @@ _PROVIDERS = {
     "flash_attn": "the flash-attn package is installed",
     "torch": "torch brings the kernels",
     "transformers": "transformers' own integration",
+    "model": "the model's own code, which the dtype guard does not see",
 }
 _VARLEN = {
     "none": "rows are not packed",
@@ -90,10 +92,8 @@ def objections(
     if compute not in backend.dtypes:
         yield f"computes in {' and '.join(backend.dtypes)} only, the plan is {compute}"
     yield from _model_objections(backend, facts)
-    if packing and not backend.varlen:
+    if packing and not (backend.varlen and facts.model_type not in OWN_ATTENTION):
         yield "no path for packed rows"
-    if backend.packed_only and not packing:
-        yield "a path for packed rows only"
 
 
 def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> Iterator[str]:
@@ -149,8 +149,6 @@ def _ways_out(asked: str, why: str, facts: ModelFacts, compute: str) -> str:
         return f"attention: auto, {safe}, or precision: bf16 (fp16 on GPUs before Ampere)"
     if "compute capability" in why or "runs on" in why:
         return f"attention: auto, {safe}, or a device that can"
-    if "path for packed rows only" in why:
-        return f"pip install flash-attn, data.packing: true (torch's own kernels), or {safe}"
     if "no path for packed rows" in why:
         return f"data.packing: false, attention: auto, or {safe}"
     if "is not installed" in why:

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.model import ModelSection
-from halftune.config.model_facts import read_model_facts
-from halftune.core.errors import ModelError
+from halftune.config.model_facts import ModelFacts, read_model_facts
+from halftune.config.run import RunConfig
+from halftune.core.errors import ModelError, PlanError
+from halftune.core.log import get_logger
 from halftune.hardware.probe import probe
 from halftune.plan import Plan, resolve
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,23 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> FinishedRun:
         remedy = f"train it to the end: train --config {folder / 'config.yaml'}"
         raise ModelError("the run has no result yet (final/)", where=str(folder), remedy=remedy)
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
-    plan = resolve(loaded.run, probe(), read_model_facts(section))
+    plan = _plan(loaded.run, read_model_facts(section), asked=any(key.startswith("attention") for key in overrides))
     return FinishedRun(loaded, folder, plan, is_adapter)
+
+
+def _plan(config: RunConfig, facts: ModelFacts, *, asked: bool) -> Plan:
+    """The plan on this machine. Attention that was asked for in training need not exist here: unless it is ``asked``
+    for now, another backend answers the same but for rounding.
+    """
+    hardware = probe()
+    try:
+        return resolve(config, hardware, facts)
+    except PlanError as error:
+        if error.where != "attention" or asked:
+            raise
+        log.warning("%s; this machine's own choice instead", error.what)
+        own = config.attention.model_copy(update={"backend": "auto"})
+        return resolve(config.model_copy(update={"attention": own}), hardware, facts)
 
 
 def _folder(target: Path) -> Path:

@@ -55,12 +55,13 @@ def fp32_plan(plan: Plan) -> Plan:
     precision = replace(
         plan.precision, storage=fp32, trainable=fp32, compute=fp32, saved=fp32, autocast=off, grad_scaler=off
     )
-    sdpa = Choice("sdpa", "runs in fp32 on a CPU")
-    attention = replace(
-        plan.attention, softmax=sdpa, provider=Choice("torch", sdpa.reason), varlen=Choice("none", "no packed rows")
-    )
+    here = "runs in fp32 on a CPU"
+    attention = replace(plan.attention, varlen=Choice("none", "no packed rows"))
+    if attention.softmax.value not in ("sdpa", "eager"):  # a GPU's kernel, of a model that sdpa may not do for
+        softmax, provider = Choice("eager", here), Choice("transformers", here)
+        attention = replace(attention, softmax=softmax, provider=provider)
     batch = replace(plan.batch, packing=Choice(False, "no packed rows"))
-    return replace(plan, device=Choice("cpu", sdpa.reason), precision=precision, attention=attention, batch=batch)
+    return replace(plan, device=Choice("cpu", here), precision=precision, attention=attention, batch=batch)
 
 
 def merge_adapter(model: ModelSection, adapter: Path, plan: Plan, stored: Format) -> Merge:

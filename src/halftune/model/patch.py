@@ -31,6 +31,8 @@ _MASKS: dict[str, Callable[..., Any]] = {
     "fa4": flash_attention_mask,
 }
 
+OWN = "eager"  # what transformers calls the attention of a model that does not go through its interface
+
 
 @dataclass(frozen=True)
 class Registration:
@@ -56,6 +58,9 @@ def register_attention(plan: Plan) -> str:
     attention share a name; other plans get names of their own, and models that were built with an earlier name keep
     their behaviour.
 
+    A model that computes attention in code of its own (the plan's provider is ``model``) chooses among implementations
+    that transformers names, and gets such a name; nothing is registered and the guard sees nothing.
+
     Returns:
         The ``attn_implementation`` to build the model with, e.g. ``halftune_sdpa``.
 
@@ -63,6 +68,9 @@ def register_attention(plan: Plan) -> str:
         MissingPackageError: the plan names a kernel package that is not installed.
     """
     attention, compute = plan.attention, plan.precision.compute.value
+    if attention.provider.value == "model":
+        _current.append(Registration(OWN, Guard(attention.guard, compute)))  # type: ignore[arg-type]
+        return OWN
     routes = (attention.softmax.value, attention.provider.value, attention.varlen.value)
     key = (*routes, attention.guard, compute, plan.batch.packing.value)
     if key in _registered:
@@ -96,7 +104,9 @@ def current_guard() -> Guard:
 
 
 def unregister_attention(name: str) -> None:
-    """Takes a name out of transformers' attention interface; models built with it can no longer run."""
+    """Takes a name of ours out of transformers' attention interface; models built with it can no longer run."""
+    if name not in {registration.name for registration in _registered.values()}:
+        return
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(name, None)
     for key in [key for key, registration in _registered.items() if registration.name == name]:

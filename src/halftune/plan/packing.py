@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from halftune.attention.backends import OWN_ATTENTION
 from halftune.config.data import PackingSection
 from halftune.config.model_facts import ModelFacts
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 
 _ALIBI = {"bloom", "mpt"}
-_LEARNED_POSITIONS = {"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "openai-gpt", "xglm", "ctrl", "cpmant"}
+# Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
+_LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
 
 
 def choose_packing(section: PackingSection, facts: ModelFacts, *, trust_remote_code: bool) -> Choice[bool]:
@@ -31,7 +33,8 @@ def choose_packing(section: PackingSection, facts: ModelFacts, *, trust_remote_c
     doubt = mixes or _doubtful(facts, trust_remote_code)
     if doubt:
         return Choice(False, doubt)
-    return Choice(True, "softmax attention and rotary positions keep samples apart; checked again at the start")
+    positions = "learned" if facts.model_type in _LEARNED_POSITIONS else "rotary"
+    return Choice(True, f"softmax attention and {positions} positions keep samples apart; checked again at the start")
 
 
 def _mixes_samples(facts: ModelFacts) -> str:
@@ -44,6 +47,8 @@ def _mixes_samples(facts: ModelFacts) -> str:
     raw = facts.raw or {}
     if raw.get("alibi") or facts.model_type in _ALIBI:
         return f"{facts.model_type} takes positions from distances along the row (ALiBi)"
+    if facts.model_type in OWN_ATTENTION:
+        return f"{facts.model_type} computes attention in code of its own, which takes a row for one sample"
     return ""
 
 
@@ -52,10 +57,10 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
     raw = facts.raw or {}
     if trust_remote_code and raw.get("auto_map"):
         return "the checkpoint's own code is not known to keep samples apart"
-    if facts.model_type in _LEARNED_POSITIONS:
-        return f"{facts.model_type} learned absolute positions of whole rows"
     if raw.get("attention_chunk_size"):
         return "attention in chunks of the row cuts across samples"
+    if facts.model_type in _LEARNED_POSITIONS:
+        return ""
     text = raw.get("text_config") or raw
     if not any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text):
         return f"{facts.model_type}'s positions are not known to be rotary"

@@ -77,6 +77,12 @@ def _rows(
             raise
         routed = route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
         return Choice(False, f"attention: {routed.softmax.value} has no path for packed rows"), routed
+    free = config.data.packing.enabled is not True and config.attention.backend == "auto"
+    if free and routed.softmax.value == "eager":
+        padded = route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
+        if padded.softmax.value != "eager":
+            reason = f"attention: eager alone could pack this model's rows, and {padded.softmax.value} is faster padded"
+            return Choice(False, reason), padded
     return packing, routed
 
 
