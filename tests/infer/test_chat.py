@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import torch
 from tiny_model import checkpoint, finished_run
 
 from halftune.cli import main
-from halftune.core.errors import ConfigError, ModelError
+from halftune.core.errors import ConfigError, ModelError, PlanError
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
@@ -194,3 +196,20 @@ def test_a_missing_run_is_told_without_torch_or_traceback(tmp_path: Path) -> Non
     assert done.stdout == "False\n"
     assert done.stderr.startswith("halftune chat: ")
     assert "Traceback" not in done.stderr
+
+
+def test_attention_that_only_the_training_machine_had_gives_way(
+    adapter_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(adapter_run, folder)
+    recipe = json.loads((folder / "resolved.yaml").read_text())
+    recipe |= {"attention": "fa2", "precision": "bf16", "data": {"train": "gone.jsonl", "packing": True}}
+    (folder / "resolved.yaml").write_text(json.dumps(recipe))
+    with caplog.at_level(logging.WARNING, "halftune"):
+        run = open_run(str(folder))
+    assert run.plan.attention.softmax.value == "sdpa"
+    assert "attention: fa2 is not possible" in caplog.text
+    assert isinstance(open_session(run).answer("Hello", tuned=True), str)
+    with pytest.raises(PlanError, match="fa2 is not possible"):  # asked for here and now
+        open_run(str(folder), ["attention=fa2"])

@@ -31,6 +31,8 @@ FULL_SIZE: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "cohere2": {},
     "opt": {},
+    "gpt2": {},
+    "gpt_bigcode": {},
 }
 
 

@@ -83,6 +83,19 @@ def test_a_model_keeps_its_behaviour_when_another_run_is_planned() -> None:
         strict(ids)
 
 
+def test_attention_of_the_models_own_is_left_to_transformers() -> None:
+    made = a_plan("eager")
+    own = replace(made, attention=replace(made.attention, provider=because("model")))
+    before = dict(AttentionInterface._global_mapping)
+    guard = current_guard()
+    assert register_attention(own) == "eager"
+    assert current_guard() is not guard
+    assert before == AttentionInterface._global_mapping
+    assert AttentionMaskInterface._global_mapping["eager"] is not None
+    unregister_attention("eager")
+    assert AttentionMaskInterface._global_mapping["eager"] is not None, "not ours to take away"
+
+
 def test_unregistering_leaves_no_trace() -> None:
     before = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
     name = register_attention(a_plan(guard="strict", compute="fp16"))
