@@ -62,14 +62,15 @@ BACKENDS: tuple[Backend, ...] = (
         max_head_dim=256,
         varlen="flash_attn_varlen",
     ),
-    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping.
+    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping. Earlier versions lack scale, window_size or
+    # enable_gqa.
     Backend(
         "fa2",
         "torch",
         ("cuda",),
         HALF,
         capability=(8, 0),
-        torch="2.10",
+        torch="2.13",
         max_head_dim=256,
         head_dim_multiple=8,
         dropout=False,

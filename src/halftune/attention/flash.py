@@ -52,10 +52,12 @@ def torch_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
     """The FlashAttention-2 kernel that torch carries, or ``kernel`` with the signature of its ``varlen_attn``.
 
     Raises:
-        MissingPackageError: torch is older than 2.10.
+        MissingPackageError: this torch has no such kernel; releases before 2.13 have none, or one without ``scale``,
+            ``window_size`` and ``enable_gqa``.
     """
     if kernel is None:
-        kernel = need("torch.nn.attention.varlen", why="attention: fa2 by torch", distribution="torch").varlen_attn
+        why = "attention: fa2 by torch's own kernels"
+        kernel = need("torch.nn.attention.varlen", why=why, distribution='"torch>=2.13"').varlen_attn
     call: Callable[..., Any] = kernel  # type: ignore[assignment]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
@@ -209,7 +211,7 @@ def _options(module: nn.Module, dropout: float, scaling: float | None, queries: 
 def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor, None]]:
     """transformers' own call of ``flash_attention_3`` or ``flash_attention_4``, in the attention interface's signature.
 
-    It takes ``cu_seq_lens_q/k`` and ``max_length_q/k`` of packed rows and 2-D masks of padded batches itself.
+    It takes the 2-D masks of padded batches itself; packed rows never come here.
     """
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 

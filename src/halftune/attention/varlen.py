@@ -52,7 +52,7 @@ def attention_callable(plan: AttentionPlan, flash: FlashAttention | None = None)
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cu_seq_lens = kwargs.get("cu_seq_lens_q")
-        if cu_seq_lens is None or backend in ("fa3", "fa4"):
+        if cu_seq_lens is None:
             return batch(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         settings: dict[str, Any] = {"dropout": dropout, "scaling": scaling, **kwargs}
         longest = kwargs.get("max_length_q")
