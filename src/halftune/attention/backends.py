@@ -62,8 +62,8 @@ BACKENDS: tuple[Backend, ...] = (
         max_head_dim=256,
         varlen="flash_attn_varlen",
     ),
-    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping. Earlier versions lack scale, window_size or
-    # enable_gqa.
+    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping. Before 2.13 they take no scale, no window
+    # and no grouped heads.
     Backend(
         "fa2",
         "torch",

@@ -9,7 +9,12 @@ from types import ModuleType
 from halftune.core.errors import MissingPackageError
 
 # distribution name → the extra of halftune that brings it
-_EXTRAS = {"gradio": "webui", "flash-attn": "flash", "bitsandbytes": "bnb", "wandb": "wandb", "liger-kernel": "liger"}
+_EXTRAS = {
+    "flash-attn": "flash",
+    "flash-linear-attention": "fla",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
 
 
 def version_of(distribution: str) -> str | None:
