@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from halftune.cli import main
+from halftune.cli.facts import world_size
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}
@@ -34,11 +35,12 @@ def halftune(*arguments: str) -> int:
 
 
 def test_it_prints_the_plan(recipe: Path, capsys: pytest.CaptureFixture) -> None:
-    assert halftune("--config", str(recipe), "--hardware", "t4x2") == 0
+    assert halftune("--config", str(recipe), "--hardware", "t4x2", "--num-processes", "2") == 0
     said = capsys.readouterr().out
     assert "Plan for builtin:qwen2-tiny (qwen2)" in said
     assert "on 2 × Tesla T4" in said
     assert "2 process" in said
+    assert "devices is used" not in said
     assert "Time: known after a first run" in said
 
 
@@ -58,6 +60,22 @@ def test_overrides_and_a_launchers_world_size_count(
     plan = json.loads(capsys.readouterr().out)
     assert plan["precision"]["compute"]["value"] == "fp32"
     assert plan["batch"]["world_size"] == 4
+
+
+def test_without_a_launcher_one_process_is_planned_as_train_starts_one(
+    recipe: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert halftune("--config", str(recipe), "--hardware", "t4x2", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["batch"]["world_size"] == world_size() == 1
+    assert any("1 of 2 devices is used" in warning for warning in plan["warnings"])
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    for verb in ("plan", "train"):
+        with pytest.raises(SystemExit):
+            main([verb, "--config", str(recipe)])
+        assert "WORLD_SIZE: 'two' is no number of processes" in capsys.readouterr().err
+    for wrong in ("0", "-1", "two"):
+        assert halftune("--config", str(recipe), "--num-processes", wrong) == 2
 
 
 def test_an_earlier_run_gives_the_time(recipe: Path, capsys: pytest.CaptureFixture) -> None:

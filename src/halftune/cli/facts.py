@@ -1,4 +1,4 @@
-"""Facts about the model of a recipe, also where that model is the result of a recipe it depends on."""
+"""What the verbs ask before they plan: the model of a recipe, also where a recipe it depends on makes it; processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.model_facts import ModelFacts, read_model_facts
+from halftune.core.errors import PlanError
 
 
 def dependencies(loaded: LoadedConfig) -> list[LoadedConfig]:
@@ -23,3 +24,16 @@ def model_facts(loaded: LoadedConfig) -> ModelFacts:
             if Path(name).is_relative_to(os.path.normpath(recipe.run.training.output_dir)):
                 return replace(model_facts(recipe), name_or_path=name)
     return read_model_facts(loaded.run.model)
+
+
+def world_size() -> int:
+    """Processes of a run started here: ``WORLD_SIZE`` where a launcher has set it, else one.
+
+    Raises:
+        PlanError: the variable holds no count.
+    """
+    asked = os.environ.get("WORLD_SIZE") or "1"
+    if not asked.isdecimal() or int(asked) < 1:
+        what = f"{asked!r} is no number of processes"
+        raise PlanError(what, where="WORLD_SIZE", remedy="start the run with torchrun, or unset the variable")
+    return int(asked)

@@ -3,6 +3,7 @@
 halftune plan --config configs/qwen_lora_bf16.yaml
 halftune plan --config x.yaml --hardware t4x2         as it would be on another machine (a100+t4 for a mixed one)
 halftune plan --config x.yaml --hardware a100 --with flash-attn=2.8.3
+halftune plan --config x.yaml --hardware t4x2 --num-processes 2      as torchrun --nproc-per-node 2 would start it
 halftune plan --config x.yaml precision=auto --json
 """
 
@@ -10,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
-from halftune.cli.facts import model_facts
+from halftune.cli.facts import model_facts, world_size
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PACKAGE=VERSION",
         help="as if it were installed",
     )
+    parser.add_argument(
+        "--num-processes", type=_count, metavar="N", help="processes, one device each (default: $WORLD_SIZE, else 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, as in plan.json")
 
 
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Loads the recipe, plans, prints; leaves with 1 when the run is not expected to fit."""
     loaded = load_from(args)
     hardware = _machine(args.hardware, args.packages)
-    plan = resolve(loaded.run, hardware, model_facts(loaded), world_size=_world_size(hardware))
+    plan = resolve(loaded.run, hardware, model_facts(loaded), world_size=args.num_processes or world_size())
     pace = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
     if args.json:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))
@@ -73,10 +76,10 @@ def _machine(name: str | None, packages: list[str]) -> Hardware:
     return lookup(name, pairs) if name else probe()
 
 
-def _world_size(hardware: Hardware) -> int:
-    """``WORLD_SIZE`` where a launcher has set it, else one process per device."""
-    asked = os.environ.get("WORLD_SIZE", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else len(hardware.devices)
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+    return int(text)
 
 
 def _time(config: RunConfig, plan: Plan, pace: Pace | None) -> list[str]:

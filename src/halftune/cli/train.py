@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from halftune.cli.facts import dependencies, model_facts
+from halftune.cli.facts import dependencies, model_facts, world_size
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
@@ -44,7 +44,7 @@ def train_one(loaded: LoadedConfig) -> None:
     """Plans and trains one recipe, after the ones it depends on."""
     for recipe in dependencies(loaded):
         train_one(recipe)
-    plan = resolve(loaded.run, probe(), model_facts(loaded), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    plan = resolve(loaded.run, probe(), model_facts(loaded), world_size=world_size())
     main = os.environ.get("RANK", "0") == "0"
     if main:
         print(explain(plan))
