@@ -195,3 +195,37 @@ def test_paths_beside_the_recipe(load: Load, tmp_path: Path, monkeypatch: pytest
     assert found == str(tmp_path / "rows.jsonl")
     (elsewhere / "rows.jsonl").write_text('{"text": "y"}\n')
     assert load_config(tmp_path / "x.yaml", ["data.train=rows.jsonl"]).run.data.train[0].path == "rows.jsonl"
+
+
+def test_home_is_written_out_once_in_every_path(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("checkpoint", "model", "tokenizer"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    run = load(
+        "model: {name_or_path: ~/model, tokenizer: ~/tokenizer, chat_template: ~/template.jinja}\n"
+        "data: {train: ~/train.jsonl, eval: [{path: ~/eval.jsonl}]}\n"
+        "training: {output_dir: ~/runs/x}\n",
+        "training.resume=~/checkpoint",
+    ).run
+    model, training = run.model, run.training
+    written = (model.name_or_path, model.tokenizer, model.chat_template, run.data.train[0].path, run.data.eval[0].path)
+    names = ("model", "tokenizer", "template.jinja", "train.jsonl", "eval.jsonl", "runs/x", "checkpoint")
+    assert (*written, training.output_dir, training.resume) == tuple(str(tmp_path / name) for name in names)
+
+
+def test_home_in_the_recipe_that_a_dependency_leaves(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    shared = "data: {train: builtin:python-docs}\n"
+    (tmp_path / "first.yaml").write_text(
+        f"model: {{name_or_path: builtin:qwen2-tiny}}\ntraining: {{output_dir: ~/first}}\n{shared}"
+    )
+    run = load(
+        f"depends_on: first.yaml\nmodel: {{name_or_path: ~/first/final}}\ntraining: {{output_dir: y}}\n{shared}"
+    ).run
+    assert run.model.name_or_path == str(tmp_path / "home/first/final")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from halftune.config import shipped
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.yaml_source import parse, scalar
 from halftune.core.errors import ConfigError
@@ -92,3 +93,41 @@ def test_lines_are_those_of_editors(problems: Callable[..., list[str]], recipe_t
     assert line.startswith("x.yaml:10: sed: unknown key")
     (line,) = problems("# \u2028\u2028\x85\na: b: c\n")
     assert line.startswith("x.yaml:2: a second colon")
+
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "configs/quickstart.yaml", "./configs/quickstart.yaml"])
+def test_shipped_recipes_are_found_from_anywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config(name)
+    assert loaded.path == SHIPPED / "quickstart.yaml"
+    assert loaded.run.depends_on == (str(SHIPPED / "quickstart_pretrain.yaml"),)
+
+
+def test_shipped_recipes_of_an_installed_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "site-packages/halftune"
+    (package / "configs").mkdir(parents=True)
+    (package / "configs/quickstart.yaml").write_text((SHIPPED / "quickstart_pretrain.yaml").read_text())
+    monkeypatch.setattr(shipped, "files", lambda name: package)
+    assert load_config("configs/quickstart.yaml").path == package / "configs/quickstart.yaml"
+    assert list(shipped.recipes()) == ["quickstart.yaml"]
+
+
+def test_ones_own_recipe_comes_before_a_shipped_one(
+    recipe_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart.yaml").write_text(recipe_text)
+    assert load_config("quickstart.yaml").path == Path("quickstart.yaml")
+
+
+@pytest.mark.parametrize("name", ["no/where.yaml", "mine.yaml", "/configs/quickstart.yaml", "configs/quick.yaml"])
+def test_a_missing_recipe_lists_the_shipped_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(name)
+    for path in SHIPPED.glob("*.yaml"):
+        assert f"configs/{path.name}" in str(caught.value)

@@ -31,7 +31,6 @@ def data_exists(run: RunConfig, context: Context) -> Iterator[Finding]:
 
 def _source(key: Path, source: SourceSection) -> Iterator[Finding]:
     name, at = source.path, (*key, "path")
-    path = os.path.expanduser(name)
     local = True
     if not name.strip() or "\0" in name:
         yield Finding(at, "is no path", "a file, a folder, a hub data set id, or builtin:<name>")
@@ -39,12 +38,12 @@ def _source(key: Path, source: SourceSection) -> Iterator[Finding]:
         known = {BUILTIN + each for each in BUILTIN_DATA}
         if name not in known:
             yield Finding(at, f"there is no data set {name}", did_you_mean(name, known))
-    elif os.path.isdir(path):
-        yield from _folder(at, path)
-    elif os.path.exists(path):
-        yield from _file(at, path)
+    elif os.path.isdir(name):
+        yield from _folder(at, name)
+    elif os.path.exists(name):
+        yield from _file(at, name)
     elif looks_local(name) or _ending(name) in DATA_ENDINGS or not HUB_ID.fullmatch(name.split(":")[0]):
-        yield Finding(at, f"no such file or folder: {name}", _near(path))
+        yield Finding(at, f"no such file or folder: {name}", _near(name))
     else:
         local = False
     if local and source.split != "train":
@@ -96,7 +95,6 @@ def model_exists(run: RunConfig, context: Context) -> Iterator[Finding]:
 
 
 def _model(at: Path, name: str, context: Context) -> Iterator[Finding]:
-    path = os.path.expanduser(name)
     kinds = "a hub id such as Qwen/Qwen2.5-0.5B-Instruct, a folder, or builtin:<name>"
     if name.startswith(BUILTIN):
         known = {BUILTIN + each for each in BUILTIN_MODELS}
@@ -104,13 +102,13 @@ def _model(at: Path, name: str, context: Context) -> Iterator[Finding]:
             yield Finding(at, f"there is no model {name}", did_you_mean(name, known))
     elif context.made_by_dependency(name) or not context.look_at_files:
         return
-    elif os.path.isfile(path):
-        kind = "weights alone are no model" if path.lower().endswith(WEIGHT_ENDINGS) else "is a file"
+    elif os.path.isfile(name):
+        kind = "weights alone are no model" if name.lower().endswith(WEIGHT_ENDINGS) else "is a file"
         yield Finding(at, f"{kind}: {name}", "name the folder that holds config.json and the tokenizer")
-    elif os.path.isdir(path):
-        yield from _model_folder(at, FilePath(path))
+    elif os.path.isdir(name):
+        yield from _model_folder(at, FilePath(name))
     elif looks_local(name):
-        yield Finding(at, f"no such folder: {name}", _near(path))
+        yield Finding(at, f"no such folder: {name}", _near(name))
     elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name:
         yield Finding(at, f"{name!r} is neither a folder nor a hub id", kinds)
 
@@ -130,8 +128,7 @@ def template_exists(run: RunConfig, context: Context) -> Iterator[Finding]:
     name = run.model.chat_template
     if name is None or name == "chatml" or not context.look_at_files:
         return
-    path = os.path.expanduser(name)
-    if not os.path.isfile(path):
+    if not os.path.isfile(name):
         what = f"no such file: {name}"
         if "{%" in name or "{{" in name:
             what = "holds the template itself"
@@ -144,7 +141,7 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Finding]:
     if not name.strip() or "\0" in name:
         yield Finding(at, "is no path", "for example runs/my-first-run")
         return
-    path = os.path.abspath(os.path.expanduser(name))
+    path = os.path.abspath(name)
     existing = path
     while not os.path.lexists(existing) and existing != os.path.dirname(existing):
         existing = os.path.dirname(existing)
@@ -152,7 +149,7 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Finding]:
         yield Finding(at, f"{existing} is a file, not a folder", "choose another folder")
     elif context.look_at_files and not os.access(existing, os.W_OK | os.X_OK):
         yield Finding(at, f"{existing} may not be written", "choose another folder")
-    model = os.path.abspath(os.path.expanduser(run.model.name_or_path))
+    model = os.path.abspath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):
         yield Finding(at, "holds the base model, which training would overwrite", "choose another folder")
 
@@ -162,7 +159,7 @@ def checkpoint_exists(run: RunConfig, context: Context) -> Iterator[Finding]:
     name = run.training.resume
     if name in ("auto", "never") or not context.look_at_files:
         return
-    if not os.path.isdir(os.path.expanduser(name)):
+    if not os.path.isdir(name):
         words = {"true": "auto", "yes": "auto", "false": "never", "no": "never"}
         remedy = f"did you mean {words[name.lower()]}?" if name.lower() in words else "auto, never, or a checkpoint"
         yield Finding(("training", "resume"), f"no such checkpoint: {name}", remedy)

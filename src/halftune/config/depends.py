@@ -56,4 +56,8 @@ def _follow(recipe: str, above: tuple[str, ...], outputs: list[str]) -> None:
     names = child(values, "depends_on")
     for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
         if isinstance(name, str):
-            _follow(os.path.abspath(os.path.join(os.path.dirname(recipe), name)), (*above, recipe), outputs)
+            _follow(
+                os.path.abspath(os.path.join(os.path.dirname(recipe), os.path.expanduser(name))),
+                (*above, recipe),
+                outputs,
+            )

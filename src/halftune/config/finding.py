@@ -37,12 +37,12 @@ class Context:
 
     def made_by_dependency(self, name: str) -> bool:
         """Whether a recipe that this one depends on will make this path."""
-        path = os.path.abspath(os.path.expanduser(name))
+        path = os.path.abspath(name)
         return any(path == output or path.startswith(output + os.sep) for output in self.outputs)
 
     def is_hub_id(self, name: str) -> bool:
         """Whether a model name can only be one of the hub."""
-        if name.startswith("builtin:") or os.path.exists(os.path.expanduser(name)) or self.made_by_dependency(name):
+        if name.startswith("builtin:") or os.path.exists(name) or self.made_by_dependency(name):
             return False
         return not looks_local(name)
 

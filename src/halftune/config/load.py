@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from halftune.config.overrides import apply_overrides
 from halftune.config.run import RunConfig
 from halftune.config.shape import Path as Key
 from halftune.config.shape import child, dotted
+from halftune.config.shipped import find
 from halftune.config.shorthand import expand
 from halftune.config.spellings import translate_spellings
 from halftune.config.validate import validate
@@ -28,6 +29,7 @@ from halftune.core.errors import ConfigError, HalftuneError
 DEFAULT = "default"
 MAX_PROBLEMS = 60
 PATHS_IN_MODEL = ("name_or_path", "tokenizer", "chat_template")
+PATHS_IN_TRAINING = ("output_dir", "resume")
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ def load_config(
     """Loads a recipe and checks it whole. No torch is imported.
 
     Relative paths under ``data`` and ``model`` are looked for in the working directory and then beside the YAML file;
-    ``depends_on`` only beside the YAML file.
+    ``depends_on`` only beside the YAML file. ``~`` is written out in all of them, here and nowhere else.
 
     Args:
-        path: the YAML file.
+        path: the YAML file; where there is none, the shipped recipe of that name (``quickstart.yaml``,
+            ``configs/quickstart.yaml``).
         overrides: ``training.learning_rate=1e-4`` …; they win over the file.
         look_at_files: whether data, model folders and packages that the recipe names must be there now. False to
             look at a run that is over.
@@ -64,7 +67,7 @@ def load_config(
     Raises:
         ConfigError: carries every problem found, each with its place.
     """
-    file = Path(path)
+    file = find(Path(path))
     text = read_text(file)
     tree = parse(text, str(file))
     if (framework := recognise(tree.values)) is not None:
@@ -74,6 +77,7 @@ def load_config(
     apply_overrides(tree, overrides)
     expand(tree)
     broken = translate_spellings(tree)
+    _write_home_out(tree)
     _find_beside(tree, file.parent)
     make_absolute(tree, file.parent)
     run, problems, more = validate(tree)
@@ -112,17 +116,35 @@ def _rules(run: RunConfig, tree: Tree, file: Path, broken: set[Key], look_at_fil
 
 def _find_beside(tree: Tree, folder: Path) -> None:
     """A relative path that exists beside the YAML and not in the working directory becomes absolute."""
+    for holder, key in _inputs(tree):
+        name = holder[key]
+        beside = os.path.abspath(folder / name)
+        if not os.path.isabs(name) and not os.path.exists(name) and os.path.exists(beside):
+            holder[key] = beside
+
+
+def _write_home_out(tree: Tree) -> None:
+    """``~`` and ``~user`` become folders, as a shell would have written them."""
+    training = child(tree.values, "training")
+    for holder, key in (*_inputs(tree), *_paths((training, key) for key in PATHS_IN_TRAINING)):
+        holder[key] = os.path.expanduser(holder[key])
+
+
+def _inputs(tree: Tree) -> Iterator[tuple[Any, str]]:
+    """Where the tree holds the paths of what is read, as (section, key)."""
     data, model = child(tree.values, "data"), child(tree.values, "model")
-    holders: list[tuple[Any, str]] = [(model, key) for key in PATHS_IN_MODEL]
+    yield from _paths((model, key) for key in PATHS_IN_MODEL)
     for part in ("train", "eval"):
         sources = child(data, part)
-        holders += [(source, "path") for source in sources] if isinstance(sources, list) else []
+        yield from _paths((source, "path") for source in (sources if isinstance(sources, list) else ()))
+
+
+def _paths(holders: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
+    """Those that can be a path, whatever else may be wrong with the recipe."""
     for holder, key in holders:
         name = child(holder, key)
-        if isinstance(name, str) and name and "\0" not in name and not os.path.isabs(os.path.expanduser(name)):
-            beside = os.path.abspath(folder / name)
-            if not os.path.exists(name) and os.path.exists(beside):
-                holder[key] = beside
+        if isinstance(name, str) and name and "\0" not in name:
+            yield holder, key
 
 
 def _first(problems: list[HalftuneError], label: str) -> list[HalftuneError]:

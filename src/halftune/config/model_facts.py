@@ -214,7 +214,7 @@ def facts_from_config(
 
 def _config_file(model: ModelSection) -> Path:
     name = model.name_or_path
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return folder / "config.json"

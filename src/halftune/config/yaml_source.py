@@ -18,6 +18,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from halftune.config.shape import Path, dotted
+from halftune.config.shipped import listed
 from halftune.config.yaml_errors import syntax_error
 from halftune.core.errors import ConfigError, HalftuneError
 
@@ -114,10 +115,11 @@ def _neighbours(path: FilePath) -> str:
 
     folder = path.parent
     names = [p.name for p in folder.glob("*.y*ml")][:1000] if folder.is_dir() else []
+    shipped = f"halftune brings {listed()}"
     if not folder.is_dir():
-        return f"there is no folder {folder} either"
+        return f"there is no folder {folder} either; {shipped}"
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"did you mean {folder / close[0]}?" if close else "check the path"
+    return f"did you mean {folder / close[0]}?" if close else f"check the path; {shipped}"
 
 
 def _recipes_in(folder: FilePath) -> str:

@@ -87,7 +87,7 @@ def open_source(section: SourceSection) -> Source:
     name = section.path
     if name.startswith("builtin:"):
         return _builtin(section, name.removeprefix("builtin:"))
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return _of_files(section, _folder(path))
     if path.exists():

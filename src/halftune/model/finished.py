@@ -10,6 +10,7 @@ from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import ModelFacts, read_model_facts
 from halftune.config.run import RunConfig
+from halftune.config.shipped import find
 from halftune.core.errors import ModelError, PlanError
 from halftune.core.log import get_logger
 from halftune.hardware.probe import probe
@@ -94,6 +95,7 @@ def _folder(target: Path) -> Path:
                 return folder
         remedy = "write a run folder (training.output_dir) or the recipe's YAML file"
         raise ModelError("not a run folder: it has no resolved.yaml", where=str(target), remedy=remedy)
+    target = find(target)
     if not target.is_file():
         raise ModelError("no such run folder or recipe", where=str(target), remedy="check the path")
     folder = Path(load_config(target, look_at_files=False).run.training.output_dir)

@@ -39,7 +39,7 @@ def locate(model: ModelSection) -> Path:
     name = model.name_or_path
     if name.startswith(BUILTIN):
         return materialize(name.removeprefix(BUILTIN))
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         return _checked(folder)
     if folder.is_file() or _looks_like_a_path(name):
@@ -57,7 +57,7 @@ def locate_tokenizer(model: ModelSection) -> Path:
         return locate(model)
     if model.tokenizer.startswith(BUILTIN):
         return materialize(model.tokenizer.removeprefix(BUILTIN))
-    folder = Path(model.tokenizer).expanduser()
+    folder = Path(model.tokenizer)
     if folder.is_dir():
         return folder
     if _looks_like_a_path(model.tokenizer):

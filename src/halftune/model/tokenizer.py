@@ -73,7 +73,7 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
             )
         tokenizer.eos_token = END_TOKEN
         return chatml_template()
-    path = Path(asked).expanduser()
+    path = Path(asked)
     try:
         text = path.read_text(encoding="utf-8")
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
