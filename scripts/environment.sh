@@ -6,8 +6,8 @@ _extras="${1:-}"
 _stamp=".venv/.halftune-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)-${_extras:-base}"
 if [ ! -e "$_stamp" ]; then
     _python="${PYTHON:-python3}"
-    if ! "$_python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "halftune needs Python 3.10 or newer; $_python is $("$_python" --version 2>&1)" >&2
+    if ! "$_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "halftune needs Python 3.11 or newer; $_python is $("$_python" --version 2>&1)" >&2
         exit 1
     fi
     [ -x .venv/bin/python ] || "$_python" -m venv .venv

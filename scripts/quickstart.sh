@@ -3,7 +3,7 @@
 # Takes a GPU where there is one. A second call finds the finished runs; `rm -r runs` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/environment.sh
+source scripts/environment.sh ""
 
 export HF_HUB_OFFLINE=1
 train --config configs/quickstart.yaml "$@"
@@ -11,7 +11,7 @@ train --config configs/quickstart.yaml "$@"
 python - <<'PY'
 import json
 
-for sample in json.load(open("runs/quickstart/samples.json")):
+for sample in json.load(open("runs/quickstart/samples.json"))["samples"]:
     print(f"\n> {sample['prompt']}\n  before: {sample['before']!r}\n  after:  {sample['after']!r}")
 PY
 cat <<'TEXT'

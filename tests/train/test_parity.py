@@ -84,11 +84,12 @@ def test_twenty_steps_equal_transformers_trainer(recipe, losses, tmp_path: Path,
 
 @pytest.mark.slow
 def test_two_processes_follow_the_curve_of_one(recipe, losses, tmp_path: Path) -> None:
-    one, plan = recipe("training.per_device_train_batch_size=8", f"training.output_dir={tmp_path}/one")
+    evaluation = ("data.eval_split=1", "training.eval_steps=3")  # fewer rows than processes
+    one, plan = recipe(*evaluation, "training.per_device_train_batch_size=8", f"training.output_dir={tmp_path}/one")
     expected = losses(train(one, plan).folder)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "halftune", "train",
-        "--config", str(tmp_path / "recipe.yaml"), "training.per_device_train_batch_size=4",
+        "--config", str(tmp_path / "recipe.yaml"), *evaluation, "training.per_device_train_batch_size=4",
         f"training.output_dir={tmp_path}/two",
     ]  # fmt: skip
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, TrainingError
+from halftune.model.state import trainable_state
 from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint import checkpoints
-from halftune.train.trainer import Interrupted, train
+from halftune.train.folder import RunFolder, locked
+from halftune.train.setup import build
+from halftune.train.trainer import Interrupted, Trainer, train
+from halftune.train.validation import evaluate
 
 
 def _close(a: list[float], b: list[float], bound: float) -> None:
@@ -75,9 +83,6 @@ def test_an_interrupted_run_goes_on_bit_identically(recipe, losses, tmp_path: Pa
     def interrupt(self: MetricsFile, run: Run, metrics: StepMetrics) -> None:
         on_step(self, run, metrics)
         if run.step == 7:  # a signal that arrives in the middle of an epoch
-            import os
-            import signal
-
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(MetricsFile, "on_step", interrupt)
@@ -136,7 +141,7 @@ def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.Mon
         "training.max_steps=6",
     )
     measured = iter((0.7, 0.5, 0.6))
-    monkeypatch.setattr("halftune.train.trainer.evaluate", lambda stepper, feed: next(measured))
+    monkeypatch.setattr("halftune.train.trainer.evaluate", lambda stepper, model, feed: next(measured))
     folder = train(loaded, plan).folder
     evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = min((line for line in evaluations if "eval_loss" in line), key=lambda line: line["eval_loss"])
@@ -162,3 +167,106 @@ def test_a_bf16_run_needs_no_casts_at_attention(recipe, adapter: str, guard: str
     report = json.loads((folder / "guard.json").read_text())
     assert report["compute"] == "bf16"
     assert report["casts"] == 0
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_evaluation_is_the_mean_over_all_labelled_tokens(recipe, tmp_path: Path, packing: str) -> None:
+    loaded, plan = recipe("data.eval_split=20", f"data.packing={packing}", "training.per_device_eval_batch_size=7")
+    session = build(loaded, plan, tmp_path)
+    stepper = Trainer(session, RunFolder(tmp_path, None, finished=False)).stepper
+    model, split = session.run.model.train(), session.data.eval
+    assert session.eval_feed is not None
+    measured = evaluate(stepper, model, session.eval_feed)
+    assert model.training
+    total = count = 0.0
+    with torch.no_grad():
+        for index in range(len(split)):
+            sample = split.sample(index)
+            ids, labels = torch.from_numpy(sample.input_ids).long()[None], torch.from_numpy(sample.labels).long()
+            logits = model.eval()(input_ids=ids).logits[0, :-1].double()
+            total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
+            count += int((labels[1:] != -100).sum())
+    assert abs(measured - total / count) / (total / count) < 1e-6
+
+
+def test_a_folder_with_other_files_is_not_written_over(recipe, tmp_path: Path) -> None:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "precious.txt").write_text("mine")
+    loaded, plan = recipe()
+    with pytest.raises(ConfigError, match="holds no run of halftune"):
+        train(loaded, plan)
+    assert (tmp_path / "run" / "final" / "precious.txt").read_text() == "mine"
+
+
+def test_a_folder_in_use_is_refused(recipe, tmp_path: Path) -> None:
+    loaded, plan = recipe()
+    with locked(tmp_path / "run"), pytest.raises(ConfigError, match="another process"):
+        train(loaded, plan)
+
+
+def test_going_on_with_other_data_is_refused(recipe, rows_file: Path, tmp_path: Path) -> None:
+    rows = rows_file.read_text().splitlines(keepends=True)
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(rows))
+    settings = (f"data.train={mine}", "training.save_steps=2")
+    train(*recipe(*settings, "training.max_steps=2"))
+    mine.write_text("".join(reversed(rows)))
+    with pytest.raises(ConfigError, match="not what the run began with"):
+        train(*recipe(*settings, "training.max_steps=4"))
+
+
+def test_going_on_with_another_global_batch_is_refused_but_not_with_another_split(recipe, losses) -> None:
+    train(*recipe("training.save_steps=2", "training.max_steps=2"))
+    more = ("training.save_steps=2", "training.max_steps=4")
+    with pytest.raises(ConfigError, match="took 8 rows a step, now 4"):
+        train(*recipe(*more, "training.per_device_train_batch_size=4"))
+    split = ("training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=2")
+    assert len(losses(train(*recipe(*more, *split)).folder)) == 4
+
+
+def test_a_prolonged_run_follows_the_longer_schedule_at_once(recipe) -> None:
+    train(*recipe("training.save_steps=4", "training.max_steps=4"))
+    folder = train(*recipe("training.save_steps=4", "training.max_steps=8")).folder
+    rates = [json.loads(line)["learning_rate"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # the fifth of eight steps, one of them warm-up, on a cosine from 1e-3
+    assert rates[4] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 3 / 7)))
+
+
+def test_a_damaged_checkpoint_is_named(recipe, tmp_path: Path) -> None:
+    train(*recipe("training.save_steps=2", "training.max_steps=2"))
+    weights = tmp_path / "run" / "checkpoint-2" / "optimizer.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(TrainingError, match="not a complete checkpoint"):
+        train(*recipe("training.save_steps=2", "training.max_steps=4"))
+
+
+def test_a_full_disk_is_said_and_leaves_earlier_checkpoints(recipe, tmp_path: Path) -> None:
+    train(*recipe("training.save_steps=2", "training.max_steps=2"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(TrainingError, match="cannot write the checkpoint of step 4"):
+            train(*recipe("training.save_steps=2", "training.max_steps=4"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert not list((tmp_path / "run").glob(".checkpoint*"))
+
+
+def test_overflowing_scaled_gradients_skip_the_update_and_the_schedule(recipe, tmp_path: Path) -> None:
+    loaded, plan = recipe()
+    session = build(loaded, plan, tmp_path)
+    session.trained.scaler = torch.amp.GradScaler("cpu", init_scale=float(2**127))
+    stepper = Trainer(session, RunFolder(tmp_path, None, finished=False)).stepper
+    forward = stepper.forward
+    stepper.forward = lambda batch, model: forward(batch, model) * 1e6  # gradients that the scale carries over the top
+    before = {name: value.clone() for name, value in trainable_state(session.run.model).items()}
+    (_, batches) = next(session.feed.steps(0, 1))
+    metrics = stepper.step(batches)
+    assert metrics.extra["skipped"] == 1.0
+    assert metrics.extra["loss_scale"] < 2**127
+    assert math.isfinite(metrics.loss)
+    assert all(torch.equal(value, before[name]) for name, value in trainable_state(session.run.model).items())
+    assert session.trained.schedule.last_epoch == 0

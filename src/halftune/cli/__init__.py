@@ -59,6 +59,9 @@ def train_main() -> None:
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
+    # Threads that wait for each other by spinning make a CPU run many times slower as soon as anything else uses the
+    # cores; OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     module_name, line = VERBS[verb]
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"halftune {verb}", description=module.__doc__ or line, allow_abbrev=False)

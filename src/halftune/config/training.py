@@ -15,7 +15,7 @@ class TrainingSection(Section):
     output_dir: str
     """The run folder: config, plan, checkpoints, metrics, report and the final adapter or model."""
 
-    num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    num_train_epochs: Annotated[Number, Field(gt=0, le=100_000)] = 3.0
     """Passes over the training data."""
 
     max_steps: Annotated[Int, Field(ge=1)] | None = None
@@ -48,7 +48,7 @@ class TrainingSection(Section):
     """Optimizer."""
 
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    """Decoupled weight decay; biases and norms are exempt."""
+    """Weight decay, decoupled with adamw; biases and norms are exempt."""
 
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     """First-moment decay of Adam(W)."""

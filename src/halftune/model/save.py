@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,14 +18,15 @@ from halftune.core.formats import Format
 from halftune.model.adapters.mixtures import for_plain_peft
 from halftune.model.folder import written_whole
 from halftune.model.quiet import quiet
+from halftune.model.tying import name_tying
 from halftune.plan import Plan
-from halftune.precision.dtypes import CONFIG_NAMES, stays_fp32, torch_dtype
+from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torch_dtype
 
 
 def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan: Plan, folder: Path) -> None:
     """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
 
-    Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names. The folder appears when it is whole,
+    Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names or the model's own code keeps in fp32. The folder appears when it is whole,
     and replaces an older one.
 
     Args:
@@ -46,14 +48,14 @@ def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan:
             else:
                 raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
             tokenizer.save_pretrained(partial)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         remedy = "free space or choose another training.output_dir"
         raise ModelError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
 
 
 def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    tensors = {name: tensor.clone() for name, tensor in _cast(state, saved, keep).items()}  # a tied pair: two tensors
+    tensors = {name: tensor.clone() for name, tensor in _cast(state, saved, kept_names(model, keep)).items()}  # a tied pair: two tensors
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = for_plain_peft(model)
     config.inference_mode = True
@@ -62,7 +64,8 @@ def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder:
 
 def write_model(model: PreTrainedModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
     """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``."""
-    state = _cast(model.state_dict(), saved, keep, live=dict(model.named_parameters()))
+    name_tying(model)
+    state = _cast(model.state_dict(), saved, kept_names(model, keep))
     with quiet():
         model.save_pretrained(folder, state_dict=state)
     path = folder / "config.json"
@@ -72,21 +75,16 @@ def write_model(model: PreTrainedModel, saved: Format, keep: Iterable[str], fold
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _cast(
-    state: Mapping[str, torch.Tensor],
-    saved: Format,
-    keep: Iterable[str],
-    live: Mapping[str, torch.nn.Parameter] | None = None,
-) -> dict[str, torch.Tensor]:
-    """CPU copies in the saved dtype; tensors that share memory (a tied head) go on sharing it."""
-    patterns, dtype = tuple(keep), torch_dtype(saved)
+def _cast(state: Mapping[str, torch.Tensor], saved: Format, kept: frozenset[str]) -> dict[str, torch.Tensor]:
+    """CPU copies in the saved dtype, ``kept`` in fp32; tensors that share memory (a tied head) go on sharing it."""
+    dtype = torch_dtype(saved)
     done: dict[tuple[int, torch.Size], torch.Tensor] = {}
     cast = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in done:
-            kept = stays_fp32(name, (live or {}).get(name), patterns)
-            target = (torch.float32 if kept else dtype) if tensor.is_floating_point() else tensor.dtype
+            planned = torch.float32 if plain_name(name) in kept else dtype
+            target = planned if tensor.is_floating_point() else tensor.dtype
             done[key] = tensor.detach().to("cpu", target).contiguous()
         cast[name] = done[key]
     return cast

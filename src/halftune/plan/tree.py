@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halftune.attention.plan import AttentionPlan
 from halftune.core.choice import Choice
@@ -85,3 +85,9 @@ class Plan:
     warnings: tuple[str, ...] = ()
     model: str = ""
     machine: str = ""
+
+    def unpacked(self, reason: str) -> Plan:
+        """The same plan without packing, where a start-up check found that packed samples would mix."""
+        batch = replace(self.batch, packing=Choice(False, reason))
+        attention = replace(self.attention, varlen=Choice("none", "rows are not packed"))
+        return replace(self, batch=batch, attention=attention, warnings=(*self.warnings, f"Packing is off: {reason}."))

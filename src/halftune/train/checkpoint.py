@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
@@ -25,7 +24,7 @@ log = get_logger(__name__)
 
 MARKER = "checkpoint.json"  # written last: a folder without it is no checkpoint
 PREFIX = "checkpoint-"
-TRAINABLE, OPTIMIZER, RANDOM = "trainable.safetensors", "optimizer.safetensors", "random.safetensors"
+TRAINABLE, OPTIMIZER = "trainable.safetensors", "optimizer.safetensors"
 
 
 @dataclass
@@ -38,11 +37,14 @@ class Trained:
     scaler: torch.amp.GradScaler
 
 
-def save_checkpoint(folder: Path, step: int, trained: Trained, progress: dict[str, Any]) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, trained: Trained, progress: dict[str, Any], randoms: list[dict[str, Any]]
+) -> Path:
     """Writes ``folder/checkpoint-<step>`` completely or not at all.
 
     Args:
         progress: JSON-able facts that the trainer wants back (epoch, best evaluation …).
+        randoms: random state of every process, by rank.
 
     Raises:
         TrainingError: the disk is full or the folder cannot be written; earlier checkpoints are untouched.
@@ -55,26 +57,25 @@ def save_checkpoint(folder: Path, step: int, trained: Trained, progress: dict[st
         tensors, numbers = _flatten_optimizer(trained.optimizer)
         save_file(trainable_state(trained.model), beside / TRAINABLE)
         save_file(tensors, beside / OPTIMIZER)
-        save_file(_random_tensors(), beside / RANDOM)
         state = {
             "step": step,
             "progress": progress,
             "optimizer": numbers,
             "schedule": trained.schedule.state_dict(),
             "scaler": trained.scaler.state_dict(),
-            "random": {"python": random.getstate(), "numpy": _numpy_state()},
+            "random": randoms,
         }
-        (beside / MARKER).write_text(json.dumps(state, indent=1))
+        (beside / MARKER).write_text(json.dumps(state), encoding="utf-8")
         for path in beside.iterdir():
             _fsync(path)
         if final.exists():
             shutil.rmtree(final)
         beside.rename(final)
         _fsync(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         shutil.rmtree(beside, ignore_errors=True)
         raise TrainingError(
-            f"cannot write the checkpoint of step {step}: {error.strerror}",
+            f"cannot write the checkpoint of step {step}: {error}",
             where=str(final),
             remedy="free space or choose another training.output_dir; earlier checkpoints are intact",
         ) from error
@@ -82,37 +83,39 @@ def save_checkpoint(folder: Path, step: int, trained: Trained, progress: dict[st
 
 
 def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
-    """Restores weights, optimizer, schedule and scaler, and returns ``step`` and ``progress``.
+    """Restores weights, optimizer, schedule and scaler, and returns ``step``, ``progress`` and ``random``.
 
     Raises:
         TrainingError: the folder is no complete checkpoint of this model.
     """
     try:
-        state = json.loads((checkpoint / MARKER).read_text())
-        load_trainable_state(trained.model, load_file(checkpoint / TRAINABLE))
+        state = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
         tensors = load_file(checkpoint / OPTIMIZER)
-    except (OSError, ValueError) as error:
+        load_weights(checkpoint, trained.model)
+    except (OSError, ValueError, SafetensorError) as error:
         raise TrainingError(
             f"not a complete checkpoint: {error}", where=str(checkpoint), remedy="choose another one, or resume: never"
         ) from error
     trained.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
     trained.schedule.load_state_dict(state["schedule"])
+    _refresh_rates(trained.schedule)
     trained.scaler.load_state_dict(state["scaler"])
-    return {"step": state["step"], "progress": state["progress"]}
+    return {key: state[key] for key in ("step", "progress", "random")}
 
 
-def restore_random(checkpoint: Path) -> None:
-    """Restores the random states of Python, NumPy and torch (all devices) as of when ``checkpoint`` was written."""
-    numbers = json.loads((checkpoint / MARKER).read_text())["random"]
-    tensors = load_file(checkpoint / RANDOM)
-    version, internal, gauss = numbers["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = numbers["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["cpu"])
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"cuda{index}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda{index}"], index)
+def _refresh_rates(schedule: LRScheduler) -> None:
+    """The learning rates of the next step by this run's schedule, which may be longer than the one that was saved."""
+    assert isinstance(schedule, LambdaLR)
+    pairs = zip(schedule.lr_lambdas, schedule.base_lrs, strict=True)
+    rates = [base * factor(schedule.last_epoch) for factor, base in pairs]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Puts the trained weights of a checkpoint into ``model``."""
+    load_trainable_state(model, load_file(checkpoint / TRAINABLE))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -131,6 +134,7 @@ def rotate(folder: Path, limit: int | None, best_step: int | None) -> None:
         return
     spare = [path for path in kept[:-1] if path.name != f"{PREFIX}{best_step}"]
     for path in spare[: max(0, len(kept) - limit)]:
+        (path / MARKER).unlink()  # first: what is left of a removal that was cut short is no checkpoint
         shutil.rmtree(path)
 
 
@@ -149,18 +153,6 @@ def _unflatten_optimizer(tensors: dict[str, torch.Tensor], rest: dict[str, Any])
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
     return {"state": state, "param_groups": rest["groups"]}
-
-
-def _random_tensors() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _numpy_state() -> list[Any]:
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    return [name, keys.tolist(), position, has_gauss, cached]  # type: ignore[union-attr]
 
 
 def _fsync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ class Feed:
     def rows_per_step(self) -> int:
         """Rows of a global batch."""
         return self.batch.micro_batch * self.batch.accumulation * self.world_size
+
+    def fingerprint(self) -> str:
+        """Identifies the samples: all lengths, all numbers of labels, and the tokens of 64 samples over the set."""
+        digest = hashlib.sha256(self.split.lengths.tobytes() + self.split.trained.tobytes())
+        for index in range(0, len(self.split), max(1, len(self.split) // 64)):
+            digest.update(self.split.sample(index).input_ids.tobytes())
+        return digest.hexdigest()
 
     def steps_in(self, epoch: int) -> int:
         """Optimizer steps of one epoch."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from filelock import FileLock, Timeout
 
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.data.report import DataReport
 from halftune.plan import Plan, to_dict
 from halftune.train.checkpoint import MARKER, checkpoints
 
 FINISHED = "finished.json"
+LOCK = ".lock"
 # Keys that may change between two sittings of one run: they do not touch what is computed.
 LENGTH = ("training.num_train_epochs", "training.max_steps")
 HARMLESS = {
@@ -28,6 +32,9 @@ HARMLESS = {
     "training.load_best",
     "training.resume",
     "training.per_device_eval_batch_size",
+    # The global batch must stay the same, which is checked where a checkpoint is restored; its split may change.
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
     "data.num_workers",
     "data.cache",
 }
@@ -64,6 +71,13 @@ def open_folder(loaded: LoadedConfig) -> RunFolder:
     path, resume = Path(loaded.run.training.output_dir), loaded.run.training.resume
     resolved = path / "resolved.yaml"
     if not resolved.exists():
+        strangers = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
+        if strangers:
+            raise ConfigError(
+                f"the folder is not empty and holds no run of halftune, but {', '.join(strangers[:3])}",
+                where=str(path),
+                remedy="choose another training.output_dir: a run would write over it",
+            )
         return RunFolder(path, _named(resume), finished=False)
     if resume == "never":
         raise ConfigError(
@@ -71,7 +85,7 @@ def open_folder(loaded: LoadedConfig) -> RunFolder:
             where=str(path),
             remedy="choose another training.output_dir, or delete that folder",
         )
-    before, now = _flat(yaml.safe_load(resolved.read_text())), _flat(loaded.run.model_dump(mode="json"))
+    before, now = _flat(yaml.safe_load(resolved.read_text(encoding="utf-8"))), _flat(loaded.run.model_dump(mode="json"))
     differences = _differences(before, now)
     if differences:
         raise ConfigError(
@@ -88,6 +102,36 @@ def open_folder(loaded: LoadedConfig) -> RunFolder:
             remedy="choose another training.output_dir",
         )
     return RunFolder(path, _named(resume) or (done[-1] if done else None), finished)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Makes the folder and holds it for this process, so that no second run writes into it.
+
+    Raises:
+        ConfigError: another process holds it.
+        TrainingError: it cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / LOCK)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            "another process is training in this folder",
+            where=str(path),
+            remedy="wait for it, stop it, or choose another training.output_dir",
+        ) from error
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the run folder: {error.strerror}",
+            where=str(path),
+            remedy="choose another training.output_dir",
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _named(resume: str) -> Path | None:
@@ -118,17 +162,17 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> None:
-    """Writes down what is about to run: the user's YAML, the resolved one and the plan.
+def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: DataReport) -> None:
+    """Writes down what is about to run: the user's YAML, the resolved one, the plan and what the data is.
 
     Raises:
         TrainingError: the folder cannot be written.
     """
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        (folder.path / "config.yaml").write_text(loaded.text)
-        (folder.path / "resolved.yaml").write_text(resolved_yaml(loaded))
+        (folder.path / "resolved.yaml").write_text(resolved_yaml(loaded), encoding="utf-8")  # makes it a run folder
+        (folder.path / "config.yaml").write_text(loaded.text, encoding="utf-8")
         (folder.path / "plan.json").write_text(json.dumps(to_dict(plan), indent=1))
+        (folder.path / "data_report.json").write_text(json.dumps(data.to_dict(), indent=1))
         (folder.path / FINISHED).unlink(missing_ok=True)
     except OSError as error:
         raise TrainingError(
@@ -136,10 +180,3 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> None:
             where=str(folder.path),
             remedy="choose another training.output_dir",
         ) from error
-
-
-def replace_folder(target: Path, beside: Path) -> None:
-    """Puts a complete folder in the place of another one."""
-    if target.exists():
-        shutil.rmtree(target)
-    beside.rename(target)

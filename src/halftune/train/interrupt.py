@@ -32,6 +32,6 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            os._exit(130)
-        self.received = self.received or signal.Signals(number)
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = signal.Signals(number)

@@ -11,14 +11,20 @@ from transformers import get_scheduler
 from halftune.config.training import TrainingSection
 
 # What a schedule needs beyond its name to do what its name says.
-_ARGUMENTS: dict[str, dict[str, float]] = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "polynomial": {"power": 1.0}}
+_ARGUMENTS: dict[str, dict[str, float]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "polynomial": {"power": 1.0, "lr_end": 0.0},
+}
 
 
 def warmup_steps(training: TrainingSection, total_steps: int) -> int:
-    """Steps in which the learning rate rises: ``warmup_steps``, else ``warmup_ratio`` of all, rounded up."""
+    """Steps in which the learning rate rises: ``warmup_steps``, else ``warmup_ratio`` of all, rounded up.
+
+    The first of them trains nothing, so at most half of a very short run is warm-up.
+    """
     if training.warmup_steps is not None:
         return training.warmup_steps
-    return math.ceil(training.warmup_ratio * total_steps)
+    return min(math.ceil(training.warmup_ratio * total_steps), total_steps // 2)
 
 
 def make_schedule(training: TrainingSection, optimizer: Optimizer, total_steps: int) -> LRScheduler:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import AutoConfig
 
 from halftune.config.load import LoadedConfig
+from halftune.config.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
+from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan
@@ -26,6 +26,8 @@ from halftune.train.callbacks.base import Run
 from halftune.train.checkpoint import Trained
 from halftune.train.feed import Feed
 from halftune.train.optim import make_optimizer
+from halftune.train.processes import make_accelerator
+from halftune.train.random_state import seed_everything
 from halftune.train.schedule import make_schedule
 
 log = get_logger(__name__)
@@ -54,17 +56,18 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     tokenizer = load_tokenizer(config.model)
     data = prepare(config, tokenizer)
     accelerator = make_accelerator(plan)
-    seed_everything(config.training.seed)
+    plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
     model = load_model(config.model, plan)
-    packing = decide_packing(model.config, plan, explicit=config.data.packing.enabled is True)
     model = attach_adapter(model, config.adapter, plan, config.training.seed)
     check_dtypes(model, plan.precision)
+    seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     model.to(accelerator.device)
     if config.training.torch_compile:
         model.compile()
     wrapped: nn.Module = accelerator.prepare_model(model)
     rank, world = accelerator.process_index, accelerator.num_processes
+    packing = plan.batch.packing.value
     feed = Feed(data.train, config, plan.batch, packing, tokenizer.pad_token_id, rank, world)
     eval_rows = config.training.per_device_eval_batch_size or plan.batch.micro_batch
     eval_feed = replace(feed, split=data.eval, batch=replace(plan.batch, micro_batch=eval_rows)) if data.eval else None
@@ -82,43 +85,20 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     return Session(accelerator, run, data, feed, eval_feed, wrapped, trained)
 
 
-def make_accelerator(plan: Plan) -> Accelerator:
-    """Processes and device. Mixed precision is ours: accelerate's own, and any default config of the user's, stay out.
-
-    Raises:
-        PlanError: the device that came up is not the one that was planned for.
-    """
-    accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
-    kinds = {"cuda": "cuda", "rocm": "cuda"}  # ROCm builds of torch call their devices cuda
-    expected = kinds.get(plan.device.value, plan.device.value)
-    if accelerator.device.type != expected:
-        raise PlanError(
-            f"the run was planned for {plan.device.value}, but torch offers {accelerator.device.type}",
-            remedy="`halftune plan` shows what was found; check CUDA_VISIBLE_DEVICES and the torch build",
-        )
-    return accelerator
-
-
-def decide_packing(model_config: Any, plan: Plan, *, explicit: bool) -> bool:
-    """Whether rows are packed: the plan's wish, unless the check on a small copy of the model shows a leak.
+def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:
+    """The plan, without packing where the check on a small copy of the model shows that samples would mix.
 
     Raises:
         PlanError: packing was asked for explicitly and the check failed.
     """
     if not plan.batch.packing.value:
-        return False
-    verdict = packing_verdict(model_config, plan)
+        return plan
+    config = AutoConfig.from_pretrained(locate(model), trust_remote_code=model.trust_remote_code)
+    verdict = packing_verdict(config, plan)
     if verdict.value:
         log.info("packing: %s", verdict.reason)
-        return True
+        return plan
     if explicit:
         raise PlanError(f"packing would mix samples: {verdict.reason}", remedy="data.packing: false")
     log.warning("packing is off: %s", verdict.reason)
-    return False
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch (all devices), so that adapter weights and dropout repeat."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    return plan.unpacked(verdict.reason)

@@ -18,6 +18,7 @@ from halftune.train.callbacks.base import StepMetrics
 from halftune.train.feed import MicroBatch
 from halftune.train.losses import forward_loss_sum
 from halftune.train.memory import peak_memory_bytes
+from halftune.train.processes import sum_over_processes
 
 
 @dataclass
@@ -27,8 +28,8 @@ class Stepper:
     Attributes:
         accelerator: processes and devices; its own mixed precision is off, the plan's autocast is used.
         model: as the accelerator prepared it.
-        check_finite: called with loss, gradient norm and the micro-batches before the weights change; raises or returns
-            False to leave the weights alone.
+        check_finite: called with loss, gradient norm and the micro-batches before the weights change; raises to leave
+            them alone.
     """
 
     accelerator: Accelerator
@@ -38,7 +39,7 @@ class Stepper:
     scaler: torch.amp.GradScaler
     plan: Plan
     max_grad_norm: float
-    check_finite: Callable[[float, float, list[MicroBatch]], bool]
+    check_finite: Callable[[float, float, list[MicroBatch]], None]
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -49,8 +50,9 @@ class Stepper:
         The loss is the sum over its labelled tokens divided by their number, over all micro-batches and processes: how
         the batch is split changes nothing but rounding.
         """
-        counts = self._total([[batch.tokens, batch.tokens_real, batch.tokens_trained] for batch in batches])
-        tokens, real, trained = (int(value) for value in counts)
+        counts = [[batch.tokens, batch.tokens_real, batch.tokens_trained] for batch in batches]
+        sums = sum_over_processes(self.accelerator, [sum(column) for column in zip(*counts, strict=True)])
+        tokens, real, trained = (int(value) for value in sums)
         loss = self._accumulate(batches, trained)
         self.scaler.unscale_(self.optimizer)
         norm = self._clip()
@@ -63,22 +65,22 @@ class Stepper:
     def _accumulate(self, batches: list[MicroBatch], trained: int) -> float:
         # DDP averages gradients over processes; the loss wants their sum.
         scale = self.accelerator.num_processes / max(trained, 1)
-        total = torch.zeros((), dtype=torch.float64 if self.accelerator.device.type != "mps" else torch.float32)
-        total = total.to(self.accelerator.device)
+        losses = []
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss_sum = self.forward(batch)
+                loss_sum = self.forward(batch, self.model)
                 self.scaler.scale(loss_sum * scale).backward()
-            total += loss_sum.detach()
-        return float(self.accelerator.reduce(total, reduction="sum")) / max(trained, 1)  # type: ignore[arg-type]
+            losses.append(loss_sum.detach())
+        local = float(torch.stack(losses).cpu().double().sum())
+        return sum_over_processes(self.accelerator, [local])[0] / max(trained, 1)
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, model: nn.Module) -> torch.Tensor:
         """Sum of the cross-entropy over the labelled tokens of a micro-batch, fp32, under the plan's autocast."""
         device = self.accelerator.device
-        inputs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
+        inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
         with autocast(self.plan.precision, device):
-            return forward_loss_sum(self.model, inputs)[0]
+            return forward_loss_sum(model, inputs)[0]
 
     def _clip(self) -> float:
         if self.max_grad_norm > 0:
@@ -89,21 +91,17 @@ class Stepper:
     def _update(self, metrics: StepMetrics, batches: list[MicroBatch]) -> None:
         # An overflow of scaled gradients is the scaler's daily business: it skips the update and lowers the scale.
         scaled = self.scaler.is_enabled()
-        finite = self.check_finite(metrics.loss, 0.0 if scaled else metrics.grad_norm, batches)
+        self.check_finite(metrics.loss, 0.0 if scaled else metrics.grad_norm, batches)
+        updated = True
         if scaled:
             before = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            metrics.extra["loss_scale"] = self.scaler.get_scale()
-            metrics.extra["skipped"] = float(self.scaler.get_scale() < before)
-        elif finite:
+            scale = self.scaler.get_scale()
+            updated = scale >= before
+            metrics.extra |= {"loss_scale": scale, "skipped": float(not updated)}
+        else:
             self.optimizer.step()
-        self.schedule.step()
+        if updated:
+            self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _total(self, rows: list[list[int]]) -> torch.Tensor:
-        """Sums of the columns over all rows and processes."""
-        sums = torch.tensor(rows).sum(dim=0)
-        if self.accelerator.num_processes == 1:
-            return sums
-        return self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum").cpu()  # type: ignore[union-attr]

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
+from accelerate.utils import gather_object
 
 from halftune.config.load import LoadedConfig
-from halftune.core.errors import TrainingError
+from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger, log_to
 from halftune.model.save import save_final
-from halftune.model.state import load_trainable_state
 from halftune.plan import Plan
 from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.base import Callback, Phase
 from halftune.train.callbacks.nonfinite import check_finite
-from halftune.train.checkpoint import PREFIX, TRAINABLE, load_checkpoint, restore_random, rotate, save_checkpoint
-from halftune.train.folder import FINISHED, RunFolder, open_folder, replace_folder, write_intent
+from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, rotate, save_checkpoint
+from halftune.train.folder import FINISHED, RunFolder, locked, open_folder, write_intent
 from halftune.train.interrupt import Interrupts
+from halftune.train.processes import sum_over_processes
+from halftune.train.random_state import random_state, restore_random_state
 from halftune.train.setup import Session, build
 from halftune.train.step import Stepper
 from halftune.train.validation import evaluate
@@ -58,15 +60,16 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
     Raises:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
     """
-    folder = open_folder(loaded)
-    if folder.finished:
-        step = json.loads((folder.path / FINISHED).read_text())["step"]
-        return Outcome(folder.path, step, f"{folder.path} is finished already ({step} steps): nothing to do")
-    session = build(loaded, plan, folder.path)
-    if session.run.is_main:
-        write_intent(folder, loaded, plan)
-        (folder.path / "data_report.json").write_text(json.dumps(session.data.report.to_dict(), indent=1))
-    return Trainer(session, folder).train()
+    main = os.environ.get("RANK", "0") == "0"
+    with locked(Path(loaded.run.training.output_dir)) if main else nullcontext():
+        folder = open_folder(loaded)
+        if folder.finished:
+            step = json.loads((folder.path / FINISHED).read_text())["step"]
+            return Outcome(folder.path, step, f"{folder.path} is finished already ({step} steps): nothing to do")
+        session = build(loaded, plan, folder.path)
+        if main:
+            write_intent(folder, loaded, session.run.plan, session.data.report)
+        return Trainer(session, folder).train()
 
 
 class Trainer:
@@ -104,16 +107,45 @@ class Trainer:
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
+        randoms: list[dict] = []
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.session.trained)
-            run.step, run.epoch = state["step"], state["progress"]["epoch"]
-            best = state["progress"]["best"]
-            run.best = (best[0], best[1]) if best else None
+            run.step, run.epoch, randoms = state["step"], state["progress"]["epoch"], state["random"]
+            self._check_same_data(state["progress"], checkpoint)
+            run.best = self._best(state["progress"]["best"])
             self.last_saved = run.step
             log.info("going on from %s", checkpoint)
         self._tell("on_start")
-        if checkpoint is not None:
-            restore_random(checkpoint)  # last, so that nothing above has drawn from it
+        rank = self.session.accelerator.process_index
+        if rank < len(randoms):
+            restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it
+
+    def _check_same_data(self, before: dict[str, Any], checkpoint: Path) -> None:
+        """The position in the data is a number of steps, which means the same only on the same data and batches."""
+        now = self._data_identity()
+        if before["rows_per_step"] != now["rows_per_step"]:
+            raise ConfigError(
+                f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
+                where=str(checkpoint),
+                remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
+            )
+        if before["data"] != now["data"]:
+            raise ConfigError(
+                "the training data is not what the run began with",
+                where=str(checkpoint),
+                remedy="put the files back, or start a new training.output_dir",
+            )
+
+    def _data_identity(self) -> dict[str, Any]:
+        return {"rows_per_step": self.session.feed.rows_per_step, "data": self.session.feed.fingerprint()}
+
+    def _best(self, best: list[Any] | None) -> tuple[int, float] | None:
+        if best is None:
+            return None
+        if self.run.config.training.load_best and not (self.run.folder / f"{PREFIX}{best[0]}").is_dir():
+            log.warning("the best evaluation so far (step %d) was not saved: it does not count for load_best", best[0])
+            return None
+        return best[0], best[1]
 
     def _loop(self) -> None:
         """Step, and after each step what is due."""
@@ -147,7 +179,7 @@ class Trainer:
             return
         self._phase("evaluating")
         started = time.perf_counter()
-        loss = evaluate(self.stepper, feed)
+        loss = evaluate(self.stepper, run.model, feed)
         self.last_evaluated = run.step
         if not math.isfinite(loss):
             log.warning("the evaluation loss at step %d is %s: it does not count as the best", run.step, loss)
@@ -163,9 +195,10 @@ class Trainer:
         if self.last_saved == run.step:
             return
         self._phase("saving")
-        progress = {"epoch": run.epoch, "best": run.best}
+        progress = {"epoch": run.epoch, "best": run.best, **self._data_identity()}
+        randoms = gather_object([random_state(run.device)])
         if run.is_main:
-            folder = save_checkpoint(run.folder, run.step, self.session.trained, progress)
+            folder = save_checkpoint(run.folder, run.step, self.session.trained, progress, randoms)
             rotate(run.folder, run.config.training.save_total_limit, run.best[0] if run.best else None)
             self._tell("on_save", folder)
         self.session.accelerator.wait_for_everyone()
@@ -174,11 +207,8 @@ class Trainer:
 
     def _interrupted(self) -> bool:
         """Whether any process has received a signal; all of them agree."""
-        received = self.interrupts.received is not None
-        if self.session.accelerator.num_processes == 1:
-            return received
-        flag = torch.tensor(int(received), device=self.run.device)
-        return bool(self.session.accelerator.reduce(flag, reduction="sum"))
+        received = float(self.interrupts.received is not None)
+        return sum_over_processes(self.session.accelerator, [received])[0] > 0
 
     def _finish(self) -> Outcome:
         run = self.run
@@ -191,7 +221,7 @@ class Trainer:
             self._save()
         if run.config.training.load_best and run.best:
             best = run.folder / f"{PREFIX}{run.best[0]}"
-            load_trainable_state(run.model, load_file(best / TRAINABLE))
+            load_weights(best, run.model)
             log.info("the final result is that of %s (eval loss %.4f)", best.name, run.best[1])
         self._phase("saving")
         if run.is_main:
@@ -202,17 +232,8 @@ class Trainer:
         return Outcome(run.folder, run.step, f"trained {run.step} steps{stopped}; the result is in {self.folder.final}")
 
     def _write_final(self) -> None:
-        beside = self.run.folder / ".final.writing"
-        try:
-            save_final(self.run.model, self.run.tokenizer, self.run.plan, beside)
-            replace_folder(self.folder.final, beside)
-            (self.run.folder / FINISHED).write_text(json.dumps({"step": self.run.step, "time": time.time()}))
-        except OSError as error:
-            raise TrainingError(
-                f"cannot write the result: {error.strerror}",
-                where=str(self.folder.final),
-                remedy="free space and run the same command again; checkpoints are intact",
-            ) from error
+        save_final(self.run.model, self.run.tokenizer, self.run.plan, self.folder.final)
+        (self.run.folder / FINISHED).write_text(json.dumps({"step": self.run.step, "time": time.time()}))
 
     def _phase(self, phase: Phase) -> None:
         self._tell("on_phase", phase)

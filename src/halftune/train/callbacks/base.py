@@ -91,7 +91,7 @@ class Callback:
         """After an evaluation; ``metrics`` has at least ``eval_loss``."""
 
     def on_save(self, run: Run, folder: Path) -> None:
-        """After a checkpoint is complete on disk."""
+        """After a checkpoint is complete on disk; on the main process only."""
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
         """Once, at the end; ``error`` is what ended the run early, or None. Must not raise."""

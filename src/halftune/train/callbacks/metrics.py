@@ -58,6 +58,10 @@ class MetricsFile(Callback):
         numbers = {name: finite(value) for name, value in metrics.items()}
         self._append(run, {"step": run.step, "epoch": round(run.epoch, 6), **numbers, "time": round(time.time(), 3)})
 
+    def on_save(self, run: Run, folder: Path) -> None:
+        """The steps up to the checkpoint: a run that goes on from it begins a new line, and none is lost."""
+        self._append(run, self.window.line(run))
+
     def on_end(self, run: Run, error: BaseException | None) -> None:
         """The steps that no line has told of yet."""
         try:

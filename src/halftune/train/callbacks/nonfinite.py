@@ -23,7 +23,7 @@ from halftune.train.losses import forward_loss_sum
 MAX_SKIPPED = 30  # the scale starts at 2^16 and halves at each skip: by then it is far below one
 
 
-def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]]) -> bool:
+def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]]) -> None:
     """Called after the backward pass, before the weights change.
 
     Args:
@@ -32,15 +32,12 @@ def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict
         grad_norm: global gradient norm; 0 where a loss scaler looks after overflowing gradients itself.
         batches: this process's micro-batches as the collator made them.
 
-    Returns:
-        True: the step may go on.
-
     Raises:
         TrainingError: loss or gradient norm is not finite. Names the first module that went non-finite and the last
             checkpoint. The weights are as they were before the step.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
-        return True
+        return
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
     raise TrainingError(
         f"{what} in step {run.step + 1}: {_cause(run, batches)}",
