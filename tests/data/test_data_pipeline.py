@@ -190,7 +190,7 @@ def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_
     rows = epoch_rows(split.lengths, epoch=0, seed=config.training.seed, packing=False, capacity=2048)
     fed = 0
     for start in range(0, len(rows), 7):
-        batch = collate([[split.sample(index) for index in row] for row in rows[start : start + 7]], 0, packed=False)
+        batch = collate([[split.part(span) for span in row] for row in rows[start : start + 7]], 0, packed=False)
         fed += batch["input_ids"].numel()
     assert prepared.report.efficiency.padded == pytest.approx(split.lengths.sum() / fed)
 

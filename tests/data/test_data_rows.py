@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import time
 from collections import Counter
 
@@ -13,9 +11,11 @@ import pytest
 from halftune.core.errors import DataError
 from halftune.data.collate import collate
 from halftune.data.mixture import choose_rows, hold_out, weigh
-from halftune.data.order import Piece, epoch_rows
+from halftune.data.order import Span, epoch_rows
 from halftune.data.packing import best_fit_decreasing
 from halftune.data.sample import NO_LABEL, Sample
+from halftune.data.split import TokenizedSplit
+from halftune.data.store import build_store
 
 
 def fill(lengths, capacity):
@@ -74,14 +74,14 @@ def test_an_epoch_shows_every_sample_once_in_an_order_of_its_own(packing):
     def rows(epoch, seed=7):
         return epoch_rows(LENGTHS, epoch=epoch, seed=seed, packing=packing, capacity=32)
 
-    assert sorted(index for row in rows(0) for index in row) == list(range(300))
+    assert sorted(span for row in rows(0) for span in row) == [(i, 0, n) for i, n in enumerate(LENGTHS.tolist())]
     assert rows(0) == rows(0)
     assert rows(0) != rows(1)
     assert rows(0) != rows(0, seed=8)
-    assert all(type(index) is int for row in rows(0) for index in row)
+    assert all(type(value) is int for row in rows(0) for span in row for value in span)
     if packing:
-        assert max(sum(LENGTHS[index] for index in row) for row in rows(0)) <= 32
-        lengths_of_rows = [sum(LENGTHS[index] for index in row) for row in rows(0)]
+        lengths_of_rows = [sum(span.stop for span in row) for row in rows(0)]
+        assert max(lengths_of_rows) <= 32
         assert lengths_of_rows != sorted(lengths_of_rows, reverse=True)  # full rows are not all in front
     else:
         assert {len(row) for row in rows(0)} == {1}
@@ -91,18 +91,20 @@ def test_split_fills_every_row():
     rows = epoch_rows(LENGTHS, epoch=0, seed=7, packing=True, capacity=50, split=True)
     seen: Counter[int] = Counter()
     for row in rows:
-        sizes = [index.stop - index.start if isinstance(index, Piece) else LENGTHS[index] for index in row]
-        assert sum(sizes) == 50 or row is rows[-1]
-        for index, size in zip(row, sizes, strict=True):
-            seen[int(index)] += size
+        assert sum(span.stop - span.start for span in row) == 50 or row is rows[-1]
+        for span in row:
+            assert span.start == seen[span.sample]  # in order and without a gap
+            seen[span.sample] = span.stop
     assert dict(seen) == dict(enumerate(LENGTHS.tolist()))
-    whole = epoch_rows(LENGTHS, epoch=0, seed=7, packing=True, capacity=50)
-    assert not [index for row in whole for index in row if isinstance(index, Piece)]
+    assert any(span.start > 0 for row in rows for span in row)
 
 
-def test_a_piece_survives_copies():
-    for again in (pickle.loads(pickle.dumps(Piece(3, 4, 5))), copy.deepcopy(Piece(3, 4, 5))):
-        assert (int(again), again.start, again.stop) == (3, 4, 5)
+def test_a_span_is_that_part_of_the_sample():
+    store = build_store([(np.arange(5), np.arange(5) > 0), (np.arange(10, 17), np.arange(7) > 2)])
+    split = TokenizedSplit([store], np.array([1, 0]))
+    part = split.part(Span(0, 2, 4))
+    assert (part.input_ids.tolist(), part.labels.tolist()) == ([12, 13], [NO_LABEL, 13])
+    assert split.part(Span(1, 0, 5)).input_ids.tolist() == split.sample(1).input_ids.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_weights_repeat_and_thin_out():

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from halftune.data.packing import best_fit_decreasing
 
 
-class Piece(int):
-    """A sample's index that stands for a part of the sample only, tokens ``start`` to ``stop``."""
+class Span(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a sample; a whole sample is the span from 0 to its length."""
 
+    sample: int
     start: int
     stop: int
 
-    def __new__(cls, index: int, start: int, stop: int) -> Piece:
-        made = super().__new__(cls, index)
-        made.start, made.stop = start, stop
-        return made
 
-    def __getnewargs__(self) -> tuple[int, int, int]:  # what copying and pickling need
-        return int(self), self.start, self.stop
+Row = tuple[Span, ...]
 
 
 def epoch_rows(
     lengths: np.ndarray, *, epoch: int, seed: int, packing: bool, capacity: int, split: bool = False
-) -> list[tuple[int, ...]]:
-    """Rows of sample indices in training order.
+) -> list[Row]:
+    """Rows of samples in training order.
 
     Args:
         lengths: int[N], tokens of each sample, at most ``capacity``.
@@ -33,32 +31,33 @@ def epoch_rows(
         seed: ``training.seed``.
         packing: put several samples into a row, by best-fit-decreasing; otherwise one sample a row.
         capacity: tokens of a row.
-        split: with packing, fill every row to the last token and cut the sample that does not fit; indices of cut
-            samples are ``Piece``.
+        split: with packing, fill every row to the last token and cut the sample that does not fit.
 
     Returns:
-        Every sample once. A function of the arguments alone.
+        Every token of every sample once. A function of the arguments alone.
     """
     random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(lengths))
+    order = random.permutation(len(lengths)).tolist()
+    sizes = np.asarray(lengths).tolist()
+    if packing and split:
+        return _filled(sizes, order, capacity)
+    whole = [Span(index, 0, sizes[index]) for index in order]
     if not packing:
-        return [(int(index),) for index in order]
-    if split:
-        return _filled(np.asarray(lengths), order, capacity)
-    bins = best_fit_decreasing(np.asarray(lengths)[order], capacity)
-    rows = [tuple(order[packed].tolist()) for packed in bins]
+        return [(span,) for span in whole]
+    bins = best_fit_decreasing([span.stop for span in whole], capacity)
+    rows = [tuple(whole[place] for place in packed) for packed in bins]
     return [rows[index] for index in random.permutation(len(rows))]
 
 
-def _filled(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[tuple[int, ...]]:
-    rows: list[tuple[int, ...]] = []
-    row: list[int] = []
+def _filled(sizes: list[int], order: list[int], capacity: int) -> list[Row]:
+    rows: list[Row] = []
+    row: list[Span] = []
     room = capacity
-    for index in order.tolist():
-        start, length = 0, int(lengths[index])
-        while start < length:
-            stop = min(length, start + room)
-            row.append(index if (start, stop) == (0, length) else Piece(index, start, stop))
+    for index in order:
+        start = 0
+        while start < sizes[index]:
+            stop = min(sizes[index], start + room)
+            row.append(Span(index, start, stop))
             room -= stop - start
             start = stop
             if room == 0:

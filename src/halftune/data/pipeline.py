@@ -179,6 +179,8 @@ def _collect(
         outcomes = tokenize_rows(taken, tokenizer, reading, _settings(config), config.data.num_workers)
         for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
             samples += outcome.samples
+            if outcome.samples and (note := rows.note(index)):
+                outcome.notes = (*outcome.notes, note)
             _count(report, outcome, rows.place(index))
     except BadRow as error:
         position, what, remedy = error.args
@@ -214,7 +216,7 @@ def _efficiency(lengths: np.ndarray, config: RunConfig) -> Efficiency:
     packed_rows = len(epoch_rows(lengths, epoch=0, seed=seed, packing=True, capacity=capacity, split=split))
     padded = 0
     alone = epoch_rows(lengths, epoch=0, seed=seed, packing=False, capacity=capacity)
-    rows = np.array([row[0] for row in alone], dtype=np.int64)
+    rows = np.array([span.sample for (span,) in alone], dtype=np.int64)
     for start in range(0, len(rows), batch):
         longest = int(lengths[rows[start : start + batch]].max())
         padded += -(-longest // MULTIPLE) * MULTIPLE * len(rows[start : start + batch])

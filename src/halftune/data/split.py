@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halftune.data.order import Piece
+from halftune.data.order import Span
 from halftune.data.sample import Sample
 from halftune.data.store import TokenStore
 
@@ -33,13 +33,15 @@ class TokenizedSplit:
         return len(self._positions)
 
     def sample(self, index: int) -> Sample:
-        """The sample at an index, or the part of it that a ``Piece`` names."""
+        """The whole sample at an index."""
         position = int(self._positions[index])
         store = int(np.searchsorted(self._starts, position, side="right")) - 1
-        whole = self._stores[store].sample(position - int(self._starts[store]))
-        if isinstance(index, Piece):
-            return Sample(whole.input_ids[index.start : index.stop], whole.labels[index.start : index.stop])
-        return whole
+        return self._stores[store].sample(position - int(self._starts[store]))
+
+    def part(self, span: Span) -> Sample:
+        """What a span of a row stands for."""
+        whole = self.sample(span.sample)
+        return Sample(whole.input_ids[span.start : span.stop], whole.labels[span.start : span.stop])
 
 
 def _gather(arrays: list[np.ndarray], positions: np.ndarray) -> np.ndarray:

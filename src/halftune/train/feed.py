@@ -11,7 +11,7 @@ import torch
 
 from halftune.config.run import RunConfig
 from halftune.data.collate import collate
-from halftune.data.order import epoch_rows
+from halftune.data.order import Row, epoch_rows
 from halftune.data.pipeline import TokenizedSplit
 from halftune.plan import BatchPlan
 
@@ -57,8 +57,8 @@ class Feed:
     rank: int = 0
     world_size: int = 1
 
-    def rows(self, epoch: int) -> list[tuple[int, ...]]:
-        """Rows of sample indices of one epoch, in order."""
+    def rows(self, epoch: int) -> list[Row]:
+        """Rows of samples of one epoch, in order."""
         data = self.config.data
         return epoch_rows(
             self.split.lengths,
@@ -105,7 +105,7 @@ class Feed:
                 yield epoch + (position + 1) / in_epoch, self.micro_batches(chunk)
             step, epoch = step + in_epoch, epoch + 1
 
-    def micro_batches(self, rows: list[tuple[int, ...]]) -> list[MicroBatch]:
+    def micro_batches(self, rows: list[Row]) -> list[MicroBatch]:
         """This process's share of a global batch.
 
         Every process gets equally many: one that has run out of rows is given a row without labels, which costs a
@@ -118,8 +118,8 @@ class Feed:
         batches += [self._collate(rows[:1], blank=True) for _ in range(count - len(batches))]
         return batches
 
-    def _collate(self, rows: list[tuple[int, ...]], *, blank: bool = False) -> MicroBatch:
-        samples = [[self.split.sample(index) for index in row] for row in rows]
+    def _collate(self, rows: list[Row], *, blank: bool = False) -> MicroBatch:
+        samples = [[self.split.part(span) for span in row] for row in rows]
         inputs = collate(samples, self.pad_token_id, packed=self.packing)
         ids, labels = inputs["input_ids"], inputs["labels"]
         assert isinstance(ids, torch.Tensor)
