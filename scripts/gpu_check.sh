@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# On a machine with a CUDA device: the plan for it, every test that needs one, and the quickstart on it.
+# Uses the python on PATH if it has halftune's needs already, else makes .venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if ! python -c 'import torch, transformers, peft, accelerate, pydantic, pytest' 2>/dev/null; then
+    source scripts/environment.sh dev
+fi
+export PYTHONPATH="src:kernels:webui${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+python -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.__version__, torch.cuda.get_device_name())'
+python -m halftune plan --config configs/quickstart.yaml
+python -m pytest -q -m gpu tests
+python -m halftune train --config configs/quickstart.yaml "$@"
