@@ -189,6 +189,35 @@ def test_a_partial_mapping_keeps_the_other_columns_and_gaps_are_counted():
     assert reading.gaps == {"input": 1}
 
 
+def test_the_format_that_reads_what_the_user_maps_goes_before_columns_that_are_there():
+    row = {"instruction": "a", "output": "wrong", "response": "right"}
+    reading = columns([row], columns={"prompt": "instruction", "completion": "response"})
+    assert reading.format.name == "prompt_completion"
+    assert reading.rename(row) == {"prompt": "a", "completion": "right"}
+    assert reading.unused == ("output",)
+    chat = {"messages": [], "text": "a", "body": "b"}
+    assert columns([chat], columns={"text": "body"}).rename(chat) == {"text": "b"}
+
+
+def test_a_mapping_that_the_format_does_not_read_is_an_error():
+    row = {"instruction": "a", "output": "b", "question": "c", "answer": "d"}
+    with pytest.raises(DataError, match=r"format alpaca reads no prompt and no completion · formats have .*alpaca:"):
+        columns([row], format="alpaca", columns={"prompt": "question", "completion": "answer"})
+    with pytest.raises(DataError, match="no format reads prompt and output together"):
+        columns([row], columns={"prompt": "question", "output": "answer"})
+    with pytest.raises(DataError, match="format prompt_completion needs the column prompt"):
+        columns([row], columns={"completion": "answer"})
+
+
+@pytest.mark.parametrize(("good", "bad"), [(True, False), ("true", "false"), ("True", "False")])
+@pytest.mark.parametrize("shape", [{"messages": []}, {"prompt": "a", "completion": "b"}])
+def test_rated_answers_would_train_the_rejected_ones(shape, good, bad):
+    with pytest.raises(DataError, match=r"column label says true or false.* rejected answers would be trained"):
+        columns([{**shape, "label": good}, {**shape, "label": bad}])
+    assert columns([{**shape, "label": good}] * 2).unused == ("label",)
+    assert columns([{**shape, "label": "sports"}, {**shape, "label": 0}]).unused == ("label",)
+
+
 def test_preference_pairs_have_no_answer():
     row = {"conversations": [{"from": "human", "value": "A?"}], "chosen": {"value": "B"}, "rejected": {"value": "C"}}
     with pytest.raises(DataError, match="row without an answer: these are preference pairs"):

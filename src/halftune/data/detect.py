@@ -12,6 +12,7 @@ from halftune.core.table import did_you_mean
 from halftune.data.conversation import Format
 from halftune.data.formats import FORMATS, load_format
 from halftune.data.formats.fields import MEDIA_COLUMNS
+from halftune.data.missing import is_missing
 
 # What other sets call our columns; the first that is there is suggested.
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -21,6 +22,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "text": ("content", "body", "document", "article", "passage", "code", "story", "raw_content"),
 }
 PREFERENCE = ("chosen", "rejected")
+RATINGS = ("label", "kto_tag")  # a flag that tells wanted answers from rejected ones
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Reading:
         columns: the format's column → the file's column, only those that are there.
         absent: optional columns that the set has not: nothing stands for them.
         unused: columns of the file that nothing reads.
-        gaps: optional columns that some rows have and others not → number of rows without.
+        gaps: optional columns that some rows have and others not (or null, or NaN) → number of rows without.
     """
 
     format: Format
@@ -56,18 +58,59 @@ def detect(rows: Sequence[Mapping[str, Any]], section: SourceSection, where: str
     """
     found: dict[str, int] = {}
     for row in rows:
-        for name in row:
-            found[name] = found.get(name, 0) + 1
+        for name, value in row.items():
+            found[name] = found.get(name, 0) + (not is_missing(value))
     _check_mapping(section.columns, found, where)
-    candidates = FORMATS if section.format == "auto" else [section.format]
+    candidates = _consuming(section, where)
     for name in candidates:
         made = load_format(name)
         columns = _columns(made, section.columns, found)
         if all(column in columns for column in made.required):
             if all(name in found for name in PREFERENCE) and "chosen" not in columns.values():
                 raise _preference_error(where)
+            if name != "text":
+                _check_rating(rows, columns, where)
             return _reading(made, columns, found, len(rows))
-    raise _unknown(rows, found, section, where)
+    raise _unknown(rows, found, section, candidates, where)
+
+
+def _consuming(section: SourceSection, where: str) -> list[str]:
+    """The formats that read every column of the mapping: what the user names is never left aside for what is there."""
+    asked = list(FORMATS) if section.format == "auto" else [section.format]
+    lacking: dict[str, list[str]] = {}
+    for name in asked:
+        made = load_format(name)
+        lacking[name] = [ours for ours in section.columns if ours not in (*made.required, *made.optional)]
+    fitting = [name for name in asked if not lacking[name]]
+    if fitting:
+        return fitting
+    if section.format == "auto":
+        what = f"columns: no format reads {' and '.join(section.columns)} together"
+    else:
+        what = f"columns: format {section.format} reads no {' and no '.join(lacking[section.format])}"
+    raise DataError(what, where=where, remedy=f"formats have {_overview()}")
+
+
+def _overview() -> str:
+    return "; ".join(f"{name}: {', '.join((*made.required, *made.optional))}" for name, made in _formats().items())
+
+
+def _formats() -> dict[str, Format]:
+    return {name: load_format(name) for name in FORMATS}
+
+
+def _check_rating(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
+    """Rated answers (KTO) hold rejected ones, told from the others by a flag alone."""
+    for name in RATINGS:
+        values = [row.get(name) for row in rows]
+        flags = [value.lower() == "true" if value in ("true", "false", "True", "False") else value for value in values]
+        if name not in columns.values() and False in [flag for flag in flags if isinstance(flag, bool)]:
+            raise DataError(
+                f"the column {name} says true or false: these are rated answers (KTO), and the rejected answers would "
+                f"be trained like the others",
+                where=where,
+                remedy=f"keep only the rows whose {name} is true; or, where it rates no answer, rename the column",
+            )
 
 
 def _columns(made: Format, mapping: Mapping[str, str], found: Mapping[str, int]) -> dict[str, str]:
@@ -92,8 +135,7 @@ def _reading(made: Format, columns: dict[str, str], found: Mapping[str, int], to
 
 
 def _check_mapping(mapping: Mapping[str, str], found: Mapping[str, int], where: str) -> None:
-    formats = [load_format(name) for name in FORMATS]
-    known = {name for made in formats for name in (*made.required, *made.optional)}
+    known = {name for made in _formats().values() for name in (*made.required, *made.optional)}
     for ours, theirs in mapping.items():
         if ours not in known:
             raise DataError(
@@ -115,13 +157,17 @@ def _preference_error(where: str) -> DataError:
 
 
 def _unknown(
-    rows: Sequence[Mapping[str, Any]], found: Mapping[str, int], section: SourceSection, where: str
+    rows: Sequence[Mapping[str, Any]],
+    found: Mapping[str, int],
+    section: SourceSection,
+    candidates: Sequence[str],
+    where: str,
 ) -> DataError:
     names = ", ".join(found)
-    if section.format != "auto":
-        needed = load_format(section.format).required
+    if len(candidates) == 1:
+        needed = load_format(candidates[0]).required
         missing = " and ".join(column for column in needed if section.columns.get(column, column) not in found)
-        what = f"format {section.format} needs the column {missing}; the data has {names}"
+        what = f"format {candidates[0]} needs the column {missing}; the data has {names}"
     else:
         what = f"the columns {names} fit no format"
     if all(name in found for name in PREFERENCE):
@@ -130,7 +176,7 @@ def _unknown(
     if mapping:
         inner = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
         return DataError(what, where=where, remedy=f"did you mean columns: {{{inner}}}?")
-    needs = "; ".join(f"{name}: {', '.join(load_format(name).required)}" for name in FORMATS)
+    needs = "; ".join(f"{name}: {', '.join(made.required)}" for name, made in _formats().items())
     return DataError(what, where=where, remedy=f"map them with columns: {{...}}. Formats need {needs}")
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halftune.core.errors import DataError
 from halftune.core.optional import need
+from halftune.data.formats import FORMATS, load_format
+from halftune.data.strict_json import BadJson, fault, parse
+
+ARROW_NULLS = "null members in tools or tool calls left out (Arrow gives every object the members of all)"
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,14 @@ class FileRows:
         unit: what ``numbers`` count, "line", "row" or "document".
         numbers: 1-based, one for each row.
         rows: the rows.
+        notes: what reading changed in a row that the report should count, by its position in ``rows``.
     """
 
     path: Path
     unit: str
     numbers: list[int]
     rows: list[dict[str, Any]]
+    notes: dict[int, str] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> FileRows:
@@ -80,47 +85,67 @@ def _parse_lines(path: Path, text: str) -> FileRows:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+        where = f"{path} line {number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"not valid JSON: {error.msg} at column {error.colno}",
-                where=f"{path} line {number}",
-                remedy="correct or remove the line",
-            ) from error
-        rows.append(_object(row, f"{path} line {number}"))
+            row, suspect = parse(line)
+        except BadJson as error:
+            what = f"{error.what} at column {error.column}" if error.column else error.what
+            raise DataError(what, where=where, remedy="correct or remove the line") from error
+        rows.append(_object(row, where, suspect))
         numbers.append(number)
     return FileRows(path, "line", numbers, rows)
 
 
 def _json(path: Path) -> FileRows:
-    """A list of objects, an object that holds one list of objects, or in truth one object a line."""
+    """A list of objects, an object that is a row or that holds one list of rows, or in truth one object a line."""
     text = _text(path)
     if not text.strip():
         return FileRows(path, "row", [], [])
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value, suspect = parse(text)
+    except BadJson as error:
         if text.lstrip().startswith("{") and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_lines(path, text)
-        raise DataError(f"not valid JSON: {error.msg}", where=f"{path} line {error.lineno}") from error
+        where = f"{path} line {error.line}" if error.line else str(path)
+        raise DataError(error.what, where=where) from error
     if isinstance(value, dict):
-        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = lists[0] if len(lists) == 1 and len(value) == 1 else [value]
+        value = _rows_of(value, path)
     if not isinstance(value, list):
         raise DataError("should be a list of objects", where=str(path))
-    rows = [_object(row, f"{path} row {number}") for number, row in enumerate(value, start=1)]
+    rows = [_object(row, f"{path} row {number}", suspect) for number, row in enumerate(value, start=1)]
     return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)
+
+
+def _rows_of(value: dict[str, Any], path: Path) -> list[Any]:
+    """The rows of a file that is one object: itself where it is a row, else the one list of objects in it."""
+    if any(all(column in value for column in load_format(name).required) for name in FORMATS):
+        return [value]
+    lists = {
+        name: item
+        for name, item in value.items()
+        if isinstance(item, list) and item and all(isinstance(part, dict) for part in item)
+    }
+    if any({"role", "content"} <= item[0].keys() or {"from", "value"} <= item[0].keys() for item in lists.values()):
+        return [value]
+    if len(lists) > 1:
+        raise DataError(
+            f"holds several lists of rows: {', '.join(lists)}",
+            where=str(path),
+            remedy="write each into a file of its own",
+        )
+    return next(iter(lists.values()), [value])
 
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
+        return isinstance(parse(line)[0], dict)
+    except BadJson:
         return False
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: Any, where: str, suspect: bool) -> dict[str, Any]:
+    if suspect and (what := fault(value)):
+        raise DataError(what, where=where, remedy="correct or remove the row")
     if not isinstance(value, dict):
         raise DataError(f"a row should be an object with named columns, not {type(value).__name__}", where=where)
     return value
@@ -135,6 +160,7 @@ def _csv(path: Path, delimiter: str = ",") -> FileRows:
         for cells in reader:
             if header is None:
                 header = cells
+                _check_names(header, f"{path} line {reader.line_num}")
             elif cells:
                 if len(cells) != len(header):
                     raise DataError(
@@ -153,14 +179,52 @@ def _tsv(path: Path) -> FileRows:
     return _csv(path, "\t")
 
 
+def _check_names(names: Sequence[str], where: str) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(
+            f"several columns have the same name: {', '.join(map(repr, twice))}",
+            where=where,
+            remedy="rename or remove all but one",
+        )
+
+
 def _parquet(path: Path) -> FileRows:
     parquet = need("pyarrow.parquet", why="reading Parquet files", distribution="pyarrow")
     arrow = need("pyarrow", why="reading Parquet files")
     try:
+        _check_names(parquet.read_schema(path).names, str(path))
         rows = parquet.read_table(path).to_pylist()
     except (arrow.ArrowInvalid, OSError) as error:
         raise DataError(f"not a Parquet file: {error}", where=str(path)) from error
-    return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)
+    return arrow_rows(path, rows)
+
+
+def arrow_rows(path: Path, rows: list[dict[str, Any]]) -> FileRows:
+    """Rows that come from Arrow, which gives every object of a column the members of all of them, null where unset.
+
+    Such nulls are taken out inside columns; where they stood in a tool or a tool call, the row is noted.
+    """
+    cleaned, notes = [], {}
+    for index, row in enumerate(rows):
+        told = [False]
+        cleaned.append({name: _without_nulls(value, name == "tools", told) for name, value in row.items()})
+        if told[0]:
+            notes[index] = ARROW_NULLS
+    return FileRows(path, "row", list(range(1, len(rows) + 1)), cleaned, notes)
+
+
+def _without_nulls(value: Any, telling: bool, told: list[bool]) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item, telling, told) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if telling and None in value.values():
+        told[0] = True
+    return {
+        name: _without_nulls(item, telling or name in ("arguments", "tools"), told)
+        for name, item in value.items()
+        if item is not None
+    }
 
 
 def _lines_or_document(path: Path) -> FileRows:

@@ -9,7 +9,7 @@ from typing import Any
 from halftune.config.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.optional import need
-from halftune.data.files import FileRows
+from halftune.data.files import FileRows, arrow_rows
 
 
 def hub_fingerprint(section: SourceSection) -> str:
@@ -22,7 +22,7 @@ def hub_rows(section: SourceSection) -> FileRows:
     rows = _load(section.path, section.split).to_list()
     if not rows:
         raise DataError("the data set is empty", where=section.path)
-    return FileRows(Path(section.path), "row", list(range(1, len(rows) + 1)), rows)
+    return arrow_rows(Path(section.path), rows)
 
 
 @lru_cache(maxsize=4)

@@ -47,6 +47,11 @@ class Rows:
         """The rows themselves."""
         return [row for part in self.parts for row in part.rows]
 
+    def note(self, index: int) -> str:
+        """What reading changed in a row, or ""."""
+        part_index = bisect_right(self.starts, index) - 1
+        return self.parts[part_index].notes.get(index - self.starts[part_index], "")
+
     def place(self, index: int) -> str:
         """Where a row stands, for people: ``17``, or ``b.jsonl:17`` in a folder."""
         part, number = self._find(index)

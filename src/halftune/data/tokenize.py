@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from halftune.data.conversation import Conversation, RowDropped, RowError
 from halftune.data.detect import Reading
 from halftune.data.exact import Encoded, ExactTokenizer
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
+from halftune.data.missing import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.sample import TokenTurn, WholeSample
 
 MERGED = "the first token of an answer also holds the end of its header"
@@ -113,7 +114,14 @@ class RowTokenizer:
         return outcomes
 
     def _render(self, row: Mapping[str, Any]) -> Rendering:
-        made = self._reading.format.read(self._reading.rename(row))
+        renamed = self._reading.rename(row)
+        if not holds_missing(renamed):
+            return self._render_clean(renamed)
+        rendering = self._render_clean(with_nulls(renamed))
+        return replace(rendering, notes=(*rendering.notes, NOT_FINITE))
+
+    def _render_clean(self, row: Mapping[str, Any]) -> Rendering:
+        made = self._reading.format.read(row)
         if isinstance(made, str):
             if self._control.forged(made):
                 raise RowDropped("it holds private-use characters (U+F5000 and above) that halftune needs for itself")

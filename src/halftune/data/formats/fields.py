@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from halftune.data.conversation import RowDropped, RowError
+from halftune.data.missing import holds_missing, is_missing
+from halftune.data.strict_json import BadJson, fault, parse
 
 MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
 
 
 def text(row: Mapping[str, Any], column: str) -> str:
-    """A text column; "" where it is absent or null. Numbers are written out.
+    """A text column; "" where it is absent, null, NaN or infinite. Numbers are written out.
 
     Raises:
         RowError: the value is a list, an object or a boolean.
     """
     value = row.get(column)
-    if value is None:
+    if is_missing(value):
         return ""
     if isinstance(value, str):
         return value
@@ -51,10 +52,16 @@ def parse_json(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
+        parsed, suspect = parse(value)
+    except BadJson as error:
         start = value if len(value) <= 60 else value[:57] + "..."
-        raise RowError(f"{what} is not valid JSON: {error.msg} at character {error.pos + 1} of {start!r}") from error
+        place = f" at column {error.column} of {start!r}" if error.column else ""
+        raise RowError(f"{what} is {error.what}{place}") from error
+    if suspect and (wrong := fault(parsed)):
+        raise RowError(f"{what}: {wrong}")
+    if holds_missing(parsed):
+        raise RowError(f"{what} is not valid JSON: NaN and infinities are no JSON")
+    return parsed
 
 
 def flag(message: Mapping[str, Any], where: str) -> bool | None:
