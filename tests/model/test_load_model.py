@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, plan, section
 
+from halftune.config.adapter import LoraAdapter
 from halftune.core.errors import ModelError
+from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
 from halftune.precision.report import check_dtypes
 
@@ -54,6 +56,20 @@ def test_what_the_models_own_code_keeps_fp32_is_accepted(tmp_path: Path, caplog:
     assert model.get_parameter("model.layers.0.input_layernorm.weight").dtype == torch.float32
     check_dtypes(model, made.precision)
     assert "model.layers.1.input_layernorm.weight stays fp32" in caplog.text
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", tie_word_embeddings=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+    model = load_model(section(folder), plan())
+    assert torch.equal(model.lm_head.weight, stored)
+    assert model.config.tie_word_embeddings is False
+    for saved in ("lm_head", "embed_tokens"):
+        adapter = LoraAdapter(rank=2, modules_to_save=(saved,))
+        adapted = attach_adapter(load_model(section(folder), plan()), adapter, plan(), 0)
+        assert torch.equal(adapted.get_output_embeddings().weight, stored), saved
 
 
 def test_for_inference_nothing_requires_a_gradient(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_model import checkpoint, plan, section
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters.attach import attach_adapter, load_adapter
 from halftune.model.load import load_model
-from halftune.model.save import save_final
+from halftune.model.merge import merge_adapter
+from halftune.model.save import save_final, write_model
 from halftune.model.tokenizer import load_tokenizer
+from halftune.precision.report import check_dtypes
 
 IDS = torch.arange(20).reshape(2, 10)
 LORA, FULL = LoraAdapter(rank=4), NoAdapter(type="none")
@@ -112,3 +114,56 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, tokenizer) -> None:
     with pytest.raises(ModelError, match="cannot write the result"):
         save_final(run_result(folder, LORA, made), tokenizer, made, tmp_path / "file" / "final")
     assert os.listdir(tmp_path / "model")
+
+
+def test_a_head_of_its_own_is_named_in_the_saved_config(tmp_path: Path, tokenizer) -> None:
+    folder, made = checkpoint(tmp_path / "model", tie_word_embeddings=False), plan()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    model = run_result(folder, FULL, made)
+    save_final(model, tokenizer, made, tmp_path / "final")
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is False
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def ernie(folder: Path) -> Path:
+    """A mixture whose code keeps routers (parameters) and their statistics in fp32, also in bf16."""
+    config = AutoConfig.for_model(
+        "ernie4_5_moe",
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=1,
+        vocab_size=256,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("adapter", [FULL, LORA])
+def test_what_the_models_own_code_keeps_is_saved_and_merged_in_fp32(tmp_path: Path, tokenizer, adapter) -> None:
+    folder = ernie(tmp_path / "model")
+    made = plan("fp32" if adapter is FULL else "bf16", "fp32", saved="bf16")
+    model = run_result(folder, adapter, made)
+    check_dtypes(model, made.precision)
+    save_final(model, tokenizer, made, tmp_path / "final")
+    if adapter is LORA:
+        merged = merge_adapter(section(folder), tmp_path / "final", made, "bf16")
+        write_model(merged.model, "bf16", (), tmp_path / "merged")
+        saved = load_file(tmp_path / "merged" / "model.safetensors")
+    else:
+        saved = load_file(tmp_path / "final" / "model.safetensors")
+    kept = {name for name, tensor in saved.items() if tensor.dtype == torch.float32}
+    assert kept == {name for name in saved if name.endswith("gate.weight") or "moe_statics" in name}
+    assert len(kept) == 2
+    gate = "model.layers.1.mlp.gate.weight"
+    live = model.state_dict()[gate] if adapter is FULL else load_file(folder / "model.safetensors")[gate]
+    assert torch.equal(saved[gate], live), "fp32 values arrive unrounded"

@@ -1,7 +1,8 @@
-"""Rotary tables reach attention in the compute dtype, so that they do not promote query and key."""
+"""What fp32 tables and fp32 norms hand to attention arrives in the compute dtype, so that it promotes nothing."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -10,26 +11,30 @@ from torch import nn
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
 
+_QK_NORM = re.compile(r"(^|\.)(q|k|v|qk|query|key)_?(layer_?)?norm$")
+
 
 def hand_over_in_compute_dtype(model: nn.Module, plan: Plan) -> None:
-    """Casts what rotary modules return, the cosines and sines, to the plan's compute dtype under autocast.
+    """Casts what rotary modules and the norms of query and key return to the plan's compute dtype under autocast.
 
-    They are computed in fp32 and returned in the dtype of the hidden states. With fp32 master weights that is fp32,
-    and ``q * cos`` would promote query and key in every layer. The tables themselves stay fp32.
+    Cosines and sines are computed in fp32 and returned in the dtype of the hidden states: with fp32 master weights that
+    is fp32, and ``q * cos`` would promote query and key in every layer. A norm's fp32 weight does the same. The tables
+    and the weights themselves stay fp32, and norms are computed in fp32: only what attention gets is rounded, as
+    autocast would round it there.
     """
     if not plan.precision.autocast.value:
         return
     compute = torch_dtype(plan.precision.compute.value)
 
     def cast(_module: nn.Module, _inputs: tuple, output: Any) -> Any:
-        tables = output if isinstance(output, tuple) else (output,)
-        if not all(isinstance(table, torch.Tensor) and table.is_floating_point() for table in tables):
+        tensors = output if isinstance(output, tuple) else (output,)
+        if not all(isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors):
             return None  # complex tables rotate by multiplication of their own; they are cast back there
-        if not torch.is_autocast_enabled(tables[0].device.type):
+        if not torch.is_autocast_enabled(tensors[0].device.type):
             return None
-        brought = tuple(table.to(compute) for table in tables)
+        brought = tuple(tensor.to(compute) for tensor in tensors)
         return brought if isinstance(output, tuple) else brought[0]
 
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("RotaryEmbedding") or _QK_NORM.search(name):
             module.register_forward_hook(cast)

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from halftune.config.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
+from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
 from halftune.model.patch import register_attention
 from halftune.model.quiet import quiet
-from halftune.model.rotary import hand_over_in_compute_dtype
+from halftune.model.tying import name_tying
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 
@@ -44,10 +45,8 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
         loaded, info = _read(folder, model, storage, register_attention(plan))
     _check_complete(info, folder)
-    for name, parameter in loaded.named_parameters():
-        if parameter.dtype == torch.float32 != storage and not stays_fp32(name, None, plan.precision.keep_fp32.value):
-            mark_kept(parameter)
-            log.info("%s stays fp32: the model's own code asks for it", name)
+    _mark_kept(loaded, plan)
+    name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)
     # what adapters, cards and messages name as the base is what the user wrote, not a folder in a cache
     loaded.config.name_or_path = loaded.name_or_path = model.name_or_path
@@ -57,6 +56,27 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     if plan.batch.gradient_checkpointing.value:
         _recompute_activations(loaded)
     return loaded.train()
+
+
+def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
+    """Marks what the model's own code keeps in fp32, by its class's lists or by making it so, for saving too.
+
+    The lists count for whatever half format the run knows, also where weights are loaded in fp32 and saved in half.
+    """
+    precision = plan.precision
+    storage, patterns = precision.storage.value, precision.keep_fp32.value
+    formats = (storage, precision.compute.value, precision.saved.value)
+    listed = [entry for half in formats if half != "fp32" for entry in model._get_dtype_plan(torch_dtype(half))]
+    asked = re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    for name, tensor in (*model.named_parameters(), *buffers):
+        if not tensor.is_floating_point() or stays_fp32(name, None, patterns):
+            continue
+        made_so = storage != "fp32" and tensor.dtype == torch.float32
+        if made_so or (tensor.dtype == torch.float32 and asked.search(name)):
+            mark_kept(tensor)
+            log.info("%s stays fp32: the model's own code asks for it", name)
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:
@@ -121,6 +141,9 @@ def _kept_in_fp32(patterns: tuple[str, ...]) -> Iterator[None]:
     transformers decides the dtype of each tensor from a table that the model class makes; the plan's names are added
     to it, so that a checkpoint's fp32 values arrive unrounded.
     """
+    if not patterns:
+        yield
+        return
     original = PreTrainedModel._get_dtype_plan
 
     def extended(self: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

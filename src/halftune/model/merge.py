@@ -21,7 +21,7 @@ from halftune.core.formats import Format
 from halftune.model.adapters.attach import load_adapter
 from halftune.model.load import load_model
 from halftune.plan import Plan
-from halftune.precision.dtypes import stays_fp32, torch_dtype
+from halftune.precision.dtypes import kept_names, stays_fp32, torch_dtype
 
 ROWS, TOKENS = 2, 32  # of the random input that both forwards see
 
@@ -48,12 +48,21 @@ class Merge:
     update_error: float = 0.0
 
 
-def fp32_plan(plan: Plan) -> Plan:
-    """The plan, computing everything in fp32 on the CPU: for merging and checking, which are not training."""
+def fp32_plan(plan: Plan, stored: Format) -> Plan:
+    """The plan, computing everything in fp32 on the CPU: for merging and checking, which are not training.
+
+    ``stored`` is what will be written: the model's own code may keep more in fp32 in one half format than in another.
+    """
     fp32: Choice[Format] = Choice("fp32", "merging and its check are done in fp32")
     off = Choice(False, "fp32 throughout")
     precision = replace(
-        plan.precision, storage=fp32, trainable=fp32, compute=fp32, saved=fp32, autocast=off, grad_scaler=off
+        plan.precision,
+        storage=fp32,
+        trainable=fp32,
+        compute=fp32,
+        saved=Choice(stored, "to be exported"),
+        autocast=off,
+        grad_scaler=off,
     )
     here = "runs in fp32 on a CPU"
     attention = replace(plan.attention, varlen=Choice("none", "no packed rows"))
@@ -78,7 +87,7 @@ def merge_adapter(model: ModelSection, adapter: Path, plan: Plan, stored: Format
         ModelError: not enough memory, or the merged model answers differently from base plus adapter.
     """
     _check_memory(plan)
-    exact = fp32_plan(plan)
+    exact = fp32_plan(plan, stored)
     adapted = load_adapter(load_model(model, exact, for_training=False), adapter, exact)
     ids_BT = _random_ids(adapted)
     expected_BTV = _logits(adapted, ids_BT)
@@ -97,7 +106,7 @@ def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
         ModelError: not enough memory, or the rounded model answers differently.
     """
     _check_memory(plan)
-    loaded = load_model(model, fp32_plan(plan), for_training=False)
+    loaded = load_model(model, fp32_plan(plan, stored), for_training=False)
     ids_BT = _random_ids(loaded)
     return _round(loaded, ids_BT, _logits(loaded, ids_BT), stored, plan)
 
@@ -105,8 +114,11 @@ def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
 def _round(
     model: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, plan: Plan
 ) -> Merge:
-    for name, parameter in model.named_parameters():
-        parameter.data = _rounded(name, parameter, stored, plan)
+    kept, saved = kept_names(model, plan.precision.keep_fp32.value), model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    for name, tensor in (*model.named_parameters(), *buffers):
+        if name not in kept and tensor.is_floating_point():
+            tensor.data = _rounded(tensor.detach(), stored)
     error = _check_forward(_logits(model, ids_BT), expected_BTV, stored, _depth(model))
     return Merge(model, stored, error, forward_bound(stored, _depth(model)))
 
@@ -149,18 +161,19 @@ def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan) -> tuple[float
         before = weight.detach().clone()
         layer.merge(safe_merge=True)
         after = layer.get_base_layer().weight.detach()
-        moved = _rounded(name, after, stored, plan) - _rounded(name, before, stored, plan)
+        if stays_fp32(f"{name}.weight", weight, plan.precision.keep_fp32.value):
+            moved = after - before
+        else:
+            moved = _rounded(after, stored) - _rounded(before, stored)
         whole += float(before.double().square().sum())
         wanted += float((after - before).double().square().sum())
         lost += float((moved - (after - before)).double().square().sum())
     return math.sqrt(wanted / whole) if whole else 0.0, math.sqrt(lost / wanted) if wanted else 0.0
 
 
-def _rounded(name: str, tensor: torch.Tensor, stored: Format, plan: Plan) -> torch.Tensor:
-    """fp32 values that ``stored`` holds exactly; unchanged where the name stays fp32."""
-    if stays_fp32(name, tensor, plan.precision.keep_fp32.value) or not tensor.is_floating_point():
-        return tensor.detach()
-    return tensor.detach().to(torch_dtype(stored)).to(torch.float32)
+def _rounded(tensor: torch.Tensor, stored: Format) -> torch.Tensor:
+    """fp32 values that ``stored`` holds exactly."""
+    return tensor.to(torch_dtype(stored)).to(torch.float32)
 
 
 def _random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:

@@ -26,8 +26,8 @@ from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torc
 def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan: Plan, folder: Path) -> None:
     """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
 
-    Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names or the model's own code keeps in fp32. The folder appears when it is whole,
-    and replaces an older one.
+    Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names or the model's own code keeps in fp32.
+    The folder appears when it is whole, and replaces an older one.
 
     Args:
         model: as ``attach_adapter`` returned it, unwrapped.
@@ -55,7 +55,8 @@ def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan:
 
 def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    tensors = {name: tensor.clone() for name, tensor in _cast(state, saved, kept_names(model, keep)).items()}  # a tied pair: two tensors
+    cast = _cast(state, saved, kept_names(model, keep))
+    tensors = {name: tensor.clone() for name, tensor in cast.items()}  # a tied pair: two tensors
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = for_plain_peft(model)
     config.inference_mode = True

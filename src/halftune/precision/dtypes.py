@@ -61,6 +61,13 @@ def stays_fp32(name: str, parameter: torch.Tensor | None, patterns: Iterable[str
     return hasattr(parameter, _KEPT) or any(re.search(pattern, plain) for pattern in patterns)
 
 
+def kept_names(model: torch.nn.Module, patterns: Iterable[str]) -> frozenset[str]:
+    """Plain names of all parameters and buffers that stay fp32."""
+    chosen = tuple(patterns)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return frozenset(plain_name(name) for name, tensor in tensors if stays_fp32(name, tensor, chosen))
+
+
 def plain_name(name: str) -> str:
     """A parameter's name as the model itself has it, without what peft wraps around it."""
     return _WRAPPING.sub("", name)

@@ -130,13 +130,13 @@ class Guard:
             raise DtypeContractError(
                 f"{arrived}: two half formats on the way into attention",
                 where=site,
-                remedy="find the module that is in the other format; `halftune doctor` names the line",
+                remedy="find the module that is in the other format: dtypes.json in the run folder lists them",
             )
         if self.mode == "strict":
             raise DtypeContractError(
                 f"{arrived} on the way into attention, which computes in {_SHORT[dtype]}",
                 where=site,
-                remedy="attention.guard: cast brings it back; `halftune doctor` names the line that promoted it",
+                remedy="attention.guard: cast brings it back; an fp32 norm or table in front of attention promotes it",
             )
         if site in self._sites:
             self._sites[site].casts += 1

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from transformers import PreTrainedModel
 
 from halftune.config.adapter import LoraAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters.mixtures import taken_for_experts, targets_as_written
+from halftune.model.adapters.targets import without_routers
 from halftune.model.adapters.weights import cast_adapter
 from halftune.model.quiet import quiet_peft
+from halftune.model.tying import is_tied
 from halftune.plan import Plan
 
 
@@ -26,9 +29,9 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         ConfigError: a target or a module to save does not exist in this model (names those that do), or peft could not
             load the adapter again.
     """
-    targets = _targets(model, adapter)
+    targets = without_routers(model) if adapter.target_modules == "all-linear" else _targets(model, adapter)
     saved = _modules_to_save(model, adapter)
-    tied = bool(model.config.tie_word_embeddings) and saved is not None
+    tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=adapter.rank,
@@ -43,7 +46,11 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     )
     with torch.random.fork_rng(devices=[]), quiet_peft(), targets_as_written():
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        try:
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            remedy = "choose other adapter.target_modules or adapter.modules_to_save"
+            raise ConfigError(f"peft refuses: {error}", where="adapter", remedy=remedy) from error
     assert isinstance(adapted, PeftModel)
     if adapter.use_dora:
         _check_dora(adapted)
@@ -88,8 +95,6 @@ def _targets(model: PreTrainedModel, adapter: LoraAdapter) -> str | list[str]:
         ConfigError: something matches nothing.
     """
     asked = adapter.target_modules
-    if asked == "all-linear":
-        return "all-linear"
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
     where, endings = "adapter.target_modules", sorted({name.rpartition(".")[2] for name in names})
     known = f"this model has: {', '.join(endings)}"

@@ -1,0 +1,105 @@
+"""Families that need care: routers as linear layers, fused kernels of mamba, LayerNorm, norms of query and key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import plan, section
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.core.errors import ConfigError
+from halftune.model.adapters.attach import attach_adapter
+from halftune.model.load import load_model
+from halftune.model.patch import current_guard
+from halftune.model.quiet import quiet
+from halftune.precision.dtypes import autocast
+from halftune.precision.report import check_dtypes
+
+IDS = torch.arange(20).reshape(2, 10)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama4_text": {**SMALL, "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 48},
+    "granitemoe": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": {**SMALL, **MAMBA},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 64},
+    "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "qwen3": {**SMALL, "head_dim": 16},
+    "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": {**SMALL, "head_dim": 16},
+    "phi": {**SMALL, "qk_layernorm": True},
+}
+
+
+def model_of(kind: str, folder: Path) -> Path:
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind])).save_pretrained(folder)
+    return folder
+
+
+def step(model: Any, made: Any) -> None:
+    with autocast(made.precision, torch.device("cpu")):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad and p.numel())
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out"), [("llama4_text", "router"), ("granitemoe", "router"), ("falcon_h1", "out_proj")]
+)
+def test_all_linear_leaves_out_what_cannot_be_adapted(tmp_path: Path, kind: str, left_out: str) -> None:
+    model = attach_adapter(load_model(section(model_of(kind, tmp_path)), plan()), LoraAdapter(rank=2), plan(), 0)
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert left_out not in adapted
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= adapted
+    step(model, plan())
+
+
+def test_what_peft_refuses_is_an_error_with_its_words(tmp_path: Path) -> None:
+    loaded = load_model(section(model_of("falcon_h1", tmp_path)), plan())
+    with pytest.raises(ConfigError, match=r"adapter: peft refuses: .*out_proj.*incompatible with Mamba"):
+        attach_adapter(loaded, LoraAdapter(target_modules=("out_proj",)), plan(), 0)
+
+
+@pytest.mark.parametrize(("kind", "embedding"), [("gpt2", "wte"), ("opt", "embed_tokens")])
+def test_a_saved_embedding_goes_on_in_the_storage_dtype(tmp_path: Path, kind: str, embedding: str) -> None:
+    made = plan("bf16", "fp32")
+    adapter = LoraAdapter(rank=2, modules_to_save=(embedding,))
+    model: Any = attach_adapter(load_model(section(model_of(kind, tmp_path)), made), adapter, made, 0)
+    check_dtypes(model, made.precision)
+    assert model.get_input_embeddings().weight.dtype == torch.float32
+    assert model.get_input_embeddings()(IDS).dtype == torch.bfloat16
+    step(model, made)
+
+
+@pytest.mark.parametrize("adapter", [NoAdapter(type="none"), LoraAdapter(rank=2)])
+@pytest.mark.parametrize("kind", ["qwen3", "olmoe", "cohere2", "phi"])
+def test_norms_of_query_and_key_do_not_promote_them(tmp_path: Path, kind: str, adapter: Any) -> None:
+    full = isinstance(adapter, NoAdapter)
+    half = plan("bf16", "fp32")
+    storage = plan("fp32").precision.storage if full else half.precision.storage
+    made = replace(
+        half, precision=replace(half.precision, storage=storage), attention=replace(half.attention, guard="strict")
+    )
+    model = attach_adapter(load_model(section(model_of(kind, tmp_path)), made), adapter, made, 0)
+    check_dtypes(model, made.precision)
+    model.train()
+    step(model, made)
+    assert current_guard().report()["casts"] == 0
