@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import sys
 import threading
 import types
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from halftune.core.errors import DataError
-from halftune.data import pipeline, workers
+from halftune.data import cache, pipeline, workers
 from halftune.data.pipeline import prepare
 from halftune.data.preview import preview
 from halftune.data.sample import NO_LABEL
@@ -158,6 +159,16 @@ def test_held_out_samples_are_not_trained_on(tokenizer, make_config, write):
     assert prepare(make_config(write(ROWS)), tokenizer).eval is None
 
 
+def test_a_source_that_is_listed_twice_shows_training_nothing_of_the_evaluation(tokenizer, make_config, write):
+    first, copy = write(ROWS, "a.jsonl"), write([*ROWS[::-1], ROWS[0]], "b.jsonl")
+    prepared = prepare(make_config([first, first, copy], eval_split=0.2), tokenizer)
+    assert prepared.eval is not None
+    train, held = everything(prepared.train), everything(prepared.eval)
+    assert len(held) == 12
+    assert not [sample for sample in held if sample in train]
+    assert len(train) in (181 - 3 * 12, 181 - 3 * 12 - 1)  # ROWS[0] is there four times
+
+
 def test_the_report_adds_up(tokenizer, make_config, write):
     rows = [*ROWS, {"prompt": "A?", "completion": ""}, {"prompt": "B?", "completion": "four " * 300, "note": 1}]
     prepared = prepare(make_config(write(rows), max_length=128, system="Be kind."), tokenizer)
@@ -263,3 +274,33 @@ def test_the_command_works_before_the_recipe_it_depends_on_has_run(tmp_path, mon
     assert (section.name_or_path, section.tokenizer) == ("runs/first/final", "builtin:qwen2-tiny")
     (tmp_path / "runs/first/final").mkdir(parents=True)
     assert tokenizer_section(load_config(tmp_path / "second.yaml")).tokenizer is None
+
+
+def test_tokens_are_made_anew_when_the_code_that_makes_them_changes(tokenizer, tmp_path, monkeypatch):
+    def key():
+        cache.code_of.cache_clear()
+        return cache.cache_key(tokenizer, {})
+
+    room = tmp_path / "data"
+    shutil.copytree(cache.ROOM, room, ignore=shutil.ignore_patterns("__pycache__"))
+    before = key()
+    monkeypatch.setattr(cache, "ROOM", room)
+    assert key() == before
+    (room / "__pycache__").mkdir()
+    (room / "__pycache__/mask.pyc").write_bytes(b"1")
+    assert key() == before
+    for name in ("mask.py", "formats/turns.py"):
+        text = (room / name).read_text()
+        (room / name).write_text(text + "# changed\n")
+        assert key() != before
+        (room / name).write_text(text)
+    assert key() == before
+    (room / "mask.py").rename(room / "mark.py")
+    assert key() != before
+
+
+def test_large_sources_take_the_cores_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(workers, "cpu_cores", lambda: 3)
+    assert workers._count("auto", workers.LARGE + 1) == 3
+    assert workers._count("auto", workers.LARGE) == 1
+    assert workers._count(2, 10) == 2

@@ -122,13 +122,24 @@ def test_sample_counts_and_held_out_shares():
     assert choose_rows(5, 9, seed=0).tolist() == [0, 1, 2, 3, 4]
     assert len(set(choose_rows(100, 10, seed=0))) == 10
     assert set(choose_rows(100, 10, seed=0)) < set(choose_rows(100, 20, seed=0))
-    kept, held = hold_out(100, 0.1, seed=0)
+    kept, held = hold_out(np.arange(100), 0.1, seed=0)
     assert (len(kept), len(held)) == (90, 10)
     assert sorted([*kept, *held]) == list(range(100))
-    assert len(hold_out(100, 7, seed=0)[1]) == 7
-    assert len(hold_out(3, 0.01, seed=0)[1]) == 1
+    assert len(hold_out(np.arange(100), 7, seed=0)[1]) == 7
+    assert len(hold_out(np.arange(3), 0.01, seed=0)[1]) == 1
     with pytest.raises(DataError, match="there are only 3"):
-        hold_out(3, 3, seed=0)
+        hold_out(np.arange(3), 3, seed=0)
+
+
+def test_copies_are_held_out_together():
+    content = np.array([0, 1, 0, 2, 3, 1, 0, 4])
+    for seed in range(10):
+        kept, held = hold_out(content, 2, seed=seed)
+        assert len(set(content[held])) == len(held) == 2
+        assert set(content[kept]) == set(range(5)) - set(content[held])
+        assert [position for position in range(8) if content[position] not in content[held]] == kept.tolist()
+    with pytest.raises(DataError, match=r"holds 5 samples out, and there are only 5 different ones \(8 with copies\)"):
+        hold_out(content, 5, seed=0)
 
 
 def sample(*ids, prompt=1):

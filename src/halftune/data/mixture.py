@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from halftune.core.errors import DataError
+from halftune.data.store import TokenStore
 
 _CHOOSE, _HOLD_OUT, _WEIGH = 1, 2, 3  # independent random streams of one seed
 
@@ -18,29 +21,46 @@ def choose_rows(total: int, samples: int | None, *, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng([seed, _CHOOSE]).permutation(total)[:samples])
 
 
-def hold_out(total: int, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits positions 0 … total - 1 into (kept, held out), both ascending.
+def contents(stores: Sequence[TokenStore]) -> np.ndarray:
+    """int64, one for each sample of all stores: the same number for the same tokens, counted as they first occur."""
+    numbers: dict[bytes, int] = {}
+    found = []
+    for store in stores:
+        for start, end in pairwise(store.offsets.tolist()):
+            digest = hashlib.blake2b(store.ids[start:end].tobytes(), digest_size=16).digest()
+            found.append(numbers.setdefault(digest, len(numbers)))
+    return np.array(found, dtype=np.int64)
+
+
+def hold_out(content: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Splits the positions of samples into (kept, held out), both ascending.
+
+    Of samples with the same content one is held out and none is kept, or all are kept: what is evaluated is never
+    trained, though a source be listed twice.
 
     Args:
-        total: samples.
-        share: below 1 a share of them, otherwise their number; 0 holds nothing out.
+        content: int64[N], as ``contents`` gives it.
+        share: below 1 a share of the different samples, otherwise their number; 0 holds nothing out.
         seed: ``training.seed``.
 
     Raises:
         DataError: nothing would be left to train on.
     """
+    firsts = np.unique(content, return_index=True)[1]
+    total = len(firsts)
     count = round(share * total) if share < 1 else round(share)
     count = max(count, 1) if share > 0 else 0
     if count >= total > 0:
+        copies = f" different ones ({len(content)} with copies)" if len(content) > total else ""
         raise DataError(
-            f"data.eval_split holds {count} samples out, and there are only {total}",
+            f"data.eval_split holds {count} samples out, and there are only {total}{copies}",
             where="data.eval_split",
             remedy="hold fewer out, or give evaluation data of its own under data.eval",
         )
     chosen = np.random.default_rng([seed, _HOLD_OUT]).permutation(total)[:count]
     held = np.zeros(total, dtype=bool)
     held[chosen] = True
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    return np.flatnonzero(~held[content]), np.sort(firsts[chosen])
 
 
 def weigh(positions: Sequence[np.ndarray], weights: Sequence[float], *, seed: int) -> np.ndarray:

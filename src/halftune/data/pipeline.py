@@ -17,7 +17,7 @@ from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached
 from halftune.data.collate import MULTIPLE
 from halftune.data.detect import Reading, detect
-from halftune.data.mixture import choose_rows, hold_out, weigh
+from halftune.data.mixture import choose_rows, contents, hold_out, weigh
 from halftune.data.order import epoch_rows
 from halftune.data.report import Count, DataReport, Efficiency, SourceReport, histogram
 from halftune.data.sources import Rows, open_source
@@ -62,7 +62,10 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     ranges = _ranges(train_stores)
     held: list[np.ndarray] = []
     if not data.eval and data.eval_split:
-        kept, out = hold_out(int(sum(map(len, train_stores))), data.eval_split, seed=seed)
+        content = contents(train_stores)
+        kept, out = hold_out(content, data.eval_split, seed=seed)
+        if copies := len(content) - len(kept) - len(out):
+            log.info("data.eval_split: %s copies of held-out samples are left out of training", copies)
         held = [out]
         ranges = [np.intersect1d(places, kept) for places in ranges]
     positions = weigh(ranges, [section.weight for section in data.train], seed=seed)
