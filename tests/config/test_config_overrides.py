@@ -229,3 +229,8 @@ def test_home_in_the_recipe_that_a_dependency_leaves(
         f"depends_on: first.yaml\nmodel: {{name_or_path: ~/first/final}}\ntraining: {{output_dir: y}}\n{shared}"
     ).run
     assert run.model.name_or_path == str(tmp_path / "home/first/final")
+
+
+def test_a_union_without_its_type_is_its_default_one(load: Load, recipe_text: str) -> None:
+    run = load(recipe_text.replace("type: lora, ", ""), "method.train_on=last").run
+    assert (run.adapter.type, run.method.type, run.method.train_on) == ("lora", "sft", "last")

@@ -46,7 +46,7 @@ x.yaml:9: data.packing: should be true or false, or auto, not 'yes' · write tru
 x.yaml:10: data.max_length: should be a whole number, at least 8, not 4
 x.yaml:11: data.eval_split: 1.5 is neither a share (below 1) nor a number of samples · write 2, or a share below 1
 x.yaml:13: training.lerning_rate: unknown key · did you mean training.learning_rate?
-x.yaml:15: training.num_train_epochs: should be a number, above 0, not 'abc'
+x.yaml:15: training.num_train_epochs: should be a number, above 0 and at most 100000, not 'abc'
 x.yaml:16: training.warmup_steps: 10 is not below max_steps (10): warm-up would never end · lower it, or use warmup_ratio
 x.yaml:18: training.eval_steps: should be a whole number, at least 1, or epoch, not 'never'
 x.yaml:19: training.max_steps: is written twice, here and in line 17 · keep one of them
@@ -78,7 +78,6 @@ WRONG = {
     "model=gpt2": "should be a section of keys, not 'gpt2' · write {name_or_path: gpt2}",
     "training=5": "should be a section of keys, not 5",
     "adapter=qlora": "should be one of none, lora, not 'qlora' · did you mean lora?",
-    "adapter={rank: 8}": "says no type · write adapter: {type: none | lora, …}",
     "adapter={type: none, rank: 8}": "adapter.rank: unknown key · rank is a key of adapter.type lora",
     "adapter=[lora]": "should be none or lora, or a section of keys, not a list",
     "method={type: dpo}": "method.type: should be one of sft, pretrain, not 'dpo'",

@@ -25,7 +25,7 @@ class LoraAdapter(Section):
     rank: Annotated[Int, Field(ge=1)] = 16
     """Rank r of the update B·A."""
 
-    alpha: Annotated[Number, Field(gt=0)] = 32
+    alpha: Annotated[Number, Field(gt=0)] = 32.0
     """The update is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank))."""
 
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0

@@ -40,7 +40,10 @@ def _expand(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
 
 
 def _section(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
-    """A single word as the section that it is short for."""
+    """A single word as the section that it is short for; a union's section without a type as its default one."""
+    if TYPED in shape.metadata and isinstance(value, dict) and "type" not in value:
+        usual = [name for name, section in shape.sections.items() if not section.model_fields["type"].is_required()]
+        return {"type": usual[0], **value} if usual else value
     word = next(iter(shape.sections.values())).word if len(shape.sections) == 1 else None
     if TYPED in shape.metadata and isinstance(value, str):
         word = "type"
