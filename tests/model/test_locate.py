@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import checkpoint, section
@@ -11,6 +12,7 @@ from tiny_model import checkpoint, section
 from halftune.core.errors import ModelError
 from halftune.model.builtin import materialize
 from halftune.model.locate import locate, locate_tokenizer
+from halftune.model.tokenizer import load_tokenizer
 
 
 def test_builtin_and_folder(tmp_path: Path) -> None:
@@ -64,3 +66,32 @@ def test_missing_shard_and_missing_weights(tmp_path: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match="no weights"):
         locate(section(folder))
+
+
+def test_code_of_another_hub_tokenizer_is_neither_fetched_nor_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append({"name": name, **options})
+        return str(repository)
+
+    repository = tmp_path / "snapshot"
+    repository.mkdir()
+    names = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
+    (repository / "tokenizer_config.json").write_text(json.dumps(names))
+    (repository / "vocab.json").write_text("{}")
+    (repository / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
+    monkeypatch.setattr("halftune.model.locate.snapshot_download", snapshot)
+    both = section("builtin:qwen2-tiny", tokenizer="org/theirs", trust_remote_code=True, revision="abc")
+    with pytest.raises(ModelError, match=r"brings Python code of its own · read the code, then .* local copy"):
+        load_tokenizer(both)
+    assert not (tmp_path / "ran").exists()
+    assert [(one["name"], one["revision"]) for one in asked] == [("org/theirs", None)]
+    assert not any(pattern.endswith(".py") for pattern in asked[0]["allow_patterns"])
+    (repository / "config.json").write_text("{}")
+    (repository / "model.safetensors").write_bytes(b"")
+    locate(section("org/model", trust_remote_code=True, revision="abc"))
+    assert asked[1]["revision"] == "abc"
+    assert "*.py" in asked[1]["allow_patterns"]

@@ -50,6 +50,8 @@ def locate(model: ModelSection) -> Path:
 def locate_tokenizer(model: ModelSection) -> Path:
     """The folder of the tokenizer: ``model.tokenizer`` where it is set, else the model's own.
 
+    Of another hub repository no Python file is fetched: ``model.revision`` pins the model's code alone.
+
     Raises:
         ModelError: as ``locate``.
     """
@@ -62,7 +64,8 @@ def locate_tokenizer(model: ModelSection) -> Path:
         return folder
     if _looks_like_a_path(model.tokenizer):
         raise ModelError(f"no tokenizer folder at {model.tokenizer}", remedy="correct model.tokenizer")
-    return download(model.tokenizer, model.model_copy(update={"revision": None}), SMALL_FILES)
+    apart = model.model_copy(update={"revision": None, "trust_remote_code": False})
+    return download(model.tokenizer, apart, SMALL_FILES)
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -36,11 +36,16 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         # transformers would make an empty tokenizer of the model's type, without a word
         raise ModelError("the folder has no tokenizer", where=str(folder), remedy="set model.tokenizer")
+    # code of another hub repository is pinned by nothing
+    pinned = model.tokenizer is None or Path(model.tokenizer).is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().split("\n")[0]
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
+        if "trust_remote_code" in str(error):
+            first = "it brings Python code of its own"
+            remedy = "read the code, then set model.tokenizer to a local copy and model.trust_remote_code: true"
         raise ModelError(f"the tokenizer does not load: {first}", where=str(folder), remedy=remedy) from error
     tokenizer.padding_side = "right"
     _set_pad_token(tokenizer)
