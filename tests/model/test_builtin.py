@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from halftune.config.builtin_models import BUILTIN_MODELS, VOCAB_SIZE
 from halftune.config.safetensors_headers import read_headers
 from halftune.core.errors import ModelError
+from halftune.model import builtin
 from halftune.model.builtin import materialize
 
 PARAMETERS = {"qwen2-tiny": 3e6, "qwen2-small": 25e6, "llama-tiny": 3.7e6, "qwen3_5-tiny": 3e6}
@@ -126,3 +127,10 @@ def test_template_renders_tools_calls_and_results(tokenizer) -> None:
         "<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n6\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n4 and 6.<|im_end|>\n"
     )
+
+
+def test_the_tokenizer_learns_nothing_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_sysconfigdata__linux_x86_64-linux-gnu.py", "abc.py", "sitecustomize.py", "usercustomize.py"):
+        (tmp_path / name).write_text(f"# {name}\n" * 100_000)
+    monkeypatch.setattr(builtin.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert list(builtin._corpus()) == ["# abc.py\n" * 100_000]

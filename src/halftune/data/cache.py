@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from halftune import __version__
 from halftune.core.log import get_logger
 from halftune.core.paths import cache_dir
 from halftune.data.exact import backend_json
@@ -22,15 +24,16 @@ from halftune.data.store import TokenStore, load_store, save_store
 
 log = get_logger(__name__)
 
-FORMAT_VERSION = 1  # raise it whenever the same input would give other tokens, labels or report entries
+ROOM = Path(__file__).parent  # whatever in here changes may give other tokens, labels or report entries
 
 Made = tuple[TokenStore, dict[str, Any]]
 
 
 def cache_key(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
-    """sha256 over the tokenizer with its template, the versions that render and tokenise, and ``parts`` (JSON)."""
+    """sha256 over the tokenizer with its template, the code that renders and tokenises, and ``parts`` (JSON)."""
     everything = {
-        "version": FORMAT_VERSION,
+        "halftune": __version__,
+        "code": code_of(ROOM),
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
         "tokenizer": hashlib.sha256(backend_json(tokenizer).encode()).hexdigest(),
@@ -39,6 +42,16 @@ def cache_key(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
         **parts,
     }
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@cache
+def code_of(folder: Path) -> str:
+    """sha256 over the Python sources in a folder and below, their names included."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def cached(key: str, make: Callable[[], Made]) -> Made:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.data.detect import Reading
 from halftune.data.tokenize import BadRow, Outcome, RowTokenizer, Settings
+from halftune.hardware.host import cpu_cores
 
 CHUNK = 512  # rows tokenised at a time
 LARGE = 20_000  # rows from which the start of further processes pays off
@@ -48,7 +49,7 @@ def tokenize_rows(
 def _count(num_workers: int | str, rows: int) -> int:
     if isinstance(num_workers, int):
         return num_workers
-    return len(os.sched_getaffinity(0)) if rows > LARGE and hasattr(os, "sched_getaffinity") else 1
+    return cpu_cores() if rows > LARGE else 1
 
 
 def _placed(result: list[Outcome] | BadRow, chunk: int) -> list[Outcome]:

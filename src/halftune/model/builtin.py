@@ -24,9 +24,10 @@ from halftune.model.quiet import quiet
 
 log = get_logger(__name__)
 
-FORMAT_VERSION = 1  # raise it when the same name would give other files
+FORMAT_VERSION = 2  # raise it when the same name would give other files
 SEED = 20240607
 CORPUS_BYTES = 1_500_000
+MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # they name folders of the machine
 CALL_TOKENS = ("<tool_call>", "</tool_call>")  # single tokens, but text, not control: an answer may show them
 # How Qwen2's tokenizer splits text before BPE; transformers rebuilds that tokenizer with this expression on load.
 SPLIT = (
@@ -128,9 +129,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _corpus() -> Iterator[str]:
-    """The standard library's top-level modules in name order, until CORPUS_BYTES."""
+    """The standard library's top-level modules in name order, until CORPUS_BYTES; none that a build or site writes."""
     folder, taken = Path(sysconfig.get_paths()["stdlib"]), 0
     for path in sorted(folder.glob("*.py")):
+        if path.name.startswith(MACHINE_MADE):
+            continue
         text = path.read_text(encoding="utf-8", errors="ignore")
         yield text
         taken += len(text)
