@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -125,6 +126,24 @@ def test_a_bug_of_ours_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(packing_check, "small_copy", broken)
     with pytest.raises(AssertionError, match="ours"):
+        packing_verdict(LlamaConfig(), packing_plan())
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, KeyError, ValueError, RuntimeError])
+def test_an_error_is_a_refusal_where_the_model_raises_it_and_a_bug_where_we_do(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        raise error("what happened")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "forward", theirs)
+        verdict = packing_verdict(LlamaConfig(), packing_plan())
+        assert not verdict.value
+        assert "what happened" in verdict.reason
+    ours = FunctionType(theirs.__code__, vars(packing_check), closure=theirs.__closure__)
+    monkeypatch.setattr(packing_check, "shrunken", ours)
+    with pytest.raises(error, match="what happened"):
         packing_verdict(LlamaConfig(), packing_plan())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,13 +66,22 @@ def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
                 with registered_attention(_on_cpu(plan, model)) as name:
                     error = packing_error(model, name)
         except _REFUSALS as refusal:
-            first = (str(refusal).strip().split("\n") or [""])[0] or type(refusal).__name__
+            if not isinstance(refusal, HalftuneError) and _raised_by_us(refusal):
+                raise
+            said = refusal.what if isinstance(refusal, HalftuneError) else str(refusal)  # the caller has the remedy
+            first = (said.strip().split("\n") or [""])[0] or type(refusal).__name__
             return Choice(False, f"a small copy of {kind} cannot run a packed row: {first}")
     if error > TOLERANCE:
         return Choice(
             False, f"packed samples see each other in {kind}: the logits of a small copy are off by {error:.1e}"
         )
     return Choice(True, f"a small copy of {kind} gives packed samples the logits that they get alone (to {error:.0e})")
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether the line that raised is one of halftune's own: then it is a bug, not a refusal of the model's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "").partition(".")[0] == "halftune"
 
 
 def packing_error(model: PreTrainedModel, attention: str, lengths: tuple[int, ...] = LENGTHS) -> float:
