@@ -15,6 +15,7 @@ from tiny_model import checkpoint, finished_run
 
 from halftune.cli import main
 from halftune.core.errors import ConfigError, ModelError, PlanError
+from halftune.hardware.catalogue import lookup
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
@@ -213,3 +214,51 @@ def test_attention_that_only_the_training_machine_had_gives_way(
     assert isinstance(open_session(run).answer("Hello", tuned=True), str)
     with pytest.raises(PlanError, match="fa2 is not possible"):  # asked for here and now
         open_run(str(folder), ["attention=fa2"])
+
+
+def recorded(adapter_run: Path, folder: Path, compute: str, **sections: object) -> str:
+    """The run as if its plan had come to ``compute``."""
+    shutil.copytree(adapter_run, folder)
+    recipe = json.loads((folder / "resolved.yaml").read_text())
+    (folder / "resolved.yaml").write_text(json.dumps({**recipe, "precision": "auto", **sections}))
+    (folder / "plan.json").write_text(json.dumps({"precision": {"compute": {"value": compute, "reason": "then"}}}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_auto_means_what_it_meant_in_training(
+    compute: str, adapter_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = recorded(adapter_run, tmp_path / "run", compute)
+    for machine in ("cpu", "cpu-amx"):  # whose own choices differ
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("halftune.model.finished.probe", lambda machine=machine: lookup(machine))
+            assert open_run(run).plan.precision.compute.value == compute
+            other = "fp32" if compute == "bf16" else "bf16"
+            assert open_run(run, [f"precision={other}"]).plan.precision.compute.value == other
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "precision", ["auto", "fp16", {"compute": "fp16", "on_unsupported": "fallback"}], ids=["auto", "asked", "fallback"]
+)
+def test_a_format_that_only_the_training_machine_had_gives_way(
+    precision: object, adapter_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
+) -> None:
+    monkeypatch.setattr("halftune.model.finished.probe", lambda: lookup("cpu"))
+    folder = recorded(adapter_run, tmp_path / "run", "fp16", precision=precision, attention="fa2")
+    plan = open_run(folder).plan
+    assert (plan.precision.compute.value, plan.attention.softmax.value) == ("fp32", "sdpa")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all(line.startswith("unlike in training: ") for line in lines)
+    assert "where fp16 is not fast" in lines[0] + lines[1]
+    with pytest.raises(PlanError, match="fp16 is not possible"):
+        open_run(folder, ["precision={compute: fp16, on_unsupported: error}"])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"precision": {"compute": {"value": "fp8"}}}'])
+def test_a_damaged_record_of_the_plan_is_none(text: str, adapter_run: Path, tmp_path: Path) -> None:
+    run = recorded(adapter_run, tmp_path / "run", "bf16", precision="fp32")
+    (tmp_path / "run/plan.json").write_text(text)
+    assert open_run(run).plan.precision.compute.value == "fp32"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import ModelFacts, read_model_facts
+from halftune.config.overrides import COMMAND_LINE
 from halftune.config.run import RunConfig
 from halftune.config.shipped import find
 from halftune.core.errors import ModelError, PlanError
+from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.hardware.probe import probe
 from halftune.plan import Plan, resolve
@@ -69,23 +73,49 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> FinishedRun:
         remedy = f"train it to the end: train --config {folder / 'config.yaml'}"
         raise ModelError("the run has no result yet (final/)", where=str(folder), remedy=remedy)
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
-    plan = _plan(loaded.run, read_model_facts(section), asked=any(key.startswith("attention") for key in overrides))
+    plan = _plan(loaded, read_model_facts(section), folder)
     return FinishedRun(loaded, folder, plan, is_adapter)
 
 
-def _plan(config: RunConfig, facts: ModelFacts, *, asked: bool) -> Plan:
-    """The plan on this machine. Attention that was asked for in training need not exist here: unless it is ``asked``
-    for now, another backend answers the same but for rounding.
+def _plan(loaded: LoadedConfig, facts: ModelFacts, folder: Path) -> Plan:
+    """The plan on this machine, in the number format of training.
+
+    That format and the attention of training need not exist here: unless they are asked for now, they give way to this
+    machine's own choice, and a line says so.
     """
-    hardware = probe()
+    hardware, config = probe(), loaded.run
+    given = {part for part, key in _GIVES_WAY.items() if loaded.origins[f"{part}.{key}"] == COMMAND_LINE}
+    trained = config.precision.compute if "precision" in given else _compute_of_training(folder, config)
+    config = _with(config, "precision", trained)
+    for part in _GIVES_WAY:
+        try:
+            resolve(config, hardware, facts)
+        except PlanError as error:
+            if error.where == part and part not in given:
+                log.warning("unlike in training: %s; this machine's own choice instead", error.what)
+                config = _with(config, part, "auto")
+    plan = resolve(config, hardware, facts)
+    compute = plan.precision.compute
+    if config.precision.compute not in ("auto", compute.value):  # precision.on_unsupported: fallback
+        log.warning("unlike in training: %s", compute.reason)
+    return plan
+
+
+_GIVES_WAY = {"precision": "compute", "attention": "backend"}  # section → its key, in the order of decisions
+
+
+def _with(config: RunConfig, part: str, value: str) -> RunConfig:
+    section = config.precision if part == "precision" else config.attention
+    return config.model_copy(update={part: section.model_copy(update={_GIVES_WAY[part]: value})})
+
+
+def _compute_of_training(folder: Path, config: RunConfig) -> str:
+    """The compute dtype that training's plan came to; what the recipe says where there is no such record."""
     try:
-        return resolve(config, hardware, facts)
-    except PlanError as error:
-        if error.where != "attention" or asked:
-            raise
-        log.warning("%s; this machine's own choice instead", error.what)
-        own = config.attention.model_copy(update={"backend": "auto"})
-        return resolve(config.model_copy(update={"attention": own}), hardware, facts)
+        recorded = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["precision"]["compute"]["value"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return config.precision.compute
+    return recorded if recorded in get_args(Format) else config.precision.compute
 
 
 def _folder(target: Path) -> Path:
