@@ -257,3 +257,13 @@ def test_linear_layers_on_request() -> None:
         route("a100", facts=hybrid, linear="fla")
     assert route("a100", linear="fla").linear.value == "none"
     assert "no kernels for the layers of bamba" in route("a100", facts=model("bamba"), packages=FLA).linear.reason
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "xlstm"])
+@pytest.mark.parametrize("machine", ["cpu", "a100"])
+def test_a_model_without_attention_says_so(machine: str, kind: str) -> None:
+    routed = route(machine, facts=model(kind))
+    assert (routed.softmax.value, routed.provider.value, routed.varlen.value) == ("eager", "model", "none")
+    assert f"no layer of {kind} has softmax attention" in routed.softmax.reason
+    with pytest.raises(PlanError, match=f"sdpa is not possible: no layer of {kind}"):
+        route(machine, "sdpa", facts=model(kind))

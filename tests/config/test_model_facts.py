@@ -174,6 +174,36 @@ def test_headers_count_what_is_on_disk(tmp_path: Path) -> None:
     assert facts.dtype == "fp16"
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path: Path, own: bool) -> None:
+    section = folder_with(tmp_path, {**SMALL, "model_type": "llama", "tie_word_embeddings": True})
+    table = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    head = table + (1.0 if own else 0.0)
+    save_file({"model.embed_tokens.weight": table, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    facts = read_model_facts(section)
+    assert facts.tie_word_embeddings is not own
+    assert facts.num_parameters == (2 if own else 1) * 300 * 64
+    assert any(tensor.module == "lm_head" for tensor in facts.tensors) is own
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_without_a_word_about_them_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    raw = {**SMALL, "model_type": "llama"}
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({name: torch.zeros(96, 64).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=rf"{name} is stored as (I8|F8_E4M3), and config.json has no quantization_conf"
+    ):
+        read_model_facts(folder_with(tmp_path, raw))
+    named = {**raw, "quantization_config": {"quant_method": "fp8"}}
+    assert read_model_facts(folder_with(tmp_path, named)).quantization == "fp8"
+
+
+def test_fp64_is_told(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(64, dtype=torch.float64)}, tmp_path / "model.safetensors")
+    assert read_model_facts(folder_with(tmp_path, {**SMALL, "model_type": "llama"})).dtype == "fp64"
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     section = folder_with(tmp_path, {**SMALL, "model_type": "llama"})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
@@ -250,5 +280,5 @@ def test_places_that_hold_no_model(tmp_path: Path) -> None:
         read_model_facts(ModelSection(name_or_path="./nowhere"))
     with pytest.raises(ModelError, match=r"did you mean builtin:qwen2-tiny"):
         read_model_facts(ModelSection(name_or_path="builtin:qwen2-tine"))
-    with pytest.raises(ModelError, match=r"cannot get config\.json of nobody/nothing"):
+    with pytest.raises(ModelError, match=r"there is no folder nobody/nothing here; as a hub id, its config\.json"):
         read_model_facts(ModelSection(name_or_path="nobody/nothing"))

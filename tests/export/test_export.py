@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, finished_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -72,6 +72,15 @@ def test_a_full_run_is_copied_or_rounded(tmp_path: Path) -> None:
     ).read_bytes()
     export_run(run, tmp_path / "rounded", "fp16")
     assert dtype_of(tmp_path / "rounded") == "float16"
+
+
+def test_a_base_in_fp64_is_not_called_the_source_of_the_format(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "base", vocab_size=4096)
+    weights = {name: tensor.double() for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    text = export_run(open_run(str(finished_run(tmp_path / "run", base))), tmp_path / "out").describe()
+    assert "in fp32 (as the run saves; the checkpoint is fp64, which is not written)" in text
+    assert dtype_of(tmp_path / "out") == "float32"
 
 
 def test_the_report_tells_what_the_format_takes(tmp_path: Path, run_folder: Path) -> None:

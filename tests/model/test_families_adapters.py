@@ -12,11 +12,15 @@ from tiny_model import plan, section
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.config.model_facts import read_model_facts
+from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
+from halftune.hardware.catalogue import lookup
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard
 from halftune.model.quiet import quiet
+from halftune.plan import resolve
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
 
@@ -43,6 +47,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
     "cohere2": {**SMALL, "head_dim": 16},
     "phi": {**SMALL, "qk_layernorm": True},
+    "mamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "vocab_size": 256,
+    },
 }
 
 
@@ -103,3 +116,15 @@ def test_norms_of_query_and_key_do_not_promote_them(tmp_path: Path, kind: str, a
     model.train()
     step(model, made)
     assert current_guard().report()["casts"] == 0
+
+
+@pytest.mark.parametrize("adapter", [NoAdapter(type="none"), LoraAdapter(rank=2)])
+def test_a_model_without_attention_is_planned_loaded_and_trained(tmp_path: Path, adapter: Any) -> None:
+    folder = model_of("mamba2", tmp_path)
+    recipe = {"model": {"name_or_path": str(folder)}, "adapter": adapter.model_dump(), "data": {"train": "gone.jsonl"}}
+    config = RunConfig.model_validate({**recipe, "training": {"output_dir": str(tmp_path / "run")}})
+    made = resolve(config, lookup("cpu-zen4"), read_model_facts(config.model))
+    assert "no layer of mamba2 has softmax attention" in made.attention.softmax.reason
+    model = attach_adapter(load_model(config.model, made), config.adapter, made, 0)
+    check_dtypes(model, made.precision)
+    step(model, made)

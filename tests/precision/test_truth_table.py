@@ -196,6 +196,16 @@ FIELDS = [
 ]  # fmt: skip
 
 
+def test_fp64_is_rounded_whatever_is_planned() -> None:
+    made = plan("cpu", FULL, facts(dtype="float64"), compute="fp32")
+    assert "the checkpoint's fp64 is rounded on load" in made.storage.reason
+
+
+def test_what_is_said_of_routers_is_true_under_autocast() -> None:
+    made = plan("a100", model=facts("mixtral", num_local_experts=4))
+    assert "under autocast their matmul is rounded like any other" in made.keep_fp32.reason
+
+
 @pytest.mark.parametrize(("machine", "request_", "adapter", "expected"), FIELDS)
 @pytest.mark.parametrize("checkpoint", ["float32", "float16", "bfloat16"])
 def test_all_fields(machine: str, request_: dict, adapter: Any, expected: tuple, checkpoint: str) -> None:

@@ -11,6 +11,7 @@ from halftune.attention.backends import (
     LINEAR_FAMILIES,
     LINEAR_MISCOMPILES,
     LINEAR_PACKAGES,
+    NO_ATTENTION,
     ON_REQUEST,
     OWN_ATTENTION,
     SILENT_DROPOUT_HOLE,
@@ -40,6 +41,8 @@ def route_attention(
     Raises:
         PlanError: a backend was asked for that device, dtype or model rule out; names the ways out.
     """
+    if facts.model_type in NO_ATTENTION:
+        return _without_attention(section, hardware, facts)
     rejected: list[tuple[str, str]] = []
     chosen: Backend | None = None
     asked = section.backend
@@ -60,6 +63,26 @@ def route_attention(
         varlen=Choice(varlen or "none", _VARLEN[varlen]),
         linear=_linear(section, hardware, facts),
         rejected=tuple(rejected),
+        guard=section.guard,
+    )
+
+
+def _without_attention(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> AttentionPlan:
+    """The routes of a model without softmax attention: transformers still wants a name for it, and eager it always has.
+
+    Raises:
+        PlanError: a backend was asked for, which would have nothing to do.
+    """
+    why = f"no layer of {facts.model_type} has softmax attention"
+    if section.backend not in ("auto", "eager"):
+        what = f"attention: {section.backend} is not possible: {why}"
+        raise PlanError(what, where="attention", remedy="attention: auto")
+    return AttentionPlan(
+        softmax=Choice("eager", f"{why}: this is a name only"),
+        provider=Choice("model", f"the layers of {facts.model_type} are code of its own"),
+        varlen=Choice("none", why),
+        linear=_linear(section, hardware, facts),
+        rejected=tuple((_label(backend), why) for backend in (*BACKENDS, *ON_REQUEST) if backend.name != "eager"),
         guard=section.guard,
     )
 

@@ -73,7 +73,7 @@ def _machine(name: str | None, packages: list[str]) -> Hardware:
     pairs = {package: version for package, _, version in (entry.partition("=") for entry in packages)}
     if "" in pairs.values():
         raise PlanError("--with takes PACKAGE=VERSION", where="--with", remedy="for example --with flash-attn=2.8.3")
-    return lookup(name, pairs) if name else probe()
+    return probe() if name is None else lookup(name, pairs)
 
 
 def _count(text: str) -> int:

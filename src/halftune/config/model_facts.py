@@ -12,7 +12,13 @@ from halftune.config.model import ModelSection
 from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
 from halftune.config.model_types import check_causal
 from halftune.config.model_weights import Sizes, Tensor
-from halftune.config.safetensors_headers import count_parameters, main_format, read_headers
+from halftune.config.safetensors_headers import (
+    count_parameters,
+    has_head_of_its_own,
+    main_format,
+    quantised_weight,
+    read_headers,
+)
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
@@ -21,6 +27,7 @@ HIDDEN = ("hidden_size", "n_embd", "d_model")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 FORMATS = {
     "bfloat16": "bf16",
@@ -28,6 +35,8 @@ FORMATS = {
     "half": "fp16",
     "float32": "fp32",
     "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
 }
 SINKS = {"gpt_oss", "mimo_v2_flash"}
 # Families with state-space, convolution or linear-attention layers whose config may not list the layers' types.
@@ -66,9 +75,9 @@ class ModelFacts:
     Attributes:
         name_or_path: as the user wrote it.
         model_type: transformers' ``model_type``.
-        dtype: the checkpoint's own dtype, ``"bf16" | "fp16" | "fp32"``, or None where config.json does not say.
+        dtype: the checkpoint's own dtype, ``"bf16" | "fp16" | "fp32" | "fp64"``, or None where nothing says.
         hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: the usual sizes.
-        tie_word_embeddings: whether the head is the embedding.
+        tie_word_embeddings: whether the head is the embedding; where the files hold another head, it is not.
         num_parameters: all weights; exact where safetensors headers are at hand, else computed from the sizes.
         num_parameters_exact: which of the two.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
@@ -152,11 +161,18 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
             "config.json names no model_type", where=str(file), remedy="is this a transformers checkpoint?"
         )
     check_causal(raw, where=str(file), trust_remote_code=model.trust_remote_code)
-    return facts_from_config(raw, name, headers=read_headers(file.parent), where=str(file))
+    headers = read_headers(file.parent)
+    apart = bool(headers) and has_head_of_its_own(file.parent)
+    return facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
 
 
 def facts_from_config(
-    raw: dict[str, Any], name: str, *, headers: dict[str, tuple[str, tuple[int, ...]]] | None = None, where: str = ""
+    raw: dict[str, Any],
+    name: str,
+    *,
+    headers: dict[str, tuple[str, tuple[int, ...]]] | None = None,
+    head_apart: bool = False,
+    where: str = "",
 ) -> ModelFacts:
     """Facts from a parsed config.json; pure.
 
@@ -164,18 +180,20 @@ def facts_from_config(
         raw: the parsed config.json.
         name: what the user wrote for the model.
         headers: as ``read_headers`` gives them; where there are some, they tell the dtype and the exact count.
+        head_apart: the files hold a head that is not the embedding: it stays, whatever ``tie_word_embeddings`` says.
         where: the file, for errors.
 
     Raises:
-        ModelError: a size is missing or is not a number.
+        ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
     """
     nested = raw.get("text_config")
     text = {**raw, **nested} if isinstance(nested, dict) else raw
     model_type = _text_type(raw, text)
     text = {**defaults_of(model_type), **{key: value for key, value in text.items() if value is not None}}
+    text |= {"tie_word_embeddings": False} if head_apart else {}
     sizes = _sizes(text, where or name)
     tensors = tensors_of(model_type, text, sizes)
-    quantization = (text.get("quantization_config") or {}).get("quant_method")
+    quantization = _quantization(text, headers or {}, where or name)
     parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
     if headers and not quantization and not isinstance(nested, dict):
         parameters, exact = count_parameters(headers, tied=sizes.tied), True
@@ -201,15 +219,22 @@ def facts_from_config(
         sinks=model_type in SINKS,
         attention_dropout=float(_first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)),
         num_experts=experts,
-        num_experts_per_token=_first(text, ("num_experts_per_tok", "moe_topk", "num_experts_per_token"), 0)
-        if experts
-        else 0,
+        num_experts_per_token=_first(text, PER_TOKEN, 0) if experts else 0,
         quantization=quantization,
         max_position_embeddings=_first(text, ("max_position_embeddings", "n_positions"), None),
         window_layers=_window_layers(text, sizes.layers) if window else 0,
         tensors=tensors,
         raw=raw,
     )
+
+
+def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]], where: str) -> str | None:
+    method = (text.get("quantization_config") or {}).get("quant_method")
+    if not method and (found := quantised_weight(headers)):
+        what = f"{found[0]} is stored as {found[1]}, and config.json has no quantization_config that says what it means"
+        remedy = "take a checkpoint in bf16, fp16 or fp32, or one whose config.json names its quantisation"
+        raise ModelError(what, where=where, remedy=remedy)
+    return method
 
 
 def _config_file(model: ModelSection) -> Path:
@@ -244,7 +269,9 @@ def _from_hub(name: str, revision: str | None) -> Path:
             "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or give a folder"
         )
         raise ModelError(
-            f"cannot get config.json of {name}: {reason}", where="model.name_or_path", remedy=remedy
+            f"there is no folder {name} here; as a hub id, its config.json could not be fetched: {reason}",
+            where="model.name_or_path",
+            remedy=remedy,
         ) from error
 
 

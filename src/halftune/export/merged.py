@@ -69,8 +69,8 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
     """
     _check_output(run, output, force=force)
     own = main_format(read_headers(locate(run.result)))
-    source = "as asked" if dtype else ("the base checkpoint's own" if run.is_adapter else "as the run saved it")
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
+    source = "as asked" if dtype else _source(run, own)
     merge = None
     try:
         if run.is_adapter:
@@ -86,6 +86,13 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
     except OSError as error:
         raise ModelError(f"cannot write: {error}", where=str(output), remedy="choose another --output") from error
     return Export(output, stored, source, merge)
+
+
+def _source(run: FinishedRun, own: str | None) -> str:
+    """Where the format comes from when none was asked for; ``own`` is that of the result's or the base's files."""
+    if own not in FORMATS:
+        return f"as the run saves; the checkpoint is {own or 'in no one format'}, which is not written"
+    return "the base checkpoint's own" if run.is_adapter else "as the run saved it"
 
 
 def _check_output(run: FinishedRun, output: Path, *, force: bool) -> None:

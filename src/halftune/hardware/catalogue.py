@@ -10,6 +10,7 @@ from halftune.core.table import did_you_mean
 from halftune.hardware.facts import Device, Hardware, Kind
 
 MIB, GIB = 2**20, 2**30
+MOST_DEVICES = 1024
 # What a fresh installation of the tested versions has; flash-attn and flash-linear-attention are extras.
 _PACKAGES = (("torch", "2.13.0"), ("transformers", "5.23.0"))
 _TRITON = ("triton", "3.7.1")
@@ -87,9 +88,16 @@ def lookup(name: str, packages: dict[str, str] | None = None) -> Hardware:
         packages: further installed distributions and their versions, e.g. ``{"flash-attn": "2.8.3"}``.
 
     Raises:
-        PlanError: no such entry (with what it may have meant), a count of zero, or devices of different kinds.
+        PlanError: no such entry (with what it may have meant), a count of 0 or too many, or devices of several kinds.
     """
-    parts = [_part(part.strip()) for part in name.lower().replace(" ", "").split("+")]
+    texts = name.lower().replace(" ", "").split("+")
+    if "" in texts:
+        what = "no machine is named" if texts == [""] else f"{name!r} names no machine on one side of a +"
+        raise PlanError(what, where="--hardware", remedy=f"one of {', '.join(CATALOGUE)}, such as t4x2 or a100+t4")
+    parts = [_part(part) for part in texts]
+    if (total := sum(count * len(machine.devices) for machine, count in parts)) > MOST_DEVICES:
+        what = f"{name} has {total:,} devices; a made-up machine has {MOST_DEVICES:,} at most"
+        raise PlanError(what, where="--hardware", remedy="write a smaller count")
     devices = tuple(device for machine, count in parts for device in machine.devices * count)
     kinds: set[Kind] = {device.kind for device in devices}
     if len(kinds) > 1 or (devices[0].kind == "cpu" and len(devices) > 1):

@@ -91,12 +91,13 @@ def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
         raise ModelError("the repository is gated", where=where, remedy=remedy) from error
     except RepositoryNotFoundError as error:
         remedy = "check the spelling; for a private one log in with `hf auth login`"
-        raise ModelError("neither a folder here nor a repository on the hub", where=where, remedy=remedy) from error
+        what = f"there is no folder {name} here, and no such repository on the hub"
+        raise ModelError(what, where=where, remedy=remedy) from error
     except RevisionNotFoundError as error:
         raise ModelError("no such revision on the hub", where=where, remedy="check model.revision") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         remedy = "go online once (HF_HUB_OFFLINE unset), write a local folder, or use builtin:qwen2-tiny"
-        what = "no such folder, not in the hub's cache, and the hub is out of reach"
+        what = f"there is no folder {name} here; as a hub id: not in the hub's cache, and the hub is out of reach"
         raise ModelError(what, where=where, remedy=remedy) from error
     except (HfHubHTTPError, OSError) as error:
         first = str(error).strip().split("\n")[0]

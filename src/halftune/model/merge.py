@@ -114,6 +114,7 @@ def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
 def _round(
     model: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, plan: Plan
 ) -> Merge:
+    _check_range(model, stored, plan)
     kept, saved = kept_names(model, plan.precision.keep_fp32.value), model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     for name, tensor in (*model.named_parameters(), *buffers):
@@ -121,6 +122,25 @@ def _round(
             tensor.data = _rounded(tensor.detach(), stored)
     error = _check_forward(_logits(model, ids_BT), expected_BTV, stored, _depth(model))
     return Merge(model, stored, error, forward_bound(stored, _depth(model)))
+
+
+def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
+    """Refuses weights that the format cannot hold.
+
+    Raises:
+        ModelError: names how many tensors, the first, and its largest number.
+    """
+    most, kept = torch.finfo(torch_dtype(stored)).max, kept_names(model, plan.precision.keep_fp32.value)
+    sizes = {
+        name: float(tensor.abs().max())
+        for name, tensor in model.named_parameters()
+        if tensor.numel() and name not in kept
+    }
+    beyond = [name for name, size in sizes.items() if size > most]
+    if beyond:
+        first = f"first {beyond[0]} ({sizes[beyond[0]]:,.0f})"
+        what = f"{len(beyond)} weights go beyond {stored}'s range ({most:,.0f}), {first}"
+        raise ModelError(what, remedy="--dtype bf16 or --dtype fp32")
 
 
 def _depth(model: PreTrainedModel) -> int:

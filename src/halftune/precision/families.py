@@ -8,7 +8,9 @@ from halftune.config.model_facts import ModelFacts
 OVERFLOWS_IN_FP16 = ("gemma", "t5", "mt5", "umt5", "ul2", "recurrent_gemma", "vaultgemma")
 
 _STATE = (r"(^|\.)A_log$", r"(^|\.)dt_bias$")  # decay of a recurrence: an error here grows with every token
-_ROUTER = (r"(^|\.)(gate|router)\.(weight|bias)$", r"e_score_correction_bias$")  # a rounded logit picks other experts
+# Small, and their choice of experts is a threshold: trained and saved unrounded. Under autocast their matmul, like any
+# other, runs in the compute dtype, unless the model's code leaves autocast for it.
+_ROUTER = (r"(^|\.)(gate|router)\.(weight|bias)$", r"e_score_correction_bias$")
 _BY_FAMILY: dict[str, tuple[str, ...]] = {
     "mamba": (r"\.mixer\.D$",),
     "mamba2": (r"\.mixer\.D$",),
@@ -26,7 +28,9 @@ def keep_fp32(facts: ModelFacts) -> tuple[tuple[str, ...], str]:
         reasons.append("the decay of a recurrence adds up over the whole sequence")
     if facts.num_experts:
         patterns += _ROUTER
-        reasons.append("a rounded router picks other experts")
+        reasons.append(
+            "routers are kept, trained and saved unrounded (under autocast their matmul is rounded like any other)"
+        )
     if facts.model_type in _BY_FAMILY:
         patterns += _BY_FAMILY[facts.model_type]
         reasons.append(f"{facts.model_type} was made with them in fp32")

@@ -142,7 +142,7 @@ def _storage(compute: _Compute, trainable: Choice[Format], facts: ModelFacts, fu
     if facts.quantization:
         return Choice(value, f"{reason}; the {facts.quantization} weights stay quantised and compute in it")
     if facts.dtype is not None and facts.dtype != value:
-        change = "widened without loss" if value == "fp32" else "rounded"
+        change = "widened without loss" if value == "fp32" and facts.dtype != "fp64" else "rounded"
         reason += f"; the checkpoint's {facts.dtype} is {change} on load"
     return Choice(value, reason)
 
