@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 
 from halftune.core.errors import PlanError
 from halftune.plan import Plan
@@ -39,7 +39,9 @@ def make_accelerator(plan: Plan) -> Accelerator:
             f"the run was planned for {plan.batch.world_size} processes, but {accelerator.num_processes} came up",
             remedy="start it with torchrun, which sets WORLD_SIZE",
         )
-    if accelerator.distributed_type not in _REPLICATED or accelerator.state.dynamo_plugin.backend.value != "NO":
+    dynamo = accelerator.state.dynamo_plugin
+    compiled = dynamo is not None and dynamo.backend != DynamoBackend.NO
+    if accelerator.distributed_type not in _REPLICATED or compiled:
         raise PlanError(
             f"the environment switches {accelerator.distributed_type.value} or torch dynamo on, which the plan has not",
             remedy="unset the ACCELERATE_* variables; training.torch_compile compiles",

@@ -67,8 +67,9 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
         model.compile()
     wrapped: nn.Module = accelerator.prepare_model(model)
     rank, world = accelerator.process_index, accelerator.num_processes
-    packing = plan.batch.packing.value
-    feed = Feed(data.train, config, plan.batch, packing, tokenizer.pad_token_id, rank, world)
+    pad_token_id = tokenizer.pad_token_id
+    assert isinstance(pad_token_id, int), "load_tokenizer sees to a padding token"
+    feed = Feed(data.train, config, plan.batch, plan.batch.packing.value, pad_token_id, rank, world)
     eval_rows = config.training.per_device_eval_batch_size or plan.batch.micro_batch
     eval_feed = replace(feed, split=data.eval, batch=replace(plan.batch, micro_batch=eval_rows)) if data.eval else None
     total, per_epoch = feed.total_steps(), feed.steps_in(0)
