@@ -122,6 +122,30 @@ PLAIN = """
 {%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}
 """
 
+# The end token behind the conversation only, not behind its earlier answers.
+END_AT_LAST = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
+)
+
+# Every turn has a header, only the last answer an end.
+LAST_ENDS = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + ('A: ' if message.role == 'assistant' else 'U: ') + message.content }}
+    {%- if loop.last and message.role == 'assistant' %}{{- '<|im_end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>A: ' }}{%- endif %}
+"""
+
+# The same for every role, so that no prompt is a beginning of the conversation.
+LAST_OF_ALL_ENDS = LAST_ENDS.replace("loop.last and message.role == 'assistant'", "loop.last")
+
+# Earlier answers end with one token, the last one with another.
+TWO_ENDS = LAST_ENDS.replace(
+    "{%- if loop.last and message.role == 'assistant' %}{{- '<|im_end|>' }}{%- endif %}",
+    "{{- '<|endoftext|>' if loop.last and message.role == 'assistant' else '<|im_end|>' }}",
+)
+
 FAMILIES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,

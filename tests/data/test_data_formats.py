@@ -95,7 +95,7 @@ def test_prompt_and_completion_as_messages_train_the_completion_only():
         {"role": "user", "content": "C?"},
     ]
     made = read("prompt_completion", {"prompt": prompt, "completion": [{"role": "assistant", "content": "D."}]})
-    assert made.train == (False, False, False, None)
+    assert made.train == (None, False, None, None)  # with train_on: all, the questions are trained too
     assert pairs(read("prompt_completion", {"prompt": prompt, "completion": "D."}))[-1] == ("assistant", "D.")
 
 
@@ -104,7 +104,8 @@ MALFORMED = [
     ("messages", {"messages": [{"content": "x"}]}, "neither role nor from"),
     ("messages", {"messages": ["x"]}, "message 1 should be an object"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "text or a list of parts"),
-    ("messages", {"messages": [{"role": "user", "content": "x", "train": True}]}, "only assistant turns"),
+    ("messages", {"messages": [{"role": "user", "content": "x", "training": False}]}, "unknown key 'training'"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "Weights": 0}]}, "unknown key 'Weights'"),
     ("alpaca", {"instruction": "A?"}, "row without an answer"),
     ("alpaca", {"instruction": ["A"], "output": "B"}, "instruction should be a text, not a list"),
     ("alpaca", {"instruction": "A", "output": True}, "output should be a text, not a boolean"),
@@ -124,6 +125,23 @@ MALFORMED = [
 def test_malformed_rows_say_what_is_wrong(name, row, message):
     with pytest.raises(RowError, match=message):
         read(name, row)
+
+
+def test_keys_of_a_message_that_nothing_reads_are_noted():
+    message = {"role": "assistant", "content": "x", "loss": False, "mask": 1, "refusal": None, "value": "y"}
+    (note,) = read("messages", {"messages": [message, {**message, "id": "7"}]}).notes
+    assert note == "unknown message keys: id, loss, mask, value (they change nothing)"
+    with pytest.raises(RowError) as caught:
+        read("messages", {"messages": [{"role": "assistant", "content": "x", "training": False}]})
+    assert caught.value.remedy.startswith("did you mean train?")
+    read("messages", {"messages": [{"role": "assistant", "content": "x", "training": None}]})
+
+
+def test_openais_earlier_function_call_is_a_tool_call():
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    made = read("messages", {"messages": [{"role": "assistant", "content": None, "function_call": call}]})
+    assert made.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert made.notes == ()
 
 
 def test_a_malformed_tool_call_names_file_and_row(tokenizer, make_config, write):

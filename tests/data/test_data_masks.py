@@ -157,6 +157,55 @@ def test_a_template_without_ends_is_named(make_tokenizer, make_config, write, te
     assert "also holds the end of its header" in notes
 
 
+REPEATED = [TWO[0], TWO[1], {"role": "user", "content": "four"}, {"role": "assistant", "content": "And four is vier."}]
+
+
+@pytest.mark.parametrize("name", ["END_AT_LAST", "LAST_ENDS"])
+@pytest.mark.parametrize("messages", [TWO, REPEATED])
+def test_an_end_token_behind_the_last_answer_only(name, messages, make_tokenizer, make_config, write, templates):
+    """Neither the next question nor its header is trained, and the report says that an end is missing."""
+    tokenizer = make_tokenizer("plain", getattr(templates, name))
+    prepared = prepare(make_config(write([{"messages": messages}])), tokenizer)
+    sample = only(prepared)
+    assert sample.input_ids.tolist() == rendered(tokenizer, messages)
+    end = "\n<|im_end|>" if name == "END_AT_LAST" else "<|im_end|>"
+    texts = [text.strip(" ") for text in trained_texts(sample, tokenizer)]
+    assert texts == [messages[1]["content"], messages[3]["content"] + end]
+    assert [note for note in prepared.report.train[0].notes if "no end-of-turn token" in note]
+
+
+def test_a_prompt_that_is_written_differently_later_leaves_no_mask(make_tokenizer, make_config, write, templates):
+    tokenizer = make_tokenizer("plain", templates.LAST_OF_ALL_ENDS)
+    with pytest.raises(DataError, match=r"the loss mask cannot be found.*: 2 \(rows 1, 2\)"):
+        prepare(make_config(write([{"messages": ONE}, {"messages": TWO}])), tokenizer)
+
+
+def test_another_end_token_behind_earlier_answers(make_tokenizer, make_config, write, templates):
+    tokenizer = make_tokenizer("plain", templates.TWO_ENDS)
+    prepared = prepare(make_config(write([{"messages": TWO}])), tokenizer)
+    texts = [text.strip() for text in trained_texts(only(prepared), tokenizer)]
+    assert texts == [f"{TWO[1]['content']}<|im_end|>", f"{TWO[3]['content']}<|endoftext|>"]
+    assert not [note for note in prepared.report.train[0].notes if "no end-of-turn token" in note]
+
+
+def test_marks_on_questions(tokenizer, make_config, write):
+    def row(**mark):
+        return write([{"messages": [{**ONE[0], **mark}, ONE[1]]}])
+
+    everything = {"type": "sft", "train_on": "all"}
+    for mark in ({"weight": 1}, {"train": True}):
+        with pytest.raises(DataError, match=r"line 1: a user message is marked to be trained.*train_on: all"):
+            prepare(make_config(row(**mark)), tokenizer)
+        sample = only(prepare(make_config(row(**mark), method=everything), tokenizer))
+        assert sample.labels[1:].tolist() == sample.input_ids[1:].tolist()
+    sample = only(prepare(make_config(row(weight=0), method=everything), tokenizer))
+    before, after = trained_texts(sample, tokenizer)
+    assert before.endswith("<|im_start|>user\n")
+    assert after == "<|im_end|>\n<|im_start|>assistant\nThe answer is four.<|im_end|>\n"
+    sample = only(prepare(make_config(row(weight=0)), tokenizer))
+    assert trained_texts(sample, tokenizer) == ["The answer is four.<|im_end|>"]
+
+
 ODD = {
     "two questions": [ONE[0], *ONE],
     "assistant first": [{"role": "assistant", "content": "Hello!"}, *ONE],

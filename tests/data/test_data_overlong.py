@@ -114,6 +114,21 @@ def test_system_messages_are_not_shortened(fit, tokenizer, make_config, write):
         prepare(make_config(write([{"messages": [system, user("A?"), assistant("B.")]}]), max_length=64), tokenizer)
 
 
+@pytest.mark.parametrize(("ask", "limit"), [("You are a helpful assistant. " * 5, 250), ("user " * 40, 285)])
+def test_a_question_that_repeats_the_system_message_is_shortened_in_its_own_place(ask, limit, fit):
+    system = {"role": "system", "content": "You are a helpful assistant. " * 5 + "user " * 40}
+    text, trained, report = fit([system, user(ask), assistant("It is four. " * 15)], limit)
+    assert text.startswith(f"<|im_start|>system\n{system['content']}{END}\n<|im_start|>user\n{ask[:3]}")
+    assert trained.startswith("It is four.")
+    assert "question or tool result shortened" in report.truncated
+
+
+def test_a_question_that_repeats_the_templates_own_words(fit):
+    ask = "You are a helpful assistant."
+    text, _, _ = fit([user(ask), assistant(LONG)], 48)
+    assert text.startswith(f"<|im_start|>system\n{ask}{END}\n<|im_start|>user\n")
+
+
 @pytest.mark.parametrize("limit", [120, 121, 122, 123, 124, 125])
 def test_no_character_is_cut_in_two(limit, fit):
     text, trained, _ = fit([user("好" * 200), assistant("好" * 200)], limit)

@@ -17,7 +17,6 @@ KEPT = [
     ("identity.json", "mistral", 91, 91),
     ("glaive_toolcall_en_demo.json", "qwen2", 300, 300),
     ("reason_tool_use_demo_50.jsonl", "qwen2", 50, 50),
-    ("kto_en_demo.json", "qwen3", 300, 300),
 ]
 
 
@@ -97,6 +96,6 @@ def test_what_cannot_be_trained_says_why(name, message, shared_data, tokenizer, 
         prepare(make_config(str(shared_data / name)), tokenizer)
 
 
-def test_a_label_that_sft_does_not_use_is_named(shared_data, tokenizer, make_config):
-    prepared = prepare(make_config(str(shared_data / "kto_en_demo.json")), tokenizer)
-    assert prepared.report.train[0].unused == ["label"]
+def test_rated_answers_are_refused(shared_data, tokenizer, make_config):
+    with pytest.raises(DataError, match=r"kto_en_demo\.json: the column label says true or false"):
+        prepare(make_config(str(shared_data / "kto_en_demo.json")), tokenizer)

@@ -17,7 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 # `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
 # block trims white space exactly as the original does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_ANSWER = "Zq7 halftune probe 7qZ"
+_QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
 
 
 class ChatTemplate:
@@ -108,7 +108,7 @@ class ChatTemplate:
 
     def _probe(self) -> tuple[str, frozenset[str]]:
         """What the template writes in front of an answer that is not the last turn, and which tokens end a turn."""
-        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}
+        question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
         header, ends = "", set()
         if self._tokenizer.eos_token in self.control.tokens:
             ends.add(self.control.alias_of(str(self._tokenizer.eos_token)))
@@ -117,14 +117,20 @@ class ChatTemplate:
             middle, last = self.render([question, answer, question]), self.render([question, answer])
         except RowDropped:
             return header, frozenset(ends)
-        # A template that ends no last turn by a control token ends none: what follows earlier turns is a header.
-        if any(map(self.control.is_alias, last.partition(_ANSWER)[2])):
-            for text in (middle, last):
-                rest = text.partition(_ANSWER)[2]
-                ends.update([character for character in rest if self.control.is_alias(character)][:1])
+        # What follows the last answer closes it. What follows an earlier one may open the next turn instead, unless it
+        # closes a last turn too. A template that ends no last turn by a control token ends none.
+        if closing := self._first_control(last, _ANSWER):
+            ends.add(closing)
+            earlier = self._first_control(middle, _ANSWER)
+            if earlier and earlier == self._first_control(before, _QUESTION):
+                ends.add(earlier)
         if middle.startswith(before) and _ANSWER in middle:
             header = middle[len(before) : middle.index(_ANSWER)]
         return (header if any(map(self.control.is_alias, header)) else ""), frozenset(ends)
+
+    def _first_control(self, rendered: str, text: str) -> str:
+        """The first control token behind a text, "" where there is none."""
+        return next(filter(self.control.is_alias, rendered.partition(text)[2]), "")
 
 
 def _marker(match: re.Match[str]) -> str:

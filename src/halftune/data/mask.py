@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from halftune.data.chat import ChatTemplate
-from halftune.data.conversation import Conversation, RowDropped
+from halftune.data.control import BREAK
+from halftune.data.conversation import Conversation, RowDropped, RowError
+from halftune.data.texts import text_ranges
 
 REWRITTEN = "the chat template rewrites earlier turns (they are trained as it renders them)"
 NEUTRALISED = "control tokens in texts were kept as plain text"
 NO_END = "the chat template writes no end-of-turn token after an answer, so the model does not learn to stop"
 NO_TOOLS = "the chat template has no place for tools, so they are not shown to the model"
 NO_REASONING = "the chat template has no place for reasoning, so it is not trained"
+_OTHER_TEXT = "Zq9 halftune next 9qZ"
 LOST = "the loss mask cannot be found: the chat template rewrites this conversation"
 
 
@@ -52,13 +55,17 @@ class Rendering:
         text: with aliases for the template's control tokens.
         turns: the assistant's turns, in order.
         messages: the messages as they were rendered, marks included.
+        tools: the tools, likewise.
         notes: what the report should count.
+        untrained: characters that are not trained, whatever ``train_on`` says: texts of others that the row marks so.
     """
 
     text: str
     turns: tuple[Turn, ...]
     messages: list[dict[str, Any]]
+    tools: Any
     notes: tuple[str, ...]
+    untrained: tuple[tuple[int, int], ...] = ()
 
 
 def render_turns(template: ChatTemplate, conversation: Conversation, train_on: str) -> Rendering:
@@ -71,7 +78,9 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
 
     Raises:
         RowDropped: the template refuses the conversation, or a mask cannot be found.
+        RowError: the row wants another's message trained, and ``train_on`` is not ``all``.
     """
+    _check_wishes(conversation, train_on)
     control = template.control
     parts = [conversation.messages, conversation.tools]
     if control.forged(parts):
@@ -86,7 +95,37 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
         notes.append(NO_END)
     _check_rendered(template, conversation, text, turns, notes)
     chosen = _chosen(turns, conversation, train_on)
-    return Rendering(text, chosen, messages, tuple(notes))
+    untrained: tuple[tuple[int, int], ...] = ()
+    if train_on == "all" and False in conversation.train:
+        untrained = _untrained(template, conversation, messages, tools, text)
+    return Rendering(text, chosen, messages, tools, tuple(notes), untrained)
+
+
+def _untrained(
+    template: ChatTemplate, conversation: Conversation, messages: list[dict[str, Any]], tools: Any, text: str
+) -> tuple[tuple[int, int], ...]:
+    """The texts of others that the row marks as not to be trained; matters where everything else is."""
+    marked = [
+        index
+        for index, (message, wish) in enumerate(zip(messages, conversation.train, strict=True))
+        if wish is False and message["role"] != "assistant" and message["content"].strip()
+    ]
+    if not marked:
+        return ()
+    places = text_ranges(template, messages, tools, text)
+    if not all(index in places for index in marked):
+        raise RowDropped("a text that is marked not to be trained cannot be found in the rendering")
+    return tuple(places[index] for index in marked)
+
+
+def _check_wishes(conversation: Conversation, train_on: str) -> None:
+    for message, wish in zip(conversation.messages, conversation.train, strict=True):
+        if wish and message["role"] != "assistant" and train_on != "all":
+            raise RowError(
+                f"a {message['role']} message is marked to be trained, and method.train_on: {train_on} trains "
+                f"assistant turns only",
+                "remove the mark, or set method: {type: sft, train_on: all}",
+            )
 
 
 def _find(
@@ -141,16 +180,56 @@ def _compared(
     if whole.startswith(through) and len(through) > start:
         full_end = len(through)
     else:
-        ends = [place for place in (whole.find(token, start) for token in template.end_tokens) if place >= 0]
-        if not ends:
-            raise RowDropped(LOST)
-        full_end = min(ends) + 1
+        full_end = _searched_end(template, messages, tools, index, whole, start)
         if REWRITTEN not in notes:
             notes.append(REWRITTEN)
     # What the template writes behind the last control token (a line break) is not for the model to write.
     body = whole[start:full_end].rstrip()
     complete = bool(body) and template.control.is_alias(body[-1])
     return Turn(index, start, start + len(body) if complete else full_end, full_end, complete)
+
+
+def _searched_end(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, index: int, whole: str, start: int
+) -> int:
+    """Where a turn ends that the template writes differently once more turns follow: before the next message."""
+    ends = [place for place in (whole.find(token, start) for token in template.end_tokens) if place >= 0]
+    following = messages[index + 1]["content"].strip().replace(BREAK, "")
+    if ends and following and min(ends) < whole.find(following, start):
+        return min(ends) + 1
+    limit = _next_text(template, messages, tools, index, whole, start)
+    if ends and min(ends) < limit:
+        return min(ends) + 1
+    # No end-of-turn token closes it. Where it is its text and nothing else, its end is known all the same.
+    content = messages[index]["content"].strip().replace(BREAK, "")
+    place = start + len(whole[start:]) - len(whole[start:].lstrip())
+    alone = content and not messages[index].keys() & {"tool_calls", "reasoning_content"}
+    if alone and whole.startswith(content, place) and place + len(content) <= limit:
+        return place + len(content)
+    raise RowDropped(LOST)
+
+
+def _next_text(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, index: int, whole: str, start: int
+) -> int:
+    """Where in the rendering the text of the next message that it shows begins; its end where it shows no more.
+
+    Found by rendering the message with another text: up to that text, the rendering is the same.
+
+    Raises:
+        RowDropped: that changes what comes before it.
+    """
+    for following in range(index + 1, len(messages)):
+        changed = [*messages]
+        changed[following] = {**messages[following], "content": _OTHER_TEXT}
+        other = template.render(changed, tools)
+        place = other.find(_OTHER_TEXT)
+        if place < 0:
+            continue
+        if place < start or other[:place] != whole[:place]:
+            raise RowDropped(LOST)
+        return place
+    return len(whole)
 
 
 def _check_rendered(

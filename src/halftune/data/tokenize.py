@@ -19,6 +19,7 @@ from halftune.data.exact import Encoded, ExactTokenizer
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
 from halftune.data.missing import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.sample import TokenTurn, WholeSample
+from halftune.data.texts import text_ranges
 
 MERGED = "the first token of an answer also holds the end of its header"
 PIECES = "documents cut into pieces of max_length"
@@ -125,7 +126,7 @@ class RowTokenizer:
         if isinstance(made, str):
             if self._control.forged(made):
                 raise RowDropped("it holds private-use characters (U+F5000 and above) that halftune needs for itself")
-            return Rendering(made, (), [], (NEUTRALISED,) if self._control.occurs(made) else ())
+            return Rendering(made, (), [], None, (NEUTRALISED,) if self._control.occurs(made) else ())
         assert self._template is not None
         return render_turns(self._template, self._with_system(made), self._settings.train_on)
 
@@ -185,10 +186,25 @@ class RowTokenizer:
             elif self._settings.train_on == "all":
                 trained[start:end] = False
             turns.append(TokenTurn(start, end, full_end, turn.complete, turn.trained))
+        for first, last in rendering.untrained:
+            at = np.searchsorted(tokens.ends, first, side="right"), np.searchsorted(tokens.starts, last, side="left")
+            trained[at[0] : at[1]] = False
         contents: tuple[tuple[int, int], ...] = ()
         if len(tokens.ids) > self._settings.max_length:
-            contents = _contents(rendering, tokens)
+            contents = self._contents(rendering, tokens)
         return WholeSample(tokens.ids, tokens.starts, tokens.ends, trained, tuple(turns), contents)
+
+    def _contents(self, rendering: Rendering, tokens: Encoded) -> tuple[tuple[int, int], ...]:
+        """Token ranges of the texts of user and tool messages, where the template wrote them out as they are."""
+        assert self._template is not None
+        found = []
+        places = text_ranges(self._template, rendering.messages, rendering.tools, rendering.text)
+        for index, (start, end) in places.items():
+            first = int(np.searchsorted(tokens.starts, start, side="left"))
+            last = int(np.searchsorted(tokens.ends, end, side="right"))
+            if last > first and rendering.messages[index]["role"] != "system":
+                found.append((first, last))
+        return tuple(found)
 
     def _compare(self, rendering: Rendering, tokens: Encoded) -> None:
         """Our ids are the tokenizer's own wherever no text holds a control token; made sure of, not believed."""
@@ -203,25 +219,6 @@ class RowTokenizer:
                 where="data",
                 remedy="please report this tokenizer; training on other ids than it gives in use would be wrong",
             )
-
-
-def _contents(rendering: Rendering, tokens: Encoded) -> tuple[tuple[int, int], ...]:
-    """Token ranges of the texts of user and tool messages, where the template wrote them out as they are."""
-    found, position, starts = [], 0, {turn.message: turn.full_end for turn in rendering.turns}
-    for index, message in enumerate(rendering.messages):
-        if index in starts:
-            position = max(position, starts[index])
-            continue
-        text = str(message["content"]).strip()
-        place = rendering.text.find(text, position) if text else -1
-        if place < 0 or message["role"] == "system":
-            continue
-        position = place + len(text)
-        first = int(np.searchsorted(tokens.starts, place, side="left"))
-        last = int(np.searchsorted(tokens.ends, position, side="right"))
-        if last > first:
-            found.append((first, last))
-    return tuple(found)
 
 
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

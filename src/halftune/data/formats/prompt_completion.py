@@ -33,7 +33,10 @@ def _of_messages(prompt: Any, completion: Any, row: Mapping[str, Any]) -> Conver
         raise RowDropped("the answer is empty")
     made = turns.conversation([*before, *after], row, "prompt and completion")
     first = len(made.messages) - len(after)
-    train = tuple(False if index < first else wish for index, wish in enumerate(made.train))
+    train = tuple(
+        False if index < first and message["role"] == "assistant" else wish
+        for index, (message, wish) in enumerate(zip(made.messages, made.train, strict=True))
+    )
     return Conversation(made.messages, made.tools, train, made.notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from halftune.core.table import did_you_mean
@@ -27,7 +28,9 @@ ROLES = {
     "tool": "tool",
 }
 MEDIA_PARTS = ("image", "image_url", "audio", "input_audio", "video", "video_url")
+MARKS = ("train", "weight")
 REASONING = ("reasoning_content", "reasoning", "thinking")
+KNOWN = {*MARKS, *REASONING, "tool_calls", "function_call", "name", "tool_call_id"}
 
 
 def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversation:
@@ -47,22 +50,41 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversatio
     if not isinstance(turns, list | tuple):
         raise RowError(f"{column} should be a list of messages")
     messages, train = [], []
+    unknown: set[str] = set()
     for number, turn in enumerate(turns, start=1):
         where = f"message {number}"
         if not isinstance(turn, Mapping):
             raise RowError(f"{where} should be an object with role and content")
         message = _message(turn, where)
-        wish = fields.flag(turn, where)
-        if wish and message["role"] != "assistant":
-            raise RowError(f"{where}: only assistant turns can be trained", "use method: {type: sft, train_on: all}")
         messages.append(message)
-        train.append(wish)
+        train.append(fields.flag(turn, where))
+        unknown |= _unknown_keys(turn, where)
     system = fields.text(row, "system")
     if system and (not messages or messages[0]["role"] != "system"):
         messages, train = [{"role": "system", "content": system}, *messages], [None, *train]
     if not any(message["role"] == "assistant" for message in messages):
         raise RowDropped("no assistant turn")
-    return Conversation(messages, fields.tools(row), tuple(train))
+    notes = (f"unknown message keys: {_listed(unknown)} (they change nothing)",) if unknown else ()
+    return Conversation(messages, fields.tools(row), tuple(train), notes)
+
+
+def _unknown_keys(turn: Mapping[str, Any], where: str) -> set[str]:
+    """Keys that nothing reads; null under a key is the same as no key.
+
+    Raises:
+        RowError: one of them is nearly ``train`` or ``weight``: what it asks for would not happen.
+    """
+    known = {*(("role", "content") if "role" in turn else ("from", "value")), *KNOWN}
+    unknown = {str(key) for key, value in turn.items() if key not in known and value is not None}
+    for key in unknown:
+        if meant := get_close_matches(key.lower(), MARKS, n=1, cutoff=0.75):
+            raise RowError(f"{where}: unknown key {key!r}", f"did you mean {meant[0]}? It says whether to train this")
+    return unknown
+
+
+def _listed(keys: set[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -76,8 +98,10 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": calls(turn.get(content_key), where)}
     message: dict[str, Any] = {"role": role, **_content(turn.get(content_key), where)}
-    if turn.get("tool_calls"):
-        message["tool_calls"] = calls(turn["tool_calls"], where)
+    for key in ("tool_calls", "function_call"):  # the second is OpenAI's earlier name for a single one
+        if turn.get(key):
+            message["tool_calls"] = calls(turn[key], where)
+            break
     for key in REASONING:
         if isinstance(turn.get(key), str) and turn[key]:
             message["reasoning_content"] = turn[key]
