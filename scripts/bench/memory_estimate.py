@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 BF16 = {"precision": "bf16"}
+DORA = {"use_dora": True}
 # The cases that the constants of hardware/memory.py were fitted to: their error says how well the fit is, no more.
 CASES: dict[str, dict[str, Any]] = {
     "small lora fp32, 8×256": {},
@@ -25,7 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
     "small lora fp32, 4×1024 packed": {"length": 1024, "rows": 4, "packing": True},
     "small lora fp32, 8×512, checkpointing": {"length": 512, "checkpointing": True},
     "small lora bf16, 8×512": {"length": 512, "precision": "bf16"},
-    "small lora fp32, 8×512, dropout": {"length": 512, "dropout": 0.1},
+    "small lora fp32, 8×512, dropout": {"length": 512, "lora": {"dropout": 0.1}},
+    "small dora fp32, 8×256": {"lora": DORA},
+    "small dora bf16, 8×512": {"length": 512, "lora": DORA, **BF16},
     "small full fp32, 8×512": {"length": 512, "adapter": "none"},
     "small full fp32, 8×512, checkpointing": {"length": 512, "adapter": "none", "checkpointing": True},
     "small full fp32, 2×256, accumulation 2": {"rows": 2, "adapter": "none", "accumulation": 2},
@@ -48,6 +51,9 @@ HELD_OUT: dict[str, dict[str, Any]] = {
     "small full bf16, 3×768": {"length": 768, "rows": 3, "adapter": "none", **BF16},
     "small lora fp32, 3×768 packed": {"length": 768, "rows": 3, "packing": True},
     "small full fp32, 6×384, checkpointing": {"length": 384, "rows": 6, "adapter": "none", "checkpointing": True},
+    "small dora fp32, 4×512": {"length": 512, "rows": 4, "lora": DORA},
+    "llama tiny dora fp32, 12×384": {"model": "llama-tiny", "length": 384, "rows": 12, "lora": DORA},
+    "small dora bf16, 12×256": {"rows": 12, "lora": DORA, **BF16},
     "qwen3_5 tiny lora bf16, 6×384": {"model": "qwen3_5-tiny", "length": 384, "rows": 6, **BF16},
 }
 
@@ -59,7 +65,7 @@ def recipe(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "model": {"name_or_path": f"builtin:{case.get('model', 'qwen2-small')}"},
         "precision": case.get("precision", "fp32"),
         "attention": case.get("attention", "auto"),
-        "adapter": adapter if adapter == "none" else {"type": "lora", "dropout": case.get("dropout", 0.0)},
+        "adapter": adapter if adapter == "none" else {"type": "lora", **case.get("lora", {})},
         "method": "pretrain",
         "data": {
             "train": "builtin:stdlib-text",

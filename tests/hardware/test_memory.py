@@ -101,3 +101,11 @@ def test_experts_cost_what_is_active() -> None:
     dense, few = estimate(LORA, facts()), estimate(LORA, sparse)
     assert few.weights > 3 * dense.weights
     assert dense.activations < few.activations < 2 * dense.activations
+
+
+def test_dora_keeps_two_outputs_of_every_adapted_layer() -> None:
+    dora, saving = replace(LORA, dora_outputs=1000), replace(LORA, checkpointing=True)
+    more = estimate(dora, facts()).activations - estimate(LORA, facts()).activations
+    assert more >= LORA.tokens * 1000 * 2 * LORA.compute
+    once = estimate(replace(saving, dora_outputs=1000), facts()).activations - estimate(saving, facts()).activations
+    assert once == pytest.approx(more / facts().num_layers, rel=1e-3)

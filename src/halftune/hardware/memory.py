@@ -35,6 +35,9 @@ LOSS_SCRATCH: dict[Kind, int] = {
 QUANTISED_BYTES = {"mxfp4": 0.54, "bitsandbytes": 0.56, "gptq": 0.56, "awq": 0.56, "fp8": 1.02}
 # Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32.
 LINEAR_COPIES = 14
+# What DoRA keeps of every adapted layer's output: the layer's own and the update's, in the compute dtype, for the
+# magnitudes' gradient; and what its fp32 magnitudes widen, in bytes per element.
+DORA_COPIES, DORA_WIDENED = 2, 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Workload:
         attention: the softmax backend.
         checkpointing: whether activations are recomputed.
         adapted_inputs: widths of the inputs of adapted layers, summed over all of them, where dropout copies them.
+        dora_outputs: widths of the outputs of adapted layers, summed over all of them, where DoRA scales them.
         packed: whether rows are packed and computed sample by sample.
     """
 
@@ -74,6 +78,7 @@ class Workload:
     attention: str
     checkpointing: bool
     adapted_inputs: int = 0
+    dora_outputs: int = 0
     packed: bool = False
 
     @property
@@ -136,11 +141,12 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
         _attention(work, facts) * softmax + _linear_attention(work, facts) * facts.linear_layers
     ) / facts.num_layers
     layer += _norms(work, facts) + _feed_forward(work, facts)
+    dora = work.dora_outputs * (DORA_COPIES * work.compute + DORA_WIDENED)
     ends = facts.hidden_size * (residual + 4 + work.compute)  # embedding, final norm
     if work.checkpointing:
-        kept = residual * facts.hidden_size * facts.num_layers + layer
+        kept = residual * facts.hidden_size * facts.num_layers + layer + dora / facts.num_layers
     else:
-        kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1)
+        kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1) + dora
     casts = 0
     if work.autocast and work.storage > work.compute:  # half copies of the weights, kept for the backward pass
         matrices = facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)

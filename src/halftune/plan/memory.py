@@ -91,6 +91,7 @@ def _workload(
         accumulation=training.gradient_accumulation_steps,
         attention=attention.softmax.value,
         checkpointing=False,
+        dora_outputs=adapted.dora_outputs,
         packed=packing,
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )

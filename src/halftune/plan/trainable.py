@@ -27,12 +27,14 @@ class Adapted:
         adapter: those of them in low-rank updates (and DoRA's magnitudes).
         saved_whole: those in ``modules_to_save``, which exist beside the frozen ones.
         inputs: (input width, number of modules) of every wrapped linear layer.
+        dora_outputs: output widths of all wrapped layers, summed, where DoRA scales them; else 0.
     """
 
     count: Choice[int]
     adapter: int = 0
     saved_whole: int = 0
     inputs: tuple[tuple[int, int], ...] = ()
+    dora_outputs: int = 0
 
 
 def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
@@ -64,7 +66,8 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     if not facts.tensors:
         reason += f"; estimated, {facts.model_type} is not described"
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
-    return Adapted(Choice(low_rank + whole, reason), low_rank, whole, inputs)
+    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if adapter.use_dora else 0
+    return Adapted(Choice(low_rank + whole, reason), low_rank, whole, inputs, outputs)
 
 
 def _targets(tensor: Tensor, adapter: LoraAdapter) -> list[str]:
