@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch or transformers are imported: tests are offline and single-threaded.
@@ -22,6 +24,16 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the real data sets (../shared/data) are not here")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_imported() -> Iterator[None]:
+    """A verb that runs inside a test sets the package's logger up; the next test gets it as imported."""
+    yield
+    logger = logging.getLogger("halftune")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

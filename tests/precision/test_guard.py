@@ -118,7 +118,6 @@ def test_each_site_is_logged_once_and_counted_always(caplog: pytest.LogCaptureFi
     guard = Guard("cast", "bf16")
     guard.watch(model)
     _, attend = wrapped(guard)
-    logging.getLogger("halftune").propagate = True
     with caplog.at_level(logging.DEBUG, logger="halftune.precision.guard"):
         for _ in range(3):
             attend(model["first"]["attention"], *operands(F32, F32, BF16))
