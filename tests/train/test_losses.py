@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.train.losses import NO_LABEL, cross_entropy_sum, forward_loss_sum
+from halftune.data.sample import NO_LABEL
+from halftune.train.losses import cross_entropy_sum, forward_loss_sum
 
 N, V = 23, 37
 

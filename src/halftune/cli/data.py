@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     from halftune.data.pipeline import prepare
     from halftune.data.preview import preview
+    from halftune.data.sample import NO_LABEL
     from halftune.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_section(loaded))
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(prepared.report.render())
     for number in range(min(max(args.samples, 0), len(prepared.train))):
         sample = prepared.train.sample(number)
-        trained = int((sample.labels != -100).sum())
+        trained = int((sample.labels != NO_LABEL).sum())
         console.print(Rule(f"sample {number + 1}: {len(sample.input_ids)} tokens, {trained} trained", align="left"))
         console.print(preview(sample, tokenizer), soft_wrap=True)
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +90,10 @@ def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
     Raises:
         TrainingError: the folder is no complete checkpoint of this model.
     """
-    try:
-        state = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    state = read_state(checkpoint)
+    with _complete(checkpoint):
         tensors = load_file(checkpoint / OPTIMIZER)
         load_weights(checkpoint, trained.model)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise TrainingError(
-            f"not a complete checkpoint: {error}", where=str(checkpoint), remedy="choose another one, or resume: never"
-        ) from error
     trained.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
     trained.schedule.load_state_dict(state["schedule"])
     _refresh_rates(trained.schedule)
@@ -111,6 +109,27 @@ def _refresh_rates(schedule: LRScheduler) -> None:
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says in JSON: ``step``, ``progress``, ``random`` and the numbers of optimizer and schedule.
+
+    Raises:
+        TrainingError: the folder is no complete checkpoint.
+    """
+    with _complete(checkpoint):
+        return json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _complete(checkpoint: Path) -> Iterator[None]:
+    """Turns what reading a damaged file raises into an error that names the checkpoint."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise TrainingError(
+            f"not a complete checkpoint: {error}", where=str(checkpoint), remedy="choose another one, or resume: never"
+        ) from error
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:

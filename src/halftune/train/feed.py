@@ -13,9 +13,8 @@ from halftune.config.run import RunConfig
 from halftune.data.collate import collate
 from halftune.data.order import Row, epoch_rows
 from halftune.data.pipeline import TokenizedSplit
+from halftune.data.sample import NO_LABEL
 from halftune.plan import BatchPlan
-
-NO_LABEL = -100
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-NO_LABEL = -100
+from halftune.data.sample import NO_LABEL
 
 # fp32 scratch for a chunk of rows: on a CPU it stays in the cache, elsewhere it is large enough to fill the device.
 _CHUNK_BYTES = {"cpu": 2 << 20}

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
 from halftune.core.errors import PlanError
+from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
 
-_DEVICE_TYPES = {"rocm": "cuda"}  # ROCm builds of torch call their devices cuda
 _REPLICATED = {
     DistributedType.NO,
     DistributedType.MULTI_CPU,
@@ -28,7 +28,7 @@ def make_accelerator(plan: Plan) -> Accelerator:
             compiling engine that the environment or a default config of accelerate switches on.
     """
     accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
-    expected = _DEVICE_TYPES.get(plan.device.value, plan.device.value)
+    expected = TORCH_TYPES[plan.device.value]
     if accelerator.device.type != expected:
         raise PlanError(
             f"the run was planned for {plan.device.value}, but torch offers {accelerator.device.type}",

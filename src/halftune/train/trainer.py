@@ -22,7 +22,8 @@ from halftune.plan import Plan
 from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.base import Callback, Phase
 from halftune.train.callbacks.nonfinite import check_finite
-from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, rotate, save_checkpoint
+from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, read_state, rotate, save_checkpoint
+from halftune.train.feed import Feed
 from halftune.train.folder import FINISHED, RunFolder, locked, open_folder, write_intent
 from halftune.train.interrupt import Interrupts
 from halftune.train.processes import sum_over_processes
@@ -67,9 +68,37 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
             step = json.loads((folder.path / FINISHED).read_text())["step"]
             return Outcome(folder.path, step, f"{folder.path} is finished already ({step} steps): nothing to do")
         session = build(loaded, plan, folder.path)
+        if folder.resume_from is not None:
+            check_same_data(session.feed, folder.resume_from)
         if main:
             write_intent(folder, loaded, session.run.plan, session.data.report)
         return Trainer(session, folder).train()
+
+
+def data_identity(feed: Feed) -> dict[str, Any]:
+    """What must not change while a run goes on: its position in the data is a number of steps."""
+    return {"rows_per_step": feed.rows_per_step, "data": feed.fingerprint()}
+
+
+def check_same_data(feed: Feed, checkpoint: Path) -> None:
+    """Refuses to go on with other data or another global batch, before anything in the run folder changes.
+
+    Raises:
+        ConfigError: says which of the two differs.
+    """
+    before, now = read_state(checkpoint)["progress"], data_identity(feed)
+    if before["rows_per_step"] != now["rows_per_step"]:
+        raise ConfigError(
+            f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
+            where=str(checkpoint),
+            remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
+        )
+    if before["data"] != now["data"]:
+        raise ConfigError(
+            "the training data is not what the run began with",
+            where=str(checkpoint),
+            remedy="put the files back, or start a new training.output_dir",
+        )
 
 
 class Trainer:
@@ -111,7 +140,6 @@ class Trainer:
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.session.trained)
             run.step, run.epoch, randoms = state["step"], state["progress"]["epoch"], state["random"]
-            self._check_same_data(state["progress"], checkpoint)
             run.best = self._best(state["progress"]["best"])
             self.last_saved = run.step
             log.info("going on from %s", checkpoint)
@@ -119,25 +147,6 @@ class Trainer:
         rank = self.session.accelerator.process_index
         if rank < len(randoms):
             restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it
-
-    def _check_same_data(self, before: dict[str, Any], checkpoint: Path) -> None:
-        """The position in the data is a number of steps, which means the same only on the same data and batches."""
-        now = self._data_identity()
-        if before["rows_per_step"] != now["rows_per_step"]:
-            raise ConfigError(
-                f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
-                where=str(checkpoint),
-                remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
-            )
-        if before["data"] != now["data"]:
-            raise ConfigError(
-                "the training data is not what the run began with",
-                where=str(checkpoint),
-                remedy="put the files back, or start a new training.output_dir",
-            )
-
-    def _data_identity(self) -> dict[str, Any]:
-        return {"rows_per_step": self.session.feed.rows_per_step, "data": self.session.feed.fingerprint()}
 
     def _best(self, best: list[Any] | None) -> tuple[int, float] | None:
         if best is None:
@@ -195,7 +204,7 @@ class Trainer:
         if self.last_saved == run.step:
             return
         self._phase("saving")
-        progress = {"epoch": run.epoch, "best": run.best, **self._data_identity()}
+        progress = {"epoch": run.epoch, "best": run.best, **data_identity(self.session.feed)}
         randoms = gather_object([random_state(run.device)])
         if run.is_main:
             folder = save_checkpoint(run.folder, run.step, self.session.trained, progress, randoms)
