@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from halftune import __version__
-from halftune.core.errors import HalftuneError
+from halftune.cli.failure import drop_output, open_streams, tell, wants_traceback
 from halftune.core.table import did_you_mean
 
 # verb → (module with add_arguments(parser) and run(args) -> exit code, one line of help)
@@ -39,6 +39,7 @@ def _overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``halftune``; leaves the process with the exit code."""
+    open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train_main() -> None:
     """Entry point of ``train``: the same as ``halftune train``."""
+    open_streams()
     sys.exit(_run("train", sys.argv[1:]))
 
 
@@ -63,18 +65,23 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     # cores; OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     module_name, line = VERBS[verb]
-    module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"halftune {verb}", description=module.__doc__ or line, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    module.add_arguments(parser)
+    show = wants_traceback("--traceback" in arguments)
     try:
-        return module.run(parser.parse_intermixed_args(arguments))
-    except HalftuneError as error:
-        print(f"halftune {verb}: {error}" if "\n" not in str(error) else str(error), file=sys.stderr)
-        return error.exit_code
+        module = importlib.import_module(module_name)
+        parser = argparse.ArgumentParser(
+            prog=f"halftune {verb}", description=module.__doc__ or line, allow_abbrev=False
+        )
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(parser)
+        parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
+        code = module.run(parser.parse_intermixed_args(arguments))
+        sys.stdout.flush()  # here, where a reader that has left or a full disk can still be told
+        return code
     except BrokenPipeError:  # the reader of our output (head, less) has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # the last line of defence: no user reads a traceback that nobody asked for
+        return tell(error, verb, show=show)

@@ -1,0 +1,121 @@
+"""How a verb fails: one sentence and an exit code; the traceback of a bug goes into a file, or to the terminal."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from halftune import __version__
+from halftune.core.errors import HalftuneError, TrainingError
+from halftune.core.paths import cache_dir
+
+VARIABLE = "HALFTUNE_TRACEBACK"
+BUG = 70  # the exit code of an error that is ours, as in sysexits.h
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def wants_traceback(asked: bool) -> bool:
+    """Whether errors show where in the code they were raised: ``--traceback``, or ``HALFTUNE_TRACEBACK=1``."""
+    return asked or os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def tell(error: Exception, verb: str, *, show: bool) -> int:
+    """Writes what went wrong to standard error and returns the exit code.
+
+    Args:
+        error: what ended the verb.
+        verb: its name.
+        show: print the traceback, too.
+    """
+    known = error if isinstance(error, HalftuneError) else _of_the_machine(error)
+    if show:
+        traceback.print_exception(error)
+    if known is None:
+        print(f"halftune {verb}: {_bug(error, verb, shown=show)}", file=sys.stderr)
+        return BUG
+    text = str(known)
+    print(text if "\n" in text else f"halftune {verb}: {text}", file=sys.stderr)
+    return known.exit_code
+
+
+def _of_the_machine(error: Exception) -> HalftuneError | None:
+    """The sentence for what is nobody's bug: a full disk, no memory; None for everything else."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, OSError) and error.errno in FULL:
+        drop_output()  # it may be standard output that is full: what is left in its buffer cannot be written
+        return TrainingError(
+            "the disk is full", where=str(error.filename or ""), remedy="free space, or write elsewhere"
+        )
+    if isinstance(error, MemoryError):
+        return TrainingError("the main memory is full", remedy="`halftune plan` estimates what a run needs")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        remedy = "a smaller training.per_device_train_batch_size or data.max_length; `halftune plan` estimates the need"
+        return TrainingError("the memory of the GPU is full", remedy=remedy)
+    return None
+
+
+def _bug(error: Exception, verb: str, *, shown: bool) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}halftune{os.sep}" in frame.filename]
+    last = (ours or frames)[-1]
+    first = (str(error).strip().splitlines() or ["no message"])[0][:200]
+    what = f"an error in halftune itself, not in your input: {type(error).__name__}: {first}"
+    where = f"{Path(last.filename).name}:{last.lineno}"
+    if shown:
+        return f"{where}: {what} · please report it with the traceback above"
+    file = _keep(error, verb)
+    if file is None:
+        traceback.print_exception(error)
+        return f"{where}: {what} · please report it with the traceback above"
+    return f"{where}: {what} · please report it with {file}, which holds the traceback (--traceback prints it)"
+
+
+def _keep(error: Exception, verb: str) -> Path | None:
+    """Writes the traceback with what is needed to understand it; None where no folder can be written."""
+    said = [f"halftune {__version__} · Python {platform.python_version()} · {platform.platform()}"]
+    said += [f"command: {' '.join([verb, *sys.argv[1:]])}", "", "".join(traceback.format_exception(error))]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for folder in (_own_folder, lambda: Path(tempfile.gettempdir()) / "halftune-errors"):
+        try:
+            file = folder() / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(said), encoding="utf-8", errors="backslashreplace")
+        except (OSError, HalftuneError):
+            continue
+        return file
+    return None
+
+
+def _own_folder() -> Path:
+    return cache_dir() / "errors"
+
+
+def drop_output() -> None:
+    """Sends what is still to be printed nowhere, so that Python does not stumble over it when it ends."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.fileno() == 1:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def open_streams() -> None:
+    """Makes the three standard streams usable, however the process was started.
+
+    A stream that was closed (``<&-``) reads and writes nothing; left closed, the first file that is opened would take
+    its number, and whatever a library prints would go into it. Bytes that are no text, and characters that the
+    terminal has not, are shown as their code instead of ending the verb.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(descriptor)
+    sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
