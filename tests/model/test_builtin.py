@@ -29,13 +29,13 @@ def test_a_fresh_cache_gets_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
     known = materialize("qwen2-tiny")
     monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / f"{known.name}.partial").mkdir()  # what a killed process leaves
+    (tmp_path / "models" / f".{known.name}.writing").mkdir()  # what a killed process leaves
     fresh = materialize("qwen2-tiny")
     assert fresh != known
     assert {file.name: file.read_bytes() for file in known.iterdir()} == {
         file.name: file.read_bytes() for file in fresh.iterdir()
     }
-    assert not list((tmp_path / "models").glob("*.partial"))
+    assert not list((tmp_path / "models").glob(".*.writing"))
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_MODELS))

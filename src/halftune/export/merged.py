@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halftune.config.safetensors_headers import main_format, read_headers
+from halftune.core.atomic import whole_folder
 from halftune.core.errors import ModelError
 from halftune.core.formats import Format
 from halftune.model.finished import FinishedRun
-from halftune.model.folder import written_whole
 from halftune.model.locate import locate
 from halftune.model.merge import Merge, merge_adapter, round_model
 from halftune.model.save import write_model
@@ -77,7 +77,7 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
             merge = merge_adapter(run.result, run.final, run.plan, stored)
         elif stored != own:
             merge = round_model(run.result, run.plan, stored)
-        with written_whole(output) as partial:
+        with whole_folder(output) as partial:
             if merge is None:
                 shutil.copytree(run.final, partial, dirs_exist_ok=True)
             else:

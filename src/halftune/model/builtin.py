@@ -15,11 +15,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
+from halftune.core.atomic import whole_folder
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
-from halftune.model.folder import written_whole
 from halftune.model.quiet import quiet
 
 log = get_logger(__name__)
@@ -64,11 +64,11 @@ def materialize(name: str) -> Path:
         with FileLock(root / f"{version}.lock"):
             if not tokenizer.is_dir():
                 log.info("training the builtin tokenizer on Python's standard library (once)")
-                with written_whole(tokenizer) as folder:
+                with whole_folder(tokenizer) as folder:
                     write_tokenizer(folder)
             if not target.is_dir():
                 log.info("making builtin:%s in %s (once)", name, root)
-                with written_whole(target) as folder:
+                with whole_folder(target) as folder:
                     _write_model(name, folder, tokenizer)
     except OSError as error:
         raise ModelError(

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from halftune.core.atomic import whole_folder
 from halftune.core.errors import ModelError
 from halftune.core.formats import Format
 from halftune.model.adapters.mixtures import for_plain_peft
-from halftune.model.folder import written_whole
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.plan import Plan
@@ -40,7 +40,7 @@ def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan:
     """
     saved, keep = plan.precision.saved.value, plan.precision.keep_fp32.value
     try:
-        with written_whole(folder) as partial:
+        with whole_folder(folder) as partial:
             if isinstance(model, PeftModel):
                 _write_adapter(model, saved, keep, partial)
             elif isinstance(model, PreTrainedModel):

@@ -1,0 +1,98 @@
+"""Files and folders that are whole or not there: written beside their place, forced to the disk, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+WRITING, OLD = ".writing", ".old"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in UTF-8, or leaves what was there.
+
+    Raises:
+        OSError: it cannot be written; nothing half-written is left.
+    """
+    with whole_file(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a file to write, which takes the place of ``path`` when the block ends well.
+
+    Raises:
+        OSError: it cannot be synced or renamed; ``path`` is as it was and nothing half-written is left.
+    """
+    beside = _beside(path, WRITING)
+    try:
+        yield beside
+        sync(beside)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):  # a disk that has gone cannot be tidied; what went wrong first is what matters
+            beside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yields an empty folder that takes the place of ``target`` when the block ends well.
+
+    At every moment there is a whole ``target``, or a whole older one that :func:`clear_leftovers` puts back.
+
+    Raises:
+        OSError: it cannot be written; ``target`` is as it was and nothing half-written is left.
+    """
+    beside, old = _beside(target, WRITING), _beside(target, OLD)
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        yield beside
+        for path in (*beside.rglob("*"), beside):
+            sync(path)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        beside.rename(target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        with suppress(OSError):
+            if old.exists() and not target.exists():
+                old.rename(target)
+        raise
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Tidies up after a process that was killed: half-written things go, an older one without successor comes back."""
+    for old in folder.glob(f".*{OLD}"):
+        target = folder / old.name.removeprefix(".").removesuffix(OLD)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+    for beside in folder.glob(f".*{WRITING}"):
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")

@@ -1,0 +1,79 @@
+"""One process at a time in a run folder: a lock that the system lets go of when its owner dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.log import get_logger
+
+log = get_logger(__name__)
+LOCK = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that know none
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Makes the folder and holds it for this process, so that no second run writes into it.
+
+    The lock belongs to the open file, not to its content: after kill -9 it is free at once.
+
+    Raises:
+        ConfigError: another process holds it; says which one.
+        TrainingError: it cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the run folder: {error.strerror}",
+            where=str(path),
+            remedy="choose another training.output_dir",
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is training in this folder{_owner(path)}",
+                where=str(path),
+                remedy="wait for it, stop it, or choose another training.output_dir",
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s: this file system has no locks; start no second run in there", path)
+        _sign(path)
+        try:
+            yield
+        finally:
+            _write(path, "")
+
+
+def _sign(path: Path) -> None:
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    _write(path, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        (path / LOCK).write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk: the lock holds without its owner's name
+        log.debug("cannot write %s: %s", path / LOCK, error.strerror)
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = json.loads((path / LOCK).read_text(encoding="utf-8"))
+        return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""

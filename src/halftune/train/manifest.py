@@ -1,0 +1,53 @@
+"""What makes a checkpoint valid: a list of its files with their sizes and checksums, written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+MARKER = "checkpoint.json"
+FORMAT = 1
+
+
+def seal(folder: Path) -> None:
+    """Writes the manifest of everything in ``folder``: ``{"format": 1, "files": {name: {"size", "sha256"}}}``."""
+    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
+    (folder / MARKER).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+
+
+def damage(folder: Path, *, thorough: bool) -> str:
+    """What is wrong with a sealed folder, as a clause; empty where nothing is.
+
+    Args:
+        folder: a checkpoint.
+        thorough: compare checksums too, which reads every byte; else sizes only.
+    """
+    try:
+        files = _files(folder)
+        for name, (size, digest) in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if (found := path.stat().st_size) != size:
+                return f"{name} has {found:,} bytes instead of {size:,}"
+            if thorough and _sha256(path) != digest:
+                return f"{name} is not what was written (checksum)"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{MARKER} is no manifest of format {FORMAT}"
+    return ""
+
+
+def _files(folder: Path) -> dict[str, tuple[int, str]]:
+    manifest: Any = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT or not manifest["files"]:
+        raise ValueError
+    return {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
