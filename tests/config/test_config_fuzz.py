@@ -57,7 +57,7 @@ def test_loader(tmp_path: Path, load: Callable[..., LoadedConfig], recipe_text: 
         'bf16: true\ntraining: {output_dir: "x"}\n',
     )
     valid = 0
-    for _ in range(400):
+    for _ in range(500):
         text = mutate(generator, generator.choice(sources[:1] * 3 + sources))
         arguments = [
             f"{generator.choice(ARGUMENTS)}={generator.choice(TOKENS)}" for _ in range(generator.choice((0, 0, 1, 3)))

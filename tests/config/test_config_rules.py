@@ -39,6 +39,11 @@ RULED = {
     ("method=pretrain", "data.system=Be brief."): "data.system: has no effect with method: pretrain",
     ("data.packing={enabled: false, split: true}",): "data.packing.split: has no effect without packing",
     ("model.name_or_path=a/b", "model.trust_remote_code=true"): "without a revision · set model.revision",
+    (
+        "model.name_or_path=a/b",
+        "model.trust_remote_code=true",
+        "model.revision=main",
+    ): "model.revision: main can be a branch or a tag, whose code may change under trust_remote_code",
     ("model.revision=main",): "model.revision: has no effect: the model does not come from the hub",
     (
         "model.name_or_path=builtin:qwen2-tyni",
@@ -108,7 +113,11 @@ def test_valid_neighbours_of_the_rules(load: Load, recipe_text: str) -> None:
         ("data.train=[rows.jsonl, rows.jsonl.gz, 'org/set', 'org/set:main', gsm8k]",),
         ("data.train={path: org/set, split: test}",),
         ("method=pretrain", "data.train.format=text"),
-        ("model.name_or_path=Qwen/Qwen2.5-0.5B-Instruct", "model.revision=main", "model.trust_remote_code=true"),
+        (
+            "model.name_or_path=Qwen/Qwen2.5-0.5B-Instruct",
+            f"model.revision={'0c' * 20}",
+            "model.trust_remote_code=true",
+        ),
         ("model.chat_template=chat.jinja",),
         ("training.resume=never",),
         ("training.output_dir=some/where/new",),

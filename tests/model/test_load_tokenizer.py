@@ -66,5 +66,5 @@ def test_chatml_needs_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"set model\.tokenizer"):
+    with pytest.raises(ModelError, match=r"name another one in model\.tokenizer"):
         load_tokenizer(section(checkpoint(tmp_path / "model")))

@@ -45,7 +45,7 @@ def test_neither_folder_nor_hub_id() -> None:
 def test_pickles_are_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\), which run code"):
+    with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\), which can run code"):
         locate(section(folder))
 
 
@@ -90,8 +90,7 @@ def test_code_of_another_hub_tokenizer_is_neither_fetched_nor_run(
     assert not (tmp_path / "ran").exists()
     assert [(one["name"], one["revision"]) for one in asked] == [("org/theirs", None)]
     assert not any(pattern.endswith(".py") for pattern in asked[0]["allow_patterns"])
-    (repository / "config.json").write_text("{}")
-    (repository / "model.safetensors").write_bytes(b"")
+    checkpoint(repository)
     locate(section("org/model", trust_remote_code=True, revision="abc"))
     assert asked[1]["revision"] == "abc"
     assert "*.py" in asked[1]["allow_patterns"]

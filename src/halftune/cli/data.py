@@ -15,6 +15,8 @@ from halftune.cli.facts import dependencies
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
+from halftune.data.preflight import look_over
+from halftune.model.preflight import check_folders
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the report and samples."""
     loaded = load_from(args)
-    config = loaded.run
+    config, section = loaded.run, tokenizer_section(loaded)
+    check_folders(section, weights=False)
+    look_over(config)
 
     from rich.console import Console
     from rich.rule import Rule
@@ -37,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from halftune.data.sample import NO_LABEL
     from halftune.model.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(tokenizer_section(loaded))
+    tokenizer = load_tokenizer(section)
     prepared = prepare(config, tokenizer)
     if args.json:
         print(json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False))

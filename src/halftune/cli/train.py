@@ -3,6 +3,7 @@
 train --config configs/quickstart.yaml
 train --config x.yaml training.learning_rate=1e-4 precision=auto
 train --config x.yaml --print-config        the resolved configuration and where each value came from
+train --config x.yaml --profile             also record a few steps: a trace, and a table of where the time goes
 train --rerun runs/my-run training.output_dir=runs/again
 """
 
@@ -18,19 +19,28 @@ from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
 from halftune.core import log
+from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
+from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
+
+PROFILED = 4  # steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``halftune train``."""
     add_config_arguments(parser)
     parser.add_argument("--rerun", metavar="RUN_DIR", help="train again what a run folder holds")
+    parser.add_argument(
+        "--profile", action="store_true", help=f"record some steps with torch.profiler: logging.profile={PROFILED}"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
 
 
 def run(args: argparse.Namespace) -> int:
     """Loads, plans, trains; prints the plan first and where everything is at the end."""
+    if args.profile:
+        args.set.append(f"logging.profile={PROFILED}")
     loaded = load_from(args)
     if args.print_config:
         print(resolved_yaml(loaded), end="")
@@ -45,6 +55,8 @@ def train_one(loaded: LoadedConfig) -> None:
     for recipe in dependencies(loaded):
         train_one(recipe)
     plan = resolve(loaded.run, probe(), model_facts(loaded), world_size=world_size())
+    check_folders(loaded.run.model)
+    look_over(loaded.run)
     main = os.environ.get("RANK", "0") == "0"
     if main:
         print(explain(plan))

@@ -10,6 +10,7 @@ from halftune.config.adapter import LoraAdapter
 from halftune.config.check_files import FILE_RULES
 from halftune.config.finding import Context, Finding
 from halftune.config.method import PretrainMethod
+from halftune.config.model_folder import COMMIT
 from halftune.config.run import RunConfig
 from halftune.config.shape import Path, related
 from halftune.core.optional import version_of
@@ -132,9 +133,13 @@ def packing_split_needs_packing(run: RunConfig, context: Context) -> Iterator[Fi
 def remote_code_is_pinned(run: RunConfig, context: Context) -> Iterator[Finding]:
     """Code from the hub must not change between two runs."""
     model = run.model
-    if model.trust_remote_code and model.revision is None and context.is_hub_id(model.name_or_path):
-        remedy = "set model.revision to the commit whose code you have read"
-        yield Finding(("model", "trust_remote_code"), "runs code that may change, without a revision", remedy)
+    if model.trust_remote_code and context.is_hub_id(model.name_or_path):
+        remedy = "set model.revision to the commit (40 hexadecimal digits) whose code you have read"
+        if model.revision is None:
+            yield Finding(("model", "trust_remote_code"), "runs code that may change, without a revision", remedy)
+        elif not COMMIT.fullmatch(model.revision):
+            what = f"{model.revision} can be a branch or a tag, whose code may change under trust_remote_code"
+            yield Finding(("model", "revision"), what, remedy)
     if model.revision is not None and not context.is_hub_id(model.name_or_path):
         what = "has no effect: the model does not come from the hub"
         yield Finding(("model", "revision"), what, "remove it")

@@ -42,6 +42,8 @@ def _source(key: Path, source: SourceSection) -> Iterator[Finding]:
         yield from _folder(at, name)
     elif os.path.exists(name):
         yield from _file(at, name)
+    elif os.path.islink(name):
+        yield Finding(at, f"{name} is a link to {os.readlink(name)}, which is not there", "mend the link")
     elif looks_local(name) or _ending(name) in DATA_ENDINGS or not HUB_ID.fullmatch(name.split(":")[0]):
         yield Finding(at, f"no such file or folder: {name}", _near(name))
     else:
@@ -61,7 +63,9 @@ def _file(at: Path, path: str) -> Iterator[Finding]:
     if _ending(path) not in DATA_ENDINGS:
         known = ", ".join(DATA_ENDINGS)
         yield Finding(at, f"unknown kind of file: {path}", f"known endings: {known} (each also with .gz)")
-    elif os.path.isfile(path) and os.path.getsize(path) == 0:
+    elif not os.path.isfile(path):
+        yield Finding(at, f"{path} is a pipe or a device, and data is read more than once", "write it into a file")
+    elif os.path.getsize(path) == 0:
         yield Finding(at, f"the file {path} is empty", "fill it, or name another one")
     elif not os.access(path, os.R_OK):
         yield Finding(at, f"the file {path} may not be read", "change its permissions")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.model import ModelSection
 from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
+from halftune.config.model_folder import read_json
 from halftune.config.model_types import check_causal
 from halftune.config.model_weights import Sizes, Tensor
 from halftune.config.safetensors_headers import (
@@ -150,20 +150,19 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
             raise ModelError(f"there is no model {name}", where="model.name_or_path", remedy=did_you_mean(name, known))
         return facts_from_config(known[name], name)
     file = _config_file(model)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(
-            f"config.json cannot be read: {error}", where=str(file), remedy="fetch the model again"
-        ) from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+    raw = read_json(file)
+    if not isinstance(raw.get("model_type"), str):
         raise ModelError(
             "config.json names no model_type", where=str(file), remedy="is this a transformers checkpoint?"
         )
     check_causal(raw, where=str(file), trust_remote_code=model.trust_remote_code)
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
-    return facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
+    try:
+        return facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        remedy = "the file is damaged: copy or download it again"
+        raise ModelError(f"a value has an unexpected kind: {error}", where=str(file), remedy=remedy) from error
 
 
 def facts_from_config(

@@ -13,10 +13,12 @@ from typing import Any
 from halftune.core.errors import ModelError
 
 _FORMATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 # Weights in these are quantised: numbers that mean nothing without scales, and without a config that says which.
 _QUANTISED = re.compile(r"F8|F6_|F4|I8|I4")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings?|embed_in|embeddings?|tok_embeddings)\.weight$")
+_POINTER = b"version https://git-lfs"
 _SAMPLE = 1 << 16  # bytes compared at the beginning, in the middle and at the end
 # In the files, but not in the text model that is trained: extra prediction heads, towers of other modalities, tables.
 _NOT_LOADED = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.|inv_freq$")
@@ -35,39 +37,79 @@ def _entries(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     """Tensor name → (file, where its data begin, header entry)."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError("the index of the weights cannot be read", where=str(index)) from error
-        files = [folder / name for name in names]
-    else:
-        files = [single] if single.is_file() else []
+    files = _shards(index) if index.is_file() else [single] if single.is_file() else []
     tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for file in files:
-        if not file.is_file():
-            raise ModelError(f"the shard {file.name} is missing", where=str(folder), remedy="copy or download it again")
         tensors.update(_header(file))
     return tensors
 
 
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / name for name in names]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        remedy = "the file is damaged: copy or download it again"
+        raise ModelError("the index of the weights cannot be read", where=str(index), remedy=remedy) from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        what = f"{len(missing)} of {len(files)} weight files are missing, first {missing[0]}"
+        raise ModelError(what, where=str(index.parent), remedy="copy or download the model again")
+    return files
+
+
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensor name → (safetensors dtype, shape) of one file.
+
+    Raises:
+        ModelError: it is cut off, or no safetensors file.
+    """
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, (_, _, entry) in _header(file).items()}
+
+
 def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
+    size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("header longer than the file")
+            if length > size:
+                raise ValueError("its header says that it is longer than the file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        size = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if size != file.stat().st_size:
-            raise ValueError("cut off")
-        for entry in header.values():
-            _ = entry["dtype"], tuple(entry["shape"])
+        ends = [_check_entry(name, entry) for name, entry in header.items()]
+        whole = 8 + length + max(ends, default=0)
+        if whole != size:
+            raise ValueError(f"{whole:,} bytes by its header, {size:,} on disk")
         return {name: (file, 8 + length + entry["data_offsets"][0], entry) for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        remedy = "the download is incomplete or the file is damaged: fetch it again"
-        raise ModelError(f"not a whole safetensors file ({error})", where=str(file), remedy=remedy) from error
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = "it is shorter than a header" if isinstance(error, struct.error) else str(error)
+        remedy = "the file is incomplete or damaged: copy or download it again"
+        if not isinstance(error, OSError) and _is_pointer(file):
+            reason, remedy = (
+                "it is a pointer of git-lfs in the place of the weights",
+                "run `git lfs pull` in the folder",
+            )
+        raise ModelError(f"not a whole safetensors file: {reason}", where=str(file), remedy=remedy) from error
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> int:
+    """Where a tensor's bytes end, after making sure that dtype, shape and bytes fit together.
+
+    Raises:
+        ValueError, KeyError, TypeError: they do not.
+    """
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = [*shape, start, end]
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{name} has no dtype, shape and place")
+    if dtype in _BYTES and end - start != _BYTES[dtype] * math.prod(shape):
+        raise ValueError(f"the bytes of {name} do not fit its shape")
+    return end
 
 
 def has_head_of_its_own(folder: Path) -> bool:

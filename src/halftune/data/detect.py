@@ -74,6 +74,22 @@ def detect(rows: Sequence[Mapping[str, Any]], section: SourceSection, where: str
     raise _unknown(rows, found, section, candidates, where)
 
 
+def detect_for(method: str, rows: Sequence[Mapping[str, Any]], section: SourceSection) -> Reading:
+    """The format of a source that is to be trained on by ``method``.
+
+    Raises:
+        DataError: as ``detect``; or the source is plain text, and the method learns answers.
+    """
+    reading = detect(rows, section, section.path)
+    if reading.format.name == "text" and method != "pretrain":
+        raise DataError(
+            "plain text has no answers to train on",
+            where=section.path,
+            remedy="set method: {type: pretrain} to train on every token",
+        )
+    return reading
+
+
 def _consuming(section: SourceSection, where: str) -> list[str]:
     """The formats that read every column of the mapping: what the user names is never left aside for what is there."""
     asked = list(FORMATS) if section.format == "auto" else [section.format]

@@ -39,15 +39,23 @@ class FileRows:
 
 
 def read_file(path: Path) -> FileRows:
-    """Reads a file by its ending.
+    """Reads a file by its ending, which is one of ``READERS``.
 
     Raises:
-        DataError: unknown ending, malformed content (with its line) or not UTF-8.
+        DataError: malformed content (with its line) or not UTF-8.
     """
-    reader = READERS.get(ending(path))
-    if reader is None:
-        raise DataError(f"unknown kind of file {path.suffix!r}", where=str(path), remedy=f"known: {', '.join(READERS)}")
-    return reader(path)
+    return READERS[ending(path)](path)
+
+
+def first_lines(path: Path, size: int) -> FileRows:
+    """The rows of a JSON Lines file whose lines end within its first ``size`` bytes.
+
+    Raises:
+        DataError: as ``read_file``.
+    """
+    with path.open("rb") as file:
+        whole, _, _ = file.read(size).rpartition(b"\n")
+    return _parse_lines(path, _decoded(whole, path))
 
 
 def ending(path: Path) -> str:
@@ -63,6 +71,10 @@ def _text(path: Path) -> str:
         raise DataError(f"not a whole gzip file: {error}", where=str(path)) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    return _decoded(raw, path)
+
+
+def _decoded(raw: bytes, path: Path) -> str:
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         return raw.decode(encoding)

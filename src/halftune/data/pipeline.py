@@ -16,10 +16,10 @@ from halftune.core.errors import ConfigError, DataError
 from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached
 from halftune.data.collate import MULTIPLE
-from halftune.data.detect import Reading, detect
+from halftune.data.detect import Reading, detect_for
 from halftune.data.mixture import choose_rows, contents, hold_out, weigh
 from halftune.data.order import epoch_rows
-from halftune.data.report import Count, DataReport, Efficiency, SourceReport, histogram
+from halftune.data.report import Count, DataReport, Efficiency, SourceReport, histogram, nothing_left
 from halftune.data.sources import Rows, open_source
 from halftune.data.split import TokenizedSplit
 from halftune.data.store import TokenStore, build_store
@@ -120,6 +120,9 @@ def _source(
         store, values = cached(cache_key(tokenizer, parts), make)
     report = SourceReport.from_dict(values)
     log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
+    for what, counts in (("dropped", report.dropped), ("shortened", report.truncated)):
+        for reason, count in counts.items():
+            log.warning("%s: %s: %s: %s", section.path, what, reason, count)
     return store, report
 
 
@@ -140,13 +143,7 @@ def _tokenize(
 ) -> tuple[TokenStore, SourceReport]:
     everything = rows.all()
     taken = [everything[index] for index in chosen]
-    reading = detect(taken, section, section.path)
-    if reading.format.name == "text" and config.method.type != "pretrain":
-        raise DataError(
-            "plain text has no answers to train on",
-            where=section.path,
-            remedy="set method: {type: pretrain} to train on every token",
-        )
+    reading = detect_for(config.method.type, taken, section)
     report = SourceReport(
         name=section.path,
         format=reading.format.name,
@@ -159,7 +156,7 @@ def _tokenize(
     )
     samples = _collect(rows, chosen, taken, reading, config, tokenizer, report)
     if not samples:
-        raise _nothing_left(report)
+        raise nothing_left(report.name, report.dropped)
     store = build_store(samples)
     report.samples, report.tokens = len(store), len(store.ids)
     report.trained_tokens = int(store.trained.sum())
@@ -200,11 +197,6 @@ def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
     reasons += [(report.notes, what) for what in outcome.notes]
     for counts, reason in reasons:
         counts.setdefault(reason, Count()).add(place)
-
-
-def _nothing_left(report: SourceReport) -> DataError:
-    why = "; ".join(f"{reason}: {count}" for reason, count in report.dropped.items())
-    return DataError(f"no row is left to train on: {why}", where=report.name, remedy="correct the data or data.columns")
 
 
 def _ranges(stores: Sequence[TokenStore]) -> list[np.ndarray]:

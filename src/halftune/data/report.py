@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from halftune.core.errors import DataError
+
 SHOWN = 20  # row numbers that a report lists for each reason
 BAR = 40  # characters of a histogram's longest bar
 
@@ -156,6 +158,15 @@ class DataReport:
             f"packed into {fed.packed_rows:,} rows of {self.max_length:,}: {fed.packed:.0%} are real",
         ]
         return Text(" · ".join(lines))
+
+
+def nothing_left(name: str, dropped: Mapping[str, Count]) -> DataError:
+    """The error for a source none of whose rows can be trained on."""
+    why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items())
+    remedy = "correct the data or data.columns"
+    if any("max_length" in reason for reason in dropped):
+        remedy = "raise data.max_length: it is in tokens, the chat template's own included"
+    return DataError(f"no row is left to train on: {why}", where=name, remedy=remedy)
 
 
 def _details(source: SourceReport) -> list[RenderableType]:

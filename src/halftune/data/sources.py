@@ -18,6 +18,7 @@ from halftune.data.builtin.sets import builtin_fingerprint, builtin_rows
 from halftune.data.files import READERS, FileRows, ending, read_file
 from halftune.data.hub import hub_fingerprint, hub_rows
 
+BUILTIN = "builtin:"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -90,24 +91,40 @@ def open_source(section: SourceSection) -> Source:
         DataError: no such file, folder, builtin set or hub id.
     """
     name = section.path
-    if name.startswith("builtin:"):
-        return _builtin(section, name.removeprefix("builtin:"))
+    if name.startswith(BUILTIN):
+        return _builtin(section, name.removeprefix(BUILTIN))
     path = Path(name)
-    if path.is_dir():
-        return _of_files(section, _folder(path))
     if path.exists():
-        return _of_files(section, [path])
+        return _of_files(section, files_of(path))
     looks_local = ending(path) in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or not HUB_ID.fullmatch(name):
         raise _missing(path)
     return Source(section, hub_fingerprint(section), lambda: Rows(name, [hub_rows(section)]))
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files of a source that is a file or a folder.
+
+    Raises:
+        DataError: it holds none, or is of a kind that nothing reads.
+    """
+    if path.is_dir():
+        return _folder(path)
+    if ending(path) not in READERS:
+        raise DataError(f"unknown kind of file {path.suffix!r}", where=str(path), remedy=f"known: {', '.join(READERS)}")
+    return [path]
+
+
+def empty(name: str) -> DataError:
+    """The error for a source without a row."""
+    return DataError("the data set is empty", where=name, remedy="fill it, or name another one")
+
+
 def _of_files(section: SourceSection, paths: list[Path]) -> Source:
     def read() -> Rows:
         rows = Rows(section.path, [read_file(path) for path in paths])
         if not len(rows):
-            raise DataError("the data set is empty", where=section.path)
+            raise empty(section.path)
         return rows
 
     return Source(section, _hash(paths), read)
@@ -121,7 +138,10 @@ def _builtin(section: SourceSection, name: str) -> Source:
 
 def _folder(folder: Path) -> list[Path]:
     """Files of one kind: the first of the known endings that the folder holds decides; sorted by name."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    found = [path for path in folder.rglob("*") if not path.name.startswith(".")]
+    if broken := sorted(path for path in found if path.is_symlink() and not path.exists()):
+        raise DataError("is a link to nothing", where=str(broken[0]), remedy="mend or remove the link")
+    files = sorted(path for path in found if path.is_file())
     for kind in READERS:
         if chosen := [path for path in files if ending(path) == kind]:
             others = {ending(path) for path in files} & READERS.keys() - {kind, ".md", ".rst", ".py", ".txt"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,8 +17,12 @@ from huggingface_hub.errors import (
 )
 
 from halftune.config.model import ModelSection
+from halftune.config.model_folder import check_code, check_weights
 from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
 from halftune.model.builtin import materialize
+
+log = get_logger(__name__)
 
 BUILTIN = "builtin:"
 WEIGHTS = ("*.safetensors",)
@@ -41,10 +45,10 @@ def locate(model: ModelSection) -> Path:
         return materialize(name.removeprefix(BUILTIN))
     folder = Path(name)
     if folder.is_dir():
-        return _checked(folder)
+        return _checked(folder, model)
     if folder.is_file() or _looks_like_a_path(name):
         raise ModelError(f"no model folder at {name}", remedy="write an existing folder, a hub id or builtin:<name>")
-    return _checked(download(name, model, (*WEIGHTS, *SMALL_FILES)))
+    return _checked(download(name, model, (*WEIGHTS, *SMALL_FILES)), model)
 
 
 def locate_tokenizer(model: ModelSection) -> Path:
@@ -104,32 +108,19 @@ def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
         raise ModelError(f"download failed: {first}", where=where, remedy="try again or write a folder") from error
 
 
-def _checked(folder: Path) -> Path:
-    """The folder, when it holds a whole checkpoint in safetensors.
+def _checked(folder: Path, model: ModelSection) -> Path:
+    """The folder, when it holds a whole checkpoint in safetensors whose code, where it is to run, cannot change.
 
     Raises:
         ModelError: it does not; the message says what is missing.
     """
-    where = str(folder)
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            remedy = "train or chat from its base model; `halftune export` merges an adapter into one"
-            raise ModelError("this folder holds an adapter, not a model", where=where, remedy=remedy)
-        raise ModelError("the folder has no config.json", where=where, remedy="write the folder of a model")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise ModelError("the index of weights is damaged", where=str(index), remedy="fetch it again") from error
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            what = f"{len(missing)} of {len(shards)} weight files are missing, first {missing[0]}"
-            raise ModelError(what, where=where, remedy="fetch the model again")
-    elif not any(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickles:
-            what = f"weights are pickles ({pickles[0]}), which run code when loaded"
-            raise ModelError(what, where=where, remedy="convert them to safetensors with a tool that you trust")
-        raise ModelError("no weights (*.safetensors)", where=where, remedy="write a model that has them")
+    check_weights(folder)
+    if code := check_code(folder, model):
+        _tell_code(str(folder), tuple(code))
     return folder
+
+
+@cache
+def _tell_code(folder: str, files: tuple[str, ...]) -> None:
+    """Says once which Python comes with a checkpoint."""
+    log.warning("model.trust_remote_code: Python from %s runs here: %s", folder, ", ".join(files))

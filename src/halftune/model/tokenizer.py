@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from halftune.config.builtin_models import END_TOKEN, START_TOKEN
 from halftune.config.model import ModelSection
+from halftune.config.model_folder import check_code, check_tokenizer
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.builtin import chatml_template
@@ -20,8 +21,6 @@ log = get_logger(__name__)
 
 # Names under which vocabularies keep an unused token that may pad, in order of preference.
 PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|pad|>", "<unk>")
-# Files that hold a vocabulary, in every format that transformers reads.
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "sentencepiece*")
 # transformers' own tag around what the assistant says; plain Jinja does not know it
 GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
@@ -33,11 +32,11 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         ModelError: it cannot be loaded, or the template asked for does not fit it.
     """
     folder = locate_tokenizer(model)
-    if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
-        # transformers would make an empty tokenizer of the model's type, without a word
-        raise ModelError("the folder has no tokenizer", where=str(folder), remedy="set model.tokenizer")
+    check_tokenizer(folder)
     # code of another hub repository is pinned by nothing
     pinned = model.tokenizer is None or Path(model.tokenizer).is_dir()
+    if pinned:
+        check_code(folder, model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from halftune.config.adapter import AdapterSection
+from halftune.config.model_folder import check_adapter
 from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.mixtures import as_made, targets_as_written
@@ -49,6 +50,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     """
     if not (folder / "adapter_config.json").is_file():
         raise ModelError("no adapter here (adapter_config.json)", where=str(folder), remedy="write a finished run")
+    check_adapter(folder)
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
         ours = as_made(config, model)

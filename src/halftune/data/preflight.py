@@ -1,0 +1,83 @@
+"""Reads a run's data files before anything heavy is imported: what is wrong with them is said at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from halftune.config.data import SourceSection
+from halftune.config.run import RunConfig
+from halftune.core.errors import DataError
+from halftune.data.conversation import RowDropped, RowError
+from halftune.data.detect import detect_for
+from halftune.data.files import FileRows, ending, first_lines, read_file
+from halftune.data.missing import with_nulls
+from halftune.data.mixture import choose_rows
+from halftune.data.report import Count, nothing_left
+from halftune.data.sources import BUILTIN, Rows, empty, files_of
+
+ENOUGH = 8 << 20  # bytes of each source: read in a fraction of a second
+
+
+def look_over(config: RunConfig) -> None:
+    """Reads every local source as far as ``ENOUGH`` goes and makes conversations of its rows, without a tokenizer.
+
+    What lies further on, and what only a tokenizer can tell, is found when the data is prepared.
+
+    Raises:
+        DataError: a row is malformed or has no answer, no format fits, or nothing is left to train on.
+    """
+    for section in (*config.data.train, *config.data.eval):
+        found = _rows(section)
+        if found is not None:
+            _check(found, section, config)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Rows of a source; ``whole`` where these are all."""
+
+    rows: Rows
+    whole: bool
+
+
+def _rows(section: SourceSection) -> _Found | None:
+    """The rows, or as many as can be read quickly; None where there is nothing to read here."""
+    if section.path.startswith(BUILTIN) or not os.path.exists(section.path):
+        return None
+    paths = files_of(Path(section.path))
+    parts: list[FileRows] = []
+    left = ENOUGH
+    for path in paths:
+        if path.is_file() and path.stat().st_size > left:
+            if ending(path) not in (".jsonl", ".ndjson") or path.suffix == ".gz":
+                return _Found(Rows(section.path, parts), False) if parts else None
+            parts.append(first_lines(path, left))
+            return _Found(Rows(section.path, parts), False)
+        parts.append(read_file(path))
+        left -= path.stat().st_size
+    return _Found(Rows(section.path, parts), True)
+
+
+def _check(found: _Found, section: SourceSection, config: RunConfig) -> None:
+    rows = found.rows
+    if not len(rows):
+        if found.whole:
+            raise empty(section.path)
+        return
+    if not found.whole and section.samples is not None:
+        return  # which rows are taken depends on how many there are
+    everything = rows.all()
+    chosen = choose_rows(len(rows), section.samples, seed=config.training.seed).tolist()
+    reading = detect_for(config.method.type, [everything[index] for index in chosen], section)
+    dropped: dict[str, Count] = {}
+    for index in chosen:
+        try:
+            reading.format.read(with_nulls(reading.rename(everything[index])))
+        except RowDropped as reason:
+            dropped.setdefault(reason.reason, Count()).add(rows.place(index))
+        except RowError as error:
+            raise DataError(error.what, where=rows.where(index), remedy=error.remedy) from error
+    if found.whole and sum(count.count for count in dropped.values()) == len(chosen):
+        raise nothing_left(section.path, dropped)
