@@ -94,7 +94,7 @@ def lines_of(run: Run) -> list[dict[str, Any]]:
 
 def test_every_name_of_the_table_is_chosen_by_some_configuration(make_run: MakeRun, monkeypatch: Any) -> None:
     sections = {
-        "logging": {"report_to": ["tensorboard", "wandb"], "sample_prompts": ["hi"]},
+        "logging": {"report_to": ["tensorboard", "wandb"], "sample_prompts": ["hi"], "profile": 2},
         "training": {"early_stopping_patience": 2},
     }
     run = make_run(scaler=True, **sections)  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from halftune.config.section import LISTED, Flag, Section
+from pydantic import Field
+
+from halftune.config.section import LISTED, Flag, Int, Section
 
 
 class LoggingSection(Section):
@@ -21,3 +23,6 @@ class LoggingSection(Section):
 
     sample_prompts: Annotated[tuple[str, ...], LISTED] = ()
     """Prompts answered before and after training; the report shows both answers."""
+
+    profile: Annotated[Int, Field(ge=1, le=100)] | None = None
+    """Record so many steps, after three that warm up, with torch.profiler: a trace, and a table in the report."""

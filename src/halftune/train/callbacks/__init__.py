@@ -23,6 +23,7 @@ CALLBACKS: dict[str, str] = {
     "tensorboard": "halftune.train.callbacks.tensorboard:TensorBoard",
     "wandb": "halftune.train.callbacks.wandb:WeightsAndBiases",
     "early_stopping": "halftune.train.callbacks.early_stopping:EarlyStopping",
+    "profile": "halftune.train.callbacks.profile:Profile",
     "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
     "report": "halftune.train.callbacks.report:Report",
 }
@@ -40,12 +41,14 @@ def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
     names: dict[str, dict] = {}
     if logging.progress:
         names |= {"progress_bar": {}} if sys.stderr.isatty() else {"progress_lines": every}
-    if plan.precision.grad_scaler.value:
+    if plan.precision.grad_scaler.value or training.on_non_finite == "skip":
         names["nonfinite"] = {}
     names |= {"dtype_guard": {}, "environment": {}, "metrics": every}
     if logging.sample_prompts:
         names["samples"] = {}
     names |= dict.fromkeys(logging.report_to, every)
     if training.early_stopping_patience is not None:
-        names["early_stopping"] = {"patience": training.early_stopping_patience, "every": training.eval_steps}
+        names["early_stopping"] = {"patience": training.early_stopping_patience}
+    if logging.profile is not None:  # after what works between steps, so that it is no part of a step
+        names["profile"] = {"steps": logging.profile}
     return names | {"loss_plot": {}, "report": {}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -76,7 +76,20 @@ class StepMetrics:
 
 
 class Callback:
-    """Does nothing at every point; a callback overrides what it needs. Called on every process."""
+    """Does nothing at every point; a callback overrides what it needs. Called on every process.
+
+    Attributes:
+        watches: it only looks on (writes, draws, reports): where it fails, training goes on without it.
+    """
+
+    watches: ClassVar[bool] = False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold of it, JSON-able; asked of the main process."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes back what :meth:`state` gave, before ``on_start``; not called where the checkpoint knows none."""
 
     def on_start(self, run: Run) -> None:
         """Once, before the first step: the model is loaded, the plan is checked, a checkpoint has been restored."""

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from halftune.train.callbacks.base import Callback, Run
 
 
 class EarlyStopping(Callback):
-    """Counts evaluations since the best one, from steps alone: nothing to save, and equal on every process.
+    """Counts evaluations since the best one; equal on every process, because they all know the same loss.
 
     Args:
         patience: evaluations without improvement after which the run stops.
-        every: ``training.eval_steps``.
     """
 
-    def __init__(self, patience: int, every: int | str) -> None:
-        self.patience, self.every = patience, every
+    def __init__(self, patience: int) -> None:
+        self.patience, self.since = patience, 0
+
+    def state(self) -> dict[str, Any]:
+        """How many evaluations were not better."""
+        return {"since": self.since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on counting."""
+        self.since = state["since"]
+
+    def on_start(self, run: Run) -> None:
+        """A run that had stopped stays stopped, unless patience is longer now."""
+        self._look(run)
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """Sets ``run.stop`` when patience is over."""
-        if run.best is None:
-            return
-        step, loss = run.best
-        interval = run.steps_per_epoch if isinstance(self.every, str) else self.every
-        since = round((run.step - step) / interval)
-        if since >= self.patience:
-            run.stop = f"no better evaluation loss than {loss:.4g} (step {step}) in {since} evaluations"
+        better = run.best is not None and run.best[0] == run.step
+        self.since = 0 if better else self.since + 1
+        self._look(run)
+
+    def _look(self, run: Run) -> None:
+        if run.best is not None and self.since >= self.patience:
+            step, loss = run.best
+            run.stop = f"no better evaluation loss than {loss:.4g} (step {step}) in {self.since} evaluations"

@@ -19,6 +19,8 @@ NAME = "environment.json"
 class Environment(Callback):
     """Versions, machine, git commit and the data's fingerprints. Of several sittings, the last one's are kept."""
 
+    watches = True
+
     def on_start(self, run: Run) -> None:
         """Writes the file on the main process."""
         if not run.is_main:

@@ -28,12 +28,22 @@ _OWN = {*NAMES, *_SPEEDS, "step", "seconds", "time"}
 class Logger(Callback):
     """Sends lines to somewhere else. A subclass opens, sends and closes; any failure ends the logger with a warning."""
 
+    watches = True
     name = ""
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
 
     def __init__(self, every: int) -> None:
         self.window = Window(every)
         self.on = False
+        self.lost: int | None = None  # the step at which it failed
+
+    def state(self) -> dict[str, Any]:
+        """The steps that have not been sent yet."""
+        return {"window": self.window.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on where the checkpoint was."""
+        self.window.restore(state["window"])
 
     def open(self, run: Run) -> None:
         """Starts logging a run."""
@@ -54,30 +64,32 @@ class Logger(Callback):
             MissingPackageError: its package is not installed.
         """
         self.on = run.is_main
-        self._try(self.open, run)
+        self._try(run, self.open, run)
 
     def on_step(self, run: Run, metrics: StepMetrics) -> None:
         """Sends a line per ``logging_steps``."""
         if self.on and (line := self.window.add(run, metrics)):
-            self._try(self.send, run.step, tree(line))
+            self._try(run, self.send, run.step, tree(line))
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """Sends the evaluation's numbers."""
-        self._try(self.send, run.step, tree(metrics))
+        self._try(run, self.send, run.step, tree(metrics))
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
         """Sends what is left and closes."""
         if self.on and (line := self.window.line(run)):
-            self._try(self.send, run.step, tree(line))
-        self._try(self.close, error is not None)
+            self._try(run, self.send, run.step, tree(line))
+        self._try(run, self.close, error is not None)
+        if self.lost is not None:
+            log.warning("%s has nothing of what came after step %d", self.name, self.lost)
 
-    def _try(self, action: Callable[..., None], *details: Any) -> None:
+    def _try(self, run: Run, action: Callable[..., None], *details: Any) -> None:
         if not self.on:
             return
         try:
             action(*details)
         except self.failures as error:
-            self.on = False
+            self.on, self.lost = False, run.step
             log.warning("%s is off for the rest of the run: %s: %s", self.name, type(error).__name__, error)
 
 

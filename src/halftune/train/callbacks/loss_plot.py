@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from halftune.core.log import get_logger
+from halftune.core.atomic import whole_file
 from halftune.train.callbacks.base import Callback, Run
 from halftune.train.callbacks.metrics import read_metrics
 from halftune.train.quantities import significant
 from halftune.train.report.curve import Curve, curve, smooth, thin
 
-log = get_logger(__name__)
 NAME = "loss.png"
 _INK, _SOFT, _LINE, _EVAL = "#23211d", "#77726a", "#1f5f8b", "#b4512a"
 
 
 class LossPlot(Callback):
     """Draws what ``metrics.jsonl`` holds, so it comes after the callback that writes it."""
+
+    watches = True
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """Draws the plot so far."""
@@ -35,10 +35,7 @@ class LossPlot(Callback):
         if not training and not evaluation:
             return
         name = run.config.logging.run_name or run.folder.name
-        try:
-            draw(run.folder / NAME, name, training, evaluation)
-        except OSError as error:
-            log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
+        draw(run.folder / NAME, name, training, evaluation)
 
 
 def draw(path: Path, title: str, training: Curve, evaluation: Curve) -> None:
@@ -84,6 +81,5 @@ def draw(path: Path, title: str, training: Curve, evaluation: Curve) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     axes.legend(frameon=False, labelcolor=_INK)
-    beside = path.with_name(f".{path.name}.writing")
-    figure.savefig(beside, format="png")
-    os.replace(beside, path)
+    with whole_file(path) as beside:
+        figure.savefig(beside, format="png")

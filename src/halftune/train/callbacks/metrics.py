@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line for every logged step and every evaluation, on disk at once."""
+"""``metrics.jsonl``: one JSON object a line for every logged step and every evaluation, in the file at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from halftune.core.errors import TrainingError
+from halftune.core.atomic import sync, write_text
 from halftune.core.log import get_logger
-from halftune.train.callbacks.base import Callback, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
 from halftune.train.callbacks.window import Window, finite
 
 log = get_logger(__name__)
@@ -23,7 +24,7 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / NAME
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 entry = json.loads(line)
@@ -34,20 +35,47 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 class MetricsFile(Callback):
-    """Appends to ``metrics.jsonl``. Where a run goes on from a checkpoint, lines after it are dropped first."""
+    """Appends to ``metrics.jsonl``. Where a run goes on from a checkpoint, the file is cut back to what it knew then.
+
+    Lines that cannot be written (a full disk) are kept and tried again with the next one; training goes on.
+    """
+
+    watches = True
 
     def __init__(self, every: int) -> None:
         self.window = Window(every)
+        self.written: int | None = None  # length of the file at the restored checkpoint, in bytes
+        self.waiting: list[str] = []
+        self.warned = False
+        self.folder: Path | None = None
+
+    def state(self) -> dict[str, Any]:
+        """How long the file is, what waits to be written, and the steps that no line has told of yet."""
+        size = 0
+        if self.folder is not None:
+            with suppress(OSError):  # no file: nothing has been written
+                sync(self.folder / NAME)
+                size = (self.folder / NAME).stat().st_size
+        return {"bytes": size, "waiting": self.waiting, "window": self.window.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on where the checkpoint was."""
+        self.written, self.waiting = state["bytes"], list(state["waiting"])
+        self.window.restore(state["window"])
 
     def on_start(self, run: Run) -> None:
-        """Keeps the lines up to the restored step: those after it will be measured again."""
+        """Cuts the file back: what comes after the restored step will be measured again."""
         path = run.folder / NAME
-        if not run.is_main or not path.exists():
+        if not run.is_main:
+            return
+        self.folder = run.folder
+        if not path.exists():
+            return
+        if run.step and self.written is not None and _continues(path, self.written, run.step):
+            os.truncate(path, self.written)
             return
         kept = [line for line in read_metrics(run.folder) if line.get("step", 0) <= run.step and run.step > 0]
-        beside = path.with_suffix(".writing")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(beside, path)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_step(self, run: Run, metrics: StepMetrics) -> None:
         """A line per ``logging_steps``, and one for the last step."""
@@ -58,26 +86,56 @@ class MetricsFile(Callback):
         numbers = {name: finite(value) for name, value in metrics.items()}
         self._append(run, {"step": run.step, "epoch": round(run.epoch, 6), **numbers, "time": round(time.time(), 3)})
 
-    def on_save(self, run: Run, folder: Path) -> None:
-        """The steps up to the checkpoint: a run that goes on from it begins a new line, and none is lost."""
-        self._append(run, self.window.line(run))
+    def on_phase(self, run: Run, phase: Phase) -> None:
+        """The last steps of a run that stops early: no checkpoint shall hold them back."""
+        if phase == "saving" and run.stop:
+            self._append(run, self.window.line(run))
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
-        """The steps that no line has told of yet."""
-        try:
-            self._append(run, self.window.line(run))
-        except TrainingError as failure:  # the run is over; what ended it matters more
-            log.warning("%s", failure)
+        """The steps that no line has told of yet; a run that goes on from a checkpoint takes this line back."""
+        self._append(run, self.window.line(run))
+        if self.waiting:
+            log.warning("%s lacks %d lines that could not be written", run.folder / NAME, len(self.waiting))
 
     def _append(self, run: Run, line: dict[str, Any] | None) -> None:
         if line is None or not run.is_main:
             return
+        self.waiting.append(json.dumps(line) + "\n")
         try:
-            with (run.folder / NAME).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            _write(run.folder / NAME, "".join(self.waiting).encode())
         except OSError as error:
-            raise TrainingError(
-                f"cannot write metrics: {error.strerror}",
-                where=str(run.folder / NAME),
-                remedy="free space and run the same command again; checkpoints are intact",
-            ) from error
+            if not self.warned:
+                self.warned = True
+                log.warning(
+                    "cannot write %s: %s; training goes on, and the lines are tried again with the next one",
+                    run.folder / NAME,
+                    error.strerror,
+                )
+        else:
+            self.waiting = []
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Appends all of ``data`` or nothing."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def _continues(path: Path, size: int, step: int) -> bool:
+    """Whether the first ``size`` bytes of a file are what was there at ``step``: whole lines, none of a later step."""
+    with path.open("rb") as file:
+        known = file.read(size)
+    if len(known) < size or (known and not known.endswith(b"\n")):
+        return False
+    try:
+        return not known or json.loads(known.splitlines()[-1])["step"] <= step
+    except (ValueError, LookupError, TypeError):
+        return False

@@ -56,6 +56,8 @@ class _Bar(Progress):
 class ProgressBar(Callback):
     """The live bar. Log messages appear above it."""
 
+    watches = True
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.pace, self.recent = Pace(), deque[StepMetrics](maxlen=_RECENT)
@@ -117,16 +119,20 @@ class ProgressBar(Callback):
         """Takes the bar down; it stays visible as it was."""
         if self.bar is None:
             return
-        if error is not None:
-            self.bar.update(self.task, description="stopped", left="")
-        self.bar.stop()
-        for handler, stream in self.redirected:
-            handler.setStream(stream)
-        self.bar = None
+        bar, self.bar = self.bar, None
+        try:
+            if error is not None:
+                bar.update(self.task, description="stopped", left="")
+            bar.stop()
+        finally:  # a terminal that was closed takes no last word
+            for handler, stream in self.redirected:
+                handler.setStream(stream)
 
 
 class ProgressLines(Callback):
     """Plain lines for files and pipes: at logged steps, at most one in 2 seconds, later one a minute."""
+
+    watches = True
 
     def __init__(self, every: int) -> None:
         self.window, self.pace = Window(every), Pace()

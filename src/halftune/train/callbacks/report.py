@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Callback, Run
 from halftune.train.report.page import Status, write_report
-
-log = get_logger(__name__)
 
 
 class Report(Callback):
     """Comes last: it reads what the other callbacks have written."""
+
+    watches = True
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """The report so far."""
@@ -26,7 +25,4 @@ class Report(Callback):
     def _write(self, run: Run, status: Status) -> None:
         if not run.is_main:
             return
-        try:
-            write_report(run.folder, status)
-        except OSError as failure:
-            log.warning("cannot write the report of %s: %s", run.folder, failure.strerror)
+        write_report(run.folder, status)

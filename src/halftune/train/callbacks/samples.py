@@ -20,6 +20,8 @@ NAME = "samples.json"
 class Samples(Callback):
     """Asks the model before and after. Generation draws from a random stream of its own: training is not touched."""
 
+    watches = True
+
     def on_start(self, run: Run) -> None:
         """Answers before the first step. A run that goes on keeps the stored ones."""
         if run.is_main and run.step == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from halftune.train.callbacks.base import Run, StepMetrics
@@ -20,6 +21,14 @@ class Window:
     def __init__(self, every: int) -> None:
         self.every = every
         self._steps: list[StepMetrics] = []
+
+    def state(self) -> list[dict[str, Any]]:
+        """The steps that no line has told of yet, JSON-able."""
+        return [asdict(step) for step in self._steps]
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Takes back what :meth:`state` gave."""
+        self._steps = [StepMetrics(**step) for step in state]
 
     def add(self, run: Run, metrics: StepMetrics) -> dict[str, Any] | None:
         """Takes a step in; the line for ``metrics.jsonl`` where one is due, else None."""
@@ -39,7 +48,8 @@ class Window:
         extra = {name: finite(value) for name, value in last.extra.items()}
         if "skipped" in extra:
             extra["skipped"] = sum(step.extra.get("skipped", 0.0) for step in steps)
-        loss = sum(step.loss * weight for step, weight in zip(steps, weights, strict=True)) / sum(weights)
+        # a skipped step weighs nothing, and its loss may be no number
+        loss = sum(step.loss * weight for step, weight in zip(steps, weights, strict=True) if weight) / sum(weights)
         return {
             "step": run.step,
             "epoch": round(run.epoch, 6),

@@ -18,6 +18,7 @@ from halftune.train.report.decisions import decisions
 from halftune.train.report.dtypes import dtypes
 from halftune.train.report.html import Html, element, section
 from halftune.train.report.machine import machine
+from halftune.train.report.profile import profile
 from halftune.train.report.record import Record, read
 from halftune.train.report.summary import cards, sentence
 
@@ -29,6 +30,7 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Record], Html]], ...] = (
     ("data", "Data", dataset),
     ("plan", "Plan", decisions),
     ("dtypes", "Dtypes", dtypes),
+    ("profile", "Profile", profile),
     ("environment", "Environment", machine),
 )
 

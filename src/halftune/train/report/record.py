@@ -19,7 +19,7 @@ class Record:
     Attributes:
         folder: the run folder.
         training, evaluations: lines of ``metrics.jsonl``.
-        plan, environment, data, dtypes, guard: the JSON files of those names.
+        plan, environment, data, dtypes, guard, profile: the JSON files of those names.
         samples: rows of ``samples.json``.
         config: ``resolved.yaml`` as values; ``config_text`` as text, with the origin of each value.
         unreadable: files that are there and cannot be read.
@@ -33,6 +33,7 @@ class Record:
     data: dict[str, Any]
     dtypes: dict[str, Any]
     guard: dict[str, Any]
+    profile: dict[str, Any]
     samples: list[dict[str, Any]]
     config: dict[str, Any]
     config_text: str
@@ -85,6 +86,7 @@ def read(folder: Path) -> Record:
         data=values("data_report.json"),
         dtypes=values("dtypes.json"),
         guard=values("guard.json"),
+        profile=values("profile.json"),
         samples=values("samples.json").get("samples", []),
         config=config if isinstance(config, dict) else {},
         config_text=text,
