@@ -1,12 +1,13 @@
 """Softmax-attention backends as data, one row each: what they need and where they end.
 
-FlashAttention's limits are those that its sources check (flash-attn 2.8.3, flash-attn 4 beta), and one that they miss:
-the backward pass of head sizes above 192 with dropout on capability 8.6, 8.9 and 12.0 leaves its gradients unwritten.
+FlashAttention-2's limits are those of its contract (``attention/contract.py``), FlashAttention-4's from its beta.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from halftune.attention.contract import HEAD_DIM_MULTIPLE, LOWEST_CAPABILITY, MAX_HEAD_DIM
 
 HALF = ("bf16", "fp16")
 ALL = (*HALF, "fp32")
@@ -57,9 +58,9 @@ BACKENDS: tuple[Backend, ...] = (
         "flash_attn",
         ("cuda", "rocm"),
         HALF,
-        capability=(8, 0),
+        capability=LOWEST_CAPABILITY,
         package="flash-attn",
-        max_head_dim=256,
+        max_head_dim=MAX_HEAD_DIM,
         varlen="flash_attn_varlen",
     ),
     # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping. Before 2.13 they take no scale, no window
@@ -69,10 +70,10 @@ BACKENDS: tuple[Backend, ...] = (
         "torch",
         ("cuda",),
         HALF,
-        capability=(8, 0),
+        capability=LOWEST_CAPABILITY,
         torch="2.13",
-        max_head_dim=256,
-        head_dim_multiple=8,
+        max_head_dim=MAX_HEAD_DIM,
+        head_dim_multiple=HEAD_DIM_MULTIPLE,
         dropout=False,
         softcap=False,
         varlen="torch_varlen",
@@ -111,8 +112,6 @@ ON_REQUEST: tuple[Backend, ...] = (
     ),
 )
 
-# (capability, largest head size with dropout): no backward kernel exists, and no error is raised.
-SILENT_DROPOUT_HOLE: dict[tuple[int, int], int] = {(8, 6): 192, (8, 9): 192, (12, 0): 192}
 # Head sizes up to which FlashAttention-4 trains on data-centre Blackwell, besides exactly 256.
 FA4_BLACKWELL_HEAD_DIM = 128
 

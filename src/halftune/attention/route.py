@@ -14,9 +14,9 @@ from halftune.attention.backends import (
     NO_ATTENTION,
     ON_REQUEST,
     OWN_ATTENTION,
-    SILENT_DROPOUT_HOLE,
     Backend,
 )
+from halftune.attention.contract import silent_hole
 from halftune.attention.plan import AttentionPlan
 from halftune.config.attention import AttentionSection
 from halftune.config.model_facts import ModelFacts
@@ -130,9 +130,7 @@ def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> I
         yield f"needs compute capability {_dotted(backend.capability)}, {shown}"
     elif backend.majors and device.capability[0] not in backend.majors:
         yield f"has a backward pass for compute capability {', '.join(f'{m}.x' for m in backend.majors)}, {shown}"
-    dropout_limit = SILENT_DROPOUT_HOLE.get(device.capability)
-    hole = backend.name == "fa2" and facts.attention_dropout > 0 and dropout_limit is not None
-    if hole and dropout_limit is not None and facts.head_dim > dropout_limit:
+    if backend.name == "fa2" and silent_hole(device.capability, facts.head_dim, facts.attention_dropout):
         yield f"head size {facts.head_dim} with dropout leaves gradients unwritten on {device.name}, without an error"
     blackwell = backend.name == "fa4" and device.capability[0] in (10, 11)
     if blackwell and facts.head_dim > FA4_BLACKWELL_HEAD_DIM and facts.head_dim != backend.max_head_dim:

@@ -1,0 +1,255 @@
+"""What FlashAttention-2 checks, in its order and its words, as data; and the one case that it gets wrong silently.
+
+Read from the sources of flash-attn 2.8.3 (``csrc/flash_attn/flash_api.cpp``: ``mha_fwd``, ``mha_varlen_fwd``,
+``mha_bwd``; ``flash_attn/ops/triton/rotary.py``). Route, guard, doctor and the tests' stand-in of the package all read
+this file. Its Python side mends two things before the checks: a last dimension that is not contiguous, and a head size
+that is no multiple of 8 (padded with zeros). Nothing mends a dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Pass = Literal["forward", "varlen", "backward"]
+EVERY: tuple[Pass, ...] = ("forward", "varlen", "backward")
+FORWARDS: tuple[Pass, ...] = ("forward", "varlen")
+
+DTYPES = ("float16", "bfloat16")
+LOWEST_CAPABILITY = (8, 0)
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+PAGE_MULTIPLE = 256
+
+# (capability, largest head size with dropout): no backward kernel exists, and no error is raised.
+SILENT_DROPOUT_HOLE: dict[tuple[int, int], int] = {(8, 6): 192, (8, 9): 192, (12, 0): 192}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as the checks see it: dtype by torch's name without ``torch.``, shape, stride of the last dimension."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    last_stride: int = 1
+    contiguous: bool = True
+
+    @staticmethod
+    def of(tensor: Any) -> Operand:
+        """Of a torch tensor, real or without numbers."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Operand(dtype, tuple(tensor.shape), tensor.stride(-1) if tensor.ndim else 1, tensor.is_contiguous())
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the kernel, after the package's Python side has mended what it mends.
+
+    Attributes:
+        q, k, v: ``[B, T, H, D]``, ``[B, S, G, D]``, or ``[N, H, D]``, ``[M, G, D]`` of packed rows.
+        capability: of the device.
+        kind: which entry point.
+        cu_seqlens: of queries and keys, packed rows only.
+        out, dout: backward only.
+        dropout, softcap: options.
+        alibi: ALiBi slopes.
+        page: block size of a paged cache, 0 without one.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    capability: tuple[int, int] = LOWEST_CAPABILITY
+    kind: Pass = "forward"
+    cu_seqlens: tuple[Operand, ...] = ()
+    out: Operand | None = None
+    dout: Operand | None = None
+    dropout: float = 0.0
+    softcap: float = 0.0
+    alibi: Operand | None = None
+    page: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Rows, or samples of a packed row."""
+        return self.cu_seqlens[0].shape[0] - 1 if self.kind == "varlen" and self.cu_seqlens else self.q.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Head size of the queries."""
+        return self.q.shape[-1]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: where it stands in, whether a call passes, and what is raised (RuntimeError) where it does not."""
+
+    passes: tuple[Pass, ...]
+    holds: Callable[[Call], bool]
+    text: str
+
+
+def _same(name: str) -> Callable[[Call], bool]:
+    """Whether an operand has the queries' dtype; one that is not there has."""
+
+    def holds(call: Call) -> bool:
+        operand: Operand | None = vars(call)[name]
+        return operand is None or operand.dtype == call.q.dtype
+
+    return holds
+
+
+def _last(*names: str) -> Callable[[Call], bool]:
+    def holds(call: Call) -> bool:
+        operands: list[Operand | None] = [vars(call)[name] for name in names]
+        return all(operand is None or operand.last_stride == 1 for operand in operands)
+
+    return holds
+
+
+def _int32(at: int) -> Callable[[Call], bool]:
+    return lambda call: len(call.cu_seqlens) <= at or call.cu_seqlens[at].dtype == "int32"
+
+
+def _whole(at: int) -> Callable[[Call], bool]:
+    return lambda call: len(call.cu_seqlens) <= at or call.cu_seqlens[at].contiguous
+
+
+def _keys_fit(call: Call) -> bool:
+    """Keys have the queries' batch (dense rows) and head size."""
+    rows = call.kind == "varlen" or call.k.shape[0] == call.q.shape[0]
+    return rows and call.k.shape[-1] == call.head_dim
+
+
+_K_SHAPE = "k must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
+_V_SHAPE = "v must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
+
+# In the order in which they are made.
+CHECKS: tuple[Check, ...] = (
+    Check(EVERY, lambda c: c.capability >= LOWEST_CAPABILITY, "FlashAttention only supports Ampere GPUs or newer."),
+    Check(EVERY, lambda c: c.q.dtype in DTYPES, "FlashAttention only support fp16 and bf16 data type"),
+    Check(EVERY, _same("k"), "query and key must have the same dtype"),
+    Check(EVERY, _same("v"), "query and value must have the same dtype"),
+    Check(("backward",), _same("out"), "query and out must have the same dtype"),
+    Check(("backward",), _same("dout"), "query and dout must have the same dtype"),
+    Check(("varlen",), _int32(0), "cu_seqlens_q must have dtype int32"),
+    Check(("varlen",), _int32(1), "cu_seqlens_k must have dtype int32"),
+    Check(EVERY, _last("q", "k", "v"), "Input tensor must have contiguous last dimension"),
+    Check(("backward",), _last("out"), "out tensor must have contiguous last dimension"),
+    Check(("backward",), _last("dout"), "dout tensor must have contiguous last dimension"),
+    Check(("varlen",), _whole(0), "cu_seqlens_q must be contiguous"),
+    Check(("varlen",), _whole(1), "cu_seqlens_k must be contiguous"),
+    Check(("varlen",), lambda c: not (c.softcap > 0 and c.dropout > 0), "Softcapping does not support dropout for now"),
+    Check(("varlen",), lambda c: c.page % PAGE_MULTIPLE == 0, "Paged KV cache block size must be divisible by 256"),
+    Check(EVERY, lambda c: c.batch > 0, "batch size must be positive"),
+    Check(
+        FORWARDS,
+        lambda c: c.head_dim <= MAX_HEAD_DIM,
+        "FlashAttention forward only supports head dimension at most 256",
+    ),
+    Check(
+        FORWARDS,
+        lambda c: c.head_dim % HEAD_DIM_MULTIPLE == 0,
+        "query, key, value, and out_ must have a head_size that is a multiple of 8",
+    ),
+    Check(("backward",), lambda c: c.head_dim % HEAD_DIM_MULTIPLE == 0, "head_size should be a multiple of 8"),
+    Check(
+        ("backward",),
+        lambda c: c.head_dim <= MAX_HEAD_DIM,
+        "FlashAttention backward only supports head dimension at most 256",
+    ),
+    Check(
+        EVERY,
+        lambda c: c.k.shape[-2] > 0 and c.q.shape[-2] % c.k.shape[-2] == 0,
+        "Number of heads in key/value must divide number of heads in query",
+    ),
+    Check(
+        ("forward", "backward"),
+        lambda c: not (c.softcap > 0 and c.dropout > 0),
+        "Softcapping does not support dropout for now",
+    ),
+    Check(EVERY, _keys_fit, _K_SHAPE),
+    Check(EVERY, lambda c: c.v.shape == c.k.shape, _V_SHAPE),
+    Check(EVERY, lambda c: c.alibi is None or c.alibi.dtype == "float32", "ALiBi slopes must have dtype fp32"),
+    Check(EVERY, _last("alibi"), "ALiBi slopes tensor must have contiguous last dimension"),
+)
+
+
+def violations(call: Call) -> Iterator[str]:
+    """What the kernel objects to, in its order; it raises the first. Pure."""
+    return (check.text for check in CHECKS if call.kind in check.passes and not check.holds(call))
+
+
+def silent_hole(capability: tuple[int, int] | None, head_dim: int, dropout: float) -> bool:
+    """Whether the backward pass would leave the gradients of q, k and v unwritten, without an error."""
+    limit = SILENT_DROPOUT_HOLE.get(capability) if capability else None
+    return limit is not None and dropout > 0 and head_dim > limit
+
+
+@dataclass(frozen=True)
+class RotaryCheck:
+    """A check of ``flash_attn``'s rotary helper, in its order; AssertionError where it fails.
+
+    Attributes:
+        holds: from the operands x, cos, sin.
+        text: may name the dtypes.
+        last: last version (major, minor, patch) that has it; None for all.
+    """
+
+    holds: Callable[[Operand, Operand, Operand], bool]
+    text: str
+    last: tuple[int, int, int] | None = None
+
+
+ROTARY_CHECKS: tuple[RotaryCheck, ...] = (
+    RotaryCheck(lambda x, cos, sin: sin.shape == cos.shape, ""),
+    RotaryCheck(lambda x, cos, sin: 2 * cos.shape[-1] <= x.shape[-1], "rotary_dim must be <= headdim"),
+    RotaryCheck(lambda x, cos, sin: x.shape[-1] <= MAX_HEAD_DIM, "Only support headdim <= 256"),
+    RotaryCheck(lambda x, cos, sin: cos.shape[0] >= x.shape[1], "seqlen_ro must be >= seqlen"),
+    RotaryCheck(
+        lambda x, cos, sin: cos.dtype == sin.dtype,
+        "cos and sin must have the same dtype, got torch.{cos.dtype} and torch.{sin.dtype}",
+        last=(2, 7, 4),
+    ),
+    RotaryCheck(
+        lambda x, cos, sin: x.dtype == cos.dtype,
+        "Input and cos/sin must have the same dtype, got torch.{x.dtype} and torch.{cos.dtype}",
+        last=(2, 7, 4),
+    ),
+)
+
+
+def rotary_violations(x: Operand, cos: Operand, sin: Operand, version: tuple[int, int, int]) -> Iterator[str]:
+    """What the rotary helper of a version objects to, in its order."""
+    for check in ROTARY_CHECKS:
+        if (check.last is None or version <= check.last) and not check.holds(x, cos, sin):
+            yield check.text.format(x=x, cos=cos, sin=sin)
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """A function of the package that models import by hand.
+
+    Attributes:
+        module, name: where it is.
+        operands: parameters that must share one dtype, first the one whose place decides.
+        packed: how many of q, k, v the first operand holds along its ``-3`` axis (1: it is one of them).
+    """
+
+    module: str
+    name: str
+    operands: tuple[str, ...]
+    packed: int = 1
+
+
+_FUNCTIONS = "flash_attn.flash_attn_interface"
+ENTRY_POINTS: tuple[EntryPoint, ...] = (
+    EntryPoint(_FUNCTIONS, "flash_attn_func", ("q", "k", "v")),
+    EntryPoint(_FUNCTIONS, "flash_attn_varlen_func", ("q", "k", "v")),
+    EntryPoint(_FUNCTIONS, "flash_attn_kvpacked_func", ("q", "kv"), packed=2),
+    EntryPoint(_FUNCTIONS, "flash_attn_varlen_kvpacked_func", ("q", "kv"), packed=2),
+    EntryPoint(_FUNCTIONS, "flash_attn_qkvpacked_func", ("qkv",), packed=3),
+    EntryPoint(_FUNCTIONS, "flash_attn_varlen_qkvpacked_func", ("qkv",), packed=3),
+)
+ROTARY_ENTRY_POINT = EntryPoint("flash_attn.layers.rotary", "apply_rotary_emb", ("x", "cos", "sin"))
