@@ -1,0 +1,88 @@
+"""Checks of an operator's arguments: every complaint names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ArgumentError(ValueError):
+    """An operator was called with an argument it cannot take.
+
+    Args:
+        operator: name of the operator.
+        argument: name of the argument.
+        came: what was passed.
+        expected: what would have been right.
+    """
+
+    def __init__(self, operator: str, argument: str, *, came: object, expected: str) -> None:
+        self.operator, self.argument, self.came, self.expected = operator, argument, came, expected
+        super().__init__(f"{operator}: {argument} is {came}, expected {expected}")
+
+
+class Shapes:
+    """Binds dimension names to sizes, one tensor after the other.
+
+    >>> import torch
+    >>> shapes = Shapes("demo")
+    >>> shapes.check("q", torch.zeros(2, 3), "B T")
+    >>> shapes["T"]
+    3
+    """
+
+    def __init__(self, operator: str, **sizes: int) -> None:
+        self.operator, self._sizes = operator, dict(sizes)
+
+    def __getitem__(self, name: str) -> int:
+        return self._sizes[name]
+
+    def check(self, argument: str, tensor: torch.Tensor | None, names: str) -> None:
+        """Raises `ArgumentError` unless ``tensor`` is None or has the named dimensions, in this order."""
+        if tensor is None:
+            return
+        expected = names.split()
+        fits = tensor.dim() == len(expected) and all(
+            self._sizes.setdefault(name, size) == size for name, size in zip(expected, tensor.shape, strict=True)
+        )
+        if not fits:
+            known = ", ".join(f"{name}={self._sizes[name]}" for name in expected if name in self._sizes)
+            raise ArgumentError(
+                self.operator,
+                argument,
+                came=f"of shape {list(tensor.shape)}",
+                expected=f"[{', '.join(expected)}]" + (f" with {known}" if known else ""),
+            )
+
+
+def check_same_dtype(operator: str, **tensors: torch.Tensor | None) -> torch.dtype:
+    """The floating dtype that all given tensors share; the first decides. Raises `ArgumentError`."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, dtype = next((name, tensor.dtype) for name, tensor in given.items())
+    if not dtype.is_floating_point:
+        raise ArgumentError(operator, first, came=dtype, expected="a floating-point dtype")
+    for name, tensor in given.items():
+        if tensor.dtype != dtype:
+            raise ArgumentError(operator, name, came=tensor.dtype, expected=f"{dtype}, as {first} has")
+    return dtype
+
+
+def check_same_device(operator: str, **tensors: torch.Tensor | None) -> torch.device:
+    """The device that all given tensors share; the first decides. Raises `ArgumentError`."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, device = next((name, tensor.device) for name, tensor in given.items())
+    for name, tensor in given.items():
+        if tensor.device != device:
+            raise ArgumentError(operator, name, came=f"on {tensor.device}", expected=f"{device}, where {first} is")
+    return device
+
+
+def check_heads(operator: str, argument: str, heads: int, *, of: str, groups: int) -> None:
+    """Raises `ArgumentError` unless ``heads`` is a multiple of ``groups``, the heads of argument ``of``."""
+    if groups < 1 or heads % groups:
+        raise ArgumentError(operator, argument, came=f"of {heads} heads", expected=f"a multiple of {of}'s {groups}")
+
+
+def check_choice(operator: str, argument: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises `ArgumentError` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ArgumentError(operator, argument, came=repr(value), expected="one of " + ", ".join(map(repr, choices)))

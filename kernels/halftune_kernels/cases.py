@@ -1,0 +1,141 @@
+"""One set of fresh random inputs per operator: for the self-check, for warming up and for the tests on hardware."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from halftune_kernels.arguments import check_choice
+
+BOUNDS = (0, 1, 64, 65, 65, 200)  # length 1, a whole chunk, empty, a ragged tail
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call.
+
+    Attributes:
+        operator: the operator.
+        function: ``package.module:function`` of its public function.
+        inputs: tensors that get a gradient, by argument name, fp64 on the CPU.
+        wide: names that stay fp32 where the others are half: decays, states, parameters.
+        options: other arguments.
+    """
+
+    operator: str
+    function: str
+    inputs: dict[str, torch.Tensor]
+    wide: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
+        """Outputs, and the gradient of every input under a fixed random cotangent, by name."""
+        module, _, name = self.function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        half = dtype in (torch.float16, torch.bfloat16)
+        given = {
+            key: value.detach().to(device, torch.float32 if half and key in self.wide else dtype, copy=True)
+            for key, value in self.inputs.items()
+        }
+        for value in given.values():
+            value.requires_grad_()
+        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
+        out = function(**given, **options, backend=backend)
+        outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+        generator = torch.Generator().manual_seed(7)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for x in outputs:
+            cotangent = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16)
+            loss = loss + (x.double() * cotangent.to(device)).sum()
+        loss.backward()
+        results = {f"output {n}": x.detach() for n, x in enumerate(outputs)}
+        for key, x in given.items():
+            assert x.grad is not None, f"{self.operator}: {key} got no gradient"
+            results[f"d {key}"] = x.grad
+        return results
+
+
+def rounded(case: Case, dtype: torch.dtype) -> Case:
+    """The case with the inputs that ``dtype`` can hold, still fp64: what the reference must see."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    inputs = {
+        key: value.to(torch.float32 if half and key in case.wide else dtype).double()
+        for key, value in case.inputs.items()
+    }
+    return Case(case.operator, case.function, inputs, case.wide, case.options)
+
+
+def case(operator: str, size: int = 128, bounds: tuple[int, ...] = BOUNDS, seed: int = 0) -> Case:
+    """Inputs of ``operator`` with head size ``size`` for a packed row with these boundaries."""
+    check_choice("cases", "operator", operator, tuple(_MAKERS))
+    return _MAKERS[operator](size, bounds, torch.Generator().manual_seed(seed))
+
+
+def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _packed(bounds: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    return {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32), **more}
+
+
+def _conv(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
+    inputs = {
+        "x": _normal(generator, 1, bounds[-1], size).transpose(1, 2),
+        "weight": _normal(generator, size, 4),
+        "bias": _normal(generator, size),
+        "initial_states": _normal(generator, len(bounds) - 1, size, 3),
+    }
+    options = _packed(bounds, activation="silu")
+    return Case("causal_conv1d", "halftune_kernels.causal_conv1d:causal_conv1d_fn", inputs, ("weight", "bias"), options)
+
+
+def _norm(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
+    shape = (1, bounds[-1], 2, size)
+    inputs = {"x": _normal(generator, *shape), "weight": _normal(generator, size), "gate": _normal(generator, *shape)}
+    return Case("gated_rms_norm", "halftune_kernels.gated_rms_norm:gated_rms_norm", inputs, ("weight",))
+
+
+def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
+    length, heads, groups = bounds[-1], 4, 2
+    inputs = {
+        "q": _normal(generator, 1, length, groups, size),
+        "k": _normal(generator, 1, length, groups, size) * size**-0.5,
+        "v": _normal(generator, 1, length, heads, size),
+        "g": -F.softplus(_normal(generator, 1, length, heads)) * 0.3,
+        "w": F.softplus(_normal(generator, 1, length, heads)),
+        "initial_state": _normal(generator, len(bounds) - 1, heads, size, size),
+    }
+    options = _packed(bounds, output_final_state=True)
+    return Case("ssd", "halftune_kernels.ssd:simple_decay", inputs, ("g", "w", "initial_state"), options)
+
+
+def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torch.Generator], Case]:
+    def make(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
+        length, groups = bounds[-1], 2
+        heads = 4 if operator == "gated_delta_rule" else groups
+        gate = (1, length, heads) if operator == "gated_delta_rule" else (1, length, groups, size)
+        inputs = {
+            "q": _normal(generator, 1, length, groups, size),
+            "k": _normal(generator, 1, length, groups, size),
+            "v": _normal(generator, 1, length, heads, size),
+            "g": -F.softplus(_normal(generator, *gate)) * 0.3,
+            "beta": torch.sigmoid(_normal(generator, 1, length, heads)),
+            "initial_state": _normal(generator, len(bounds) - 1, heads, size, size),
+        }
+        options = _packed(bounds, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        return Case(operator, function, inputs, ("g", "initial_state"), options)
+
+    return make
+
+
+_MAKERS: dict[str, Callable[[int, tuple[int, ...], torch.Generator], Case]] = {
+    "causal_conv1d": _conv,
+    "gated_rms_norm": _norm,
+    "ssd": _ssd,
+}

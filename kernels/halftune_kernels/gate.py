@@ -1,0 +1,85 @@
+"""What is known of GPU × Triton pairs, as data: where kernels must not run, and where they must prove themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What each compute capability lends one block, bytes of shared memory (CUDA programming guide, table of compute
+# capabilities: the opt-in maximum per block).
+SHARED_MEMORY: dict[int, int] = {
+    75: 65_536,
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}
+OLDEST_TRITON = (3, 6, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding about a range of GPUs and Triton versions.
+
+    Attributes:
+        capabilities: from, to (exclusive), compute capability as 10 * major + minor.
+        versions: from, to (exclusive).
+        operators: names it concerns; empty for all.
+        verdict: ``refuse`` keeps kernels off; ``prove`` runs the self-check before the first use.
+        reason: what goes wrong, as the plan prints it.
+    """
+
+    capabilities: tuple[int, int]
+    versions: tuple[tuple[int, ...], tuple[int, ...]]
+    operators: tuple[str, ...]
+    verdict: Literal["refuse", "prove"]
+    reason: str
+
+
+_ALL = ((0, 0, 0), (999,))
+DELTA = ("gated_delta_rule", "kda", "rwkv7")
+ROWS: tuple[Row, ...] = (
+    Row((0, 70), _ALL, (), "refuse", "Triton supports no GPU older than sm_70"),
+    Row(
+        (70, 80),
+        _ALL,
+        ("ssd", *DELTA),
+        "refuse",
+        "Triton 3.6 to 3.9 emit no tensor-core instructions for sm_70 and sm_75; torch's matmuls use them",
+    ),
+    Row(
+        (90, 100),
+        ((3, 4, 0), (3, 7, 1)),
+        ("ssd", *DELTA),
+        "prove",
+        "on Hopper, Triton 3.4.0 to 3.7.0 gave wrong gradients of linear attention for some tile shapes",
+    ),
+    Row(
+        (90, 100),
+        ((3, 7, 1), (999,)),
+        DELTA,
+        "prove",
+        "on Hopper, delta-rule backward kernels gave wrong gradients for some warp counts in every Triton so far",
+    ),
+    Row(
+        (100, 130),
+        ((0, 0, 0), (3, 8, 0)),
+        ("ssd", *DELTA),
+        "prove",
+        "on Blackwell, chains of dots raced before Triton 3.8 and gave NaN or changing gradients",
+    ),
+)
+
+
+def rows_for(operator: str, capability: int, version: tuple[int, ...]) -> list[Row]:
+    """The rows that concern one operator on one GPU with one Triton version; refusals first."""
+    found = [
+        row
+        for row in ROWS
+        if row.capabilities[0] <= capability < row.capabilities[1]
+        and row.versions[0] <= version < row.versions[1]
+        and (not row.operators or operator in row.operators)
+    ]
+    return sorted(found, key=lambda row: row.verdict != "refuse")

@@ -1,0 +1,57 @@
+"""RMSNorm with a gate, as linear-attention layers use it after their scan."""
+
+from __future__ import annotations
+
+import torch
+
+from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_same_device
+from halftune_kernels.dispatch import module
+
+__all__ = ["gated_rms_norm"]
+_NAME = "gated_rms_norm"
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``norm(x) * weight * act(gate)``, or ``norm(x * act(gate)) * weight``.
+
+    Args:
+        x: [..., D].
+        weight: [D], in any float dtype.
+        gate: [..., D]; none if None.
+        eps: added to the mean square.
+        activation: ``silu``, ``swish`` (the same) or ``sigmoid``.
+        norm_before_gate: first form (Qwen3-Next, Kimi) or second (Mamba-2).
+        group_size: the norm is over runs of this many channels; over all D if None.
+        backend: see `halftune_kernels.dispatch.choose`.
+
+    Returns:
+        [..., D] in the dtype of ``x``. Everything inside is fp32.
+
+    Raises:
+        ArgumentError: an argument does not fit the others.
+    """
+    check_choice(_NAME, "activation", activation, ("silu", "swish", "sigmoid"))
+    if not x.dtype.is_floating_point:
+        raise ArgumentError(_NAME, "x", came=x.dtype, expected="a floating-point dtype")
+    Shapes(_NAME, D=x.shape[-1]).check("weight", weight, "D")
+    if gate is not None and gate.shape != x.shape:
+        came = f"of shape {list(gate.shape)}"
+        raise ArgumentError(_NAME, "gate", came=came, expected=f"{list(x.shape)}, as x has")
+    size = x.shape[-1] if group_size is None else group_size
+    if size < 1 or x.shape[-1] % size:
+        raise ArgumentError(_NAME, "group_size", came=size, expected=f"a divisor of D = {x.shape[-1]}")
+    device = check_same_device(_NAME, x=x, weight=weight, gate=gate)
+    run = module(_NAME, device, x.dtype, backend).gated_rms_norm
+    flat = None if gate is None else gate.reshape(-1, x.shape[-1])
+    y = run(x.reshape(-1, x.shape[-1]), weight, flat, eps, activation == "sigmoid", norm_before_gate, size)
+    return y.view(x.shape)
