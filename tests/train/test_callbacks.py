@@ -184,15 +184,37 @@ def test_other_processes_write_nothing(make_run: MakeRun) -> None:
     assert not list(run.folder.iterdir())
 
 
-def test_metrics_that_cannot_be_written_stop_the_run_with_a_remedy(make_run: MakeRun) -> None:
+def test_metrics_that_cannot_be_written_wait_until_they_can(make_run: MakeRun, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logging.getLogger("halftune"), "propagate", True)
     run, callback = make_run(), MetricsFile(1)
-    (run.folder / "metrics.jsonl").mkdir()
-    with pytest.raises(TrainingError, match=r"cannot write metrics.*checkpoints are intact"):
-        advance(callback, run, measured())
-    advance_window = MetricsFile(5)
-    run.step = 0
-    advance(advance_window, run, measured())
-    advance_window.on_end(run, None)  # must not raise
+    callback.on_start(run)
+    (run.folder / "metrics.jsonl").mkdir()  # in the place of a disk that takes nothing
+    advance(callback, run, measured(1.0), measured(2.0))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"cannot write {run.folder / 'metrics.jsonl'}"
+    ]
+    (run.folder / "metrics.jsonl").rmdir()
+    advance(callback, run, measured(3.0))
+    assert [line["loss"] for line in lines_of(run)] == [1.0, 2.0, 3.0]
+    callback.on_end(run, None)
+    assert len(caplog.records) == 1
+
+
+def test_steps_between_two_lines_outlive_the_process(make_run: MakeRun) -> None:
+    """Saved at step 4, killed at step 6, with a line every three steps."""
+    whole, callback = make_run(), MetricsFile(3)
+    callback.on_start(whole)
+    advance(callback, whole, *[measured(float(i)) for i in range(4)])
+    kept = json.loads(json.dumps(callback.state()))
+    advance(callback, whole, measured(4.0), measured(5.0))
+    expected = lines_of(whole)
+    run, again = make_run(step=4), MetricsFile(3)
+    again.restore(kept)
+    again.on_start(run)
+    advance(again, run, measured(4.0), measured(5.0))
+    strip = lambda lines: [{k: v for k, v in line.items() if k != "time"} for line in lines]  # noqa: E731
+    assert strip(lines_of(run)) == strip(expected)
+    assert [line["step"] for line in expected] == [3, 6]
 
 
 def test_bar_shows_the_numbers_and_gives_log_messages_back(make_run: MakeRun, capsys: Any) -> None:
@@ -250,7 +272,7 @@ def test_time_left_ignores_the_warm_up() -> None:
 
 
 def test_early_stopping_counts_evaluations_since_the_best(make_run: MakeRun) -> None:
-    run, callback = make_run(), EarlyStopping(patience=2, every=5)
+    run, callback = make_run(), EarlyStopping(patience=2)
     run.best = (5, 1.25)
     for step, stops in ((5, False), (10, False), (15, True)):
         run.step = step
@@ -258,10 +280,15 @@ def test_early_stopping_counts_evaluations_since_the_best(make_run: MakeRun) -> 
         assert bool(run.stop) is stops
     assert "1.25" in run.stop
     assert "step 5" in run.stop
-    by_epoch, run = EarlyStopping(patience=1, every="epoch"), make_run()
-    run.best, run.step = (9, 1.0), 20  # epochs of packed rows are not all equally long
-    by_epoch.on_evaluate(run, {"eval_loss": 2.0})
-    assert run.stop
+    again, later = EarlyStopping(patience=2), make_run(step=15)
+    again.restore(callback.state())
+    later.best = run.best
+    again.on_start(later)
+    assert later.stop == run.stop  # a run that had stopped stays stopped
+    patient, later.stop = EarlyStopping(patience=3), ""
+    patient.restore(callback.state())
+    patient.on_start(later)
+    assert not later.stop
 
 
 def test_samples_before_and_after(make_run: MakeRun, monkeypatch: Any) -> None:
@@ -357,7 +384,8 @@ def test_logger_that_fails_is_switched_off_with_one_warning(make_run: MakeRun, c
     callback.on_end(run, None)
     assert callback.sent == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "broken is off for the rest of the run: ConnectionError: the server is gone"
+        "broken is off for the rest of the run: ConnectionError: the server is gone",
+        "broken has nothing of what came after step 1",
     ]
 
 

@@ -16,6 +16,7 @@ from halftune.core.errors import TrainingError
 from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.first_nonfinite import watch
 from halftune.train.callbacks.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite
+from halftune.train.manifest import seal
 
 Batch = dict[str, torch.Tensor]
 
@@ -66,7 +67,8 @@ def test_healthy_step_runs_nothing(run: Run, batch: Batch) -> None:
 def test_first_module_is_named_and_the_checkpoint_too(run: Run, batch: Batch) -> None:
     for step in (2, 4):
         (run.folder / f"checkpoint-{step}").mkdir()
-        (run.folder / f"checkpoint-{step}" / "checkpoint.json").write_text("{}")
+        (run.folder / f"checkpoint-{step}" / "state.json").write_text("{}")
+        seal(run.folder / f"checkpoint-{step}")
     spoil(run.model.get_submodule("model.layers.1.mlp.up_proj"))
     words = stop(run, [batch])
     assert "the loss is nan in step 5: the first" in words

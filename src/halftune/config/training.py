@@ -21,11 +21,14 @@ class TrainingSection(Section):
     max_steps: Annotated[Int, Field(ge=1)] | None = None
     """Optimizer steps; overrides `num_train_epochs`."""
 
-    per_device_train_batch_size: Annotated[Int, Field(ge=1)] = 4
-    """Rows per device and forward pass."""
+    per_device_train_batch_size: Annotated[Int, Field(ge=1)] | None = None
+    """Rows per device and forward pass; 4 by default. Or say `tokens_per_batch`."""
+
+    tokens_per_batch: Annotated[Int, Field(ge=8)] | None = None
+    """Tokens per device and forward pass, padding included: as many rows as fit. Short samples then make more rows."""
 
     per_device_eval_batch_size: Annotated[Int, Field(ge=1)] | None = None
-    """Rows per device in evaluation; as in training by default."""
+    """Rows per device in evaluation; as in training by default (rows or tokens)."""
 
     gradient_accumulation_steps: Annotated[Int, Field(ge=1)] = 1
     """Forward passes per optimizer step. The loss is that of the whole global batch, whatever its split."""
@@ -88,6 +91,13 @@ class TrainingSection(Section):
 
     load_best: Flag = False
     """Save the weights of the best evaluation, not the last ones, as the final result."""
+
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite: `stop` the run, or `skip` the update of that step; 30 in a row stop it."""
+
+    on_out_of_memory: Literal["first_step", "always", "stop"] = "first_step"
+    """Out of memory: halve the micro-batch and double the accumulation (the same global batch) if that happens before
+    the `first_step` is done, `always`, or `stop`."""
 
     resume: str = "auto"
     """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""

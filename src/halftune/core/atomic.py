@@ -70,6 +70,18 @@ def whole_folder(target: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder; at every moment it is whole or gone.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    beside = _beside(path, WRITING)
+    shutil.rmtree(beside, ignore_errors=True)
+    path.rename(beside)
+    shutil.rmtree(beside)
+
+
 def clear_leftovers(folder: Path) -> None:
     """Tidies up after a process that was killed: half-written things go, an older one without successor comes back."""
     for old in folder.glob(f".*{OLD}"):

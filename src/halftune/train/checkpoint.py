@@ -1,10 +1,8 @@
-"""Checkpoints to go on from: safetensors and JSON, written beside their final name and renamed when complete."""
+"""Checkpoints to go on from: safetensors and JSON, valid only under the manifest that is written last."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +16,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from halftune.core.atomic import remove_folder, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.model.state import load_trainable_state, trainable_state
+from halftune.train.manifest import MARKER, damage, seal
 
 log = get_logger(__name__)
 
-MARKER = "checkpoint.json"  # written last: a folder without it is no checkpoint
 PREFIX = "checkpoint-"
-TRAINABLE, OPTIMIZER = "trainable.safetensors", "optimizer.safetensors"
+TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 
 
 @dataclass
@@ -39,66 +38,59 @@ class Trained:
     scaler: torch.amp.GradScaler
 
 
-def save_checkpoint(
-    folder: Path, step: int, trained: Trained, progress: dict[str, Any], randoms: list[dict[str, Any]]
-) -> Path:
+def save_checkpoint(folder: Path, step: int, trained: Trained, facts: dict[str, Any]) -> Path:
     """Writes ``folder/checkpoint-<step>`` completely or not at all.
 
     Args:
-        progress: JSON-able facts that the trainer wants back (epoch, best evaluation …).
-        randoms: random state of every process, by rank.
+        folder: the run folder.
+        step: optimizer steps done.
+        trained: what is saved.
+        facts: JSON-able: what else the trainer wants back (position in the data, random states, callbacks' states …).
 
     Raises:
-        TrainingError: the disk is full or the folder cannot be written; earlier checkpoints are untouched.
+        TrainingError: the disk is full or gone, or the folder cannot be written; earlier checkpoints are untouched and
+            nothing half-written is left.
     """
     final = folder / f"{PREFIX}{step}"
-    beside = folder / f".{PREFIX}{step}.writing"
+    tensors, numbers = _flatten_optimizer(trained.optimizer)
+    state = {
+        "step": step,
+        **facts,
+        "optimizer": numbers,
+        "schedule": trained.schedule.state_dict(),
+        "scaler": trained.scaler.state_dict(),
+    }
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        tensors, numbers = _flatten_optimizer(trained.optimizer)
-        save_file(trainable_state(trained.model), beside / TRAINABLE)
-        save_file(tensors, beside / OPTIMIZER)
-        state = {
-            "step": step,
-            "progress": progress,
-            "optimizer": numbers,
-            "schedule": trained.schedule.state_dict(),
-            "scaler": trained.scaler.state_dict(),
-            "random": randoms,
-        }
-        (beside / MARKER).write_text(json.dumps(state), encoding="utf-8")
-        for path in beside.iterdir():
-            _fsync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        beside.rename(final)
-        _fsync(folder)
+        with whole_folder(final) as beside:
+            save_file(trainable_state(trained.model), beside / TRAINABLE)
+            save_file(tensors, beside / OPTIMIZER)
+            (beside / STATE).write_text(json.dumps(state), encoding="utf-8")
+            seal(beside)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
-        shutil.rmtree(beside, ignore_errors=True)
         raise TrainingError(
             f"cannot write the checkpoint of step {step}: {error}",
             where=str(final),
-            remedy="free space or choose another training.output_dir; earlier checkpoints are intact",
+            remedy="free space and run the same command again; earlier checkpoints are intact",
         ) from error
     return final
 
 
 def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
-    """Restores weights, optimizer, schedule and scaler, and returns ``step``, ``progress`` and ``random``.
+    """Restores weights, optimizer, schedule and scaler, and returns ``step`` and the facts that were saved with them.
 
     Raises:
-        TrainingError: the folder is no complete checkpoint of this model.
+        TrainingError: the folder cannot be read.
+        ModelError: it is a checkpoint of another model.
     """
     state = read_state(checkpoint)
-    with _complete(checkpoint):
+    with _readable(checkpoint):
         tensors = load_file(checkpoint / OPTIMIZER)
-        load_weights(checkpoint, trained.model)
+    load_weights(checkpoint, trained.model)
     trained.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
     trained.schedule.load_state_dict(state["schedule"])
     _refresh_rates(trained.schedule)
     trained.scaler.load_state_dict(state["scaler"])
-    return {key: state[key] for key in ("step", "progress", "random")}
+    return state
 
 
 def _refresh_rates(schedule: LRScheduler) -> None:
@@ -112,49 +104,94 @@ def _refresh_rates(schedule: LRScheduler) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says in JSON: ``step``, ``progress``, ``random`` and the numbers of optimizer and schedule.
+    """What a checkpoint says in JSON: ``step``, the facts, and the numbers of optimizer, schedule and scaler.
 
     Raises:
-        TrainingError: the folder is no complete checkpoint.
+        TrainingError: the folder cannot be read.
     """
-    with _complete(checkpoint):
-        return json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    with _readable(checkpoint):
+        return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Puts the trained weights of a checkpoint into ``model``.
+
+    Raises:
+        TrainingError: the folder cannot be read.
+        ModelError: they are another model's.
+    """
+    with _readable(checkpoint):
+        tensors = load_file(checkpoint / TRAINABLE)
+    load_trainable_state(model, tensors)
 
 
 @contextmanager
-def _complete(checkpoint: Path) -> Iterator[None]:
+def _readable(checkpoint: Path) -> Iterator[None]:
     """Turns what reading a damaged file raises into an error that names the checkpoint."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         raise TrainingError(
-            f"not a complete checkpoint: {error}", where=str(checkpoint), remedy="choose another one, or resume: never"
+            f"cannot read this checkpoint: {error}", where=str(checkpoint), remedy="choose another with resume: PATH"
         ) from error
 
 
-def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Puts the trained weights of a checkpoint into ``model``."""
-    load_trainable_state(model, load_file(checkpoint / TRAINABLE))
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def folders(folder: Path) -> list[Path]:
+    """Everything in a run folder that is named like a checkpoint, oldest first, valid or not."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    return sorted(found, key=step_of)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    for path in found:
-        if not (path / MARKER).is_file():
-            log.warning("%s is no complete checkpoint and is ignored", path)
-    return sorted((p for p in found if (p / MARKER).is_file()), key=lambda path: int(path.name.removeprefix(PREFIX)))
+    """Complete checkpoints of a run folder, oldest first; by the sizes of their files, not by checksums."""
+    return [path for path in folders(folder) if not damage(path, thorough=False)]
+
+
+def newest_valid(folder: Path) -> Path | None:
+    """The newest checkpoint whose every byte is as it was written; None where there is none at all.
+
+    Folders that are none are ignored, and a warning says why.
+
+    Raises:
+        TrainingError: there are checkpoints, and all of them are damaged.
+    """
+    found = folders(folder)
+    sealed = [path for path in found if (path / MARKER).exists()]
+    for path in reversed(found):
+        if not (wrong := damage(path, thorough=True)):
+            return path
+        log.warning("%s is no valid checkpoint and is ignored: %s", path, wrong)
+    if sealed:
+        raise TrainingError(
+            f"all checkpoints are damaged, the newest: {damage(sealed[-1], thorough=True)}",
+            where=str(folder),
+            remedy="put them back from a copy, or delete them to begin anew",
+        )
+    return None
 
 
 def rotate(folder: Path, limit: int | None, best_step: int | None) -> None:
-    """Removes the oldest checkpoints beyond ``limit``; never the newest, never the best."""
-    kept = checkpoints(folder)
+    """Removes the oldest complete checkpoints beyond ``limit``; never the newest, never the best.
+
+    Args:
+        folder: the run folder, into which a checkpoint has just been written.
+        limit: how many to keep; None keeps all.
+        best_step: step of the best evaluation.
+    """
     if limit is None:
         return
-    spare = [path for path in kept[:-1] if path.name != f"{PREFIX}{best_step}"]
+    kept = checkpoints(folder)
+    spare = [path for path in kept[:-1] if step_of(path) != best_step]
     for path in spare[: max(0, len(kept) - limit)]:
-        (path / MARKER).unlink()  # first: what is left of a removal that was cut short is no checkpoint
-        shutil.rmtree(path)
+        try:
+            remove_folder(path)
+        except OSError as error:
+            log.warning("cannot remove %s, which training.save_total_limit spares no place: %s", path, error.strerror)
 
 
 def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -172,11 +209,3 @@ def _unflatten_optimizer(tensors: dict[str, torch.Tensor], rest: dict[str, Any])
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
     return {"state": state, "param_groups": rest["groups"]}
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

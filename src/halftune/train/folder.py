@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
+from halftune.config.run import RunConfig
+from halftune.core.atomic import clear_leftovers, write_text
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.log import get_logger
 from halftune.data.report import DataReport
 from halftune.plan import Plan, to_dict
-from halftune.train.checkpoint import MARKER, checkpoints
+from halftune.train.checkpoint import folders, newest_valid
+from halftune.train.lock import LOCK
+from halftune.train.manifest import damage
+
+log = get_logger(__name__)
 
 FINISHED = "finished.json"
-LOCK = ".lock"
+RESOLVED = "resolved.yaml"
 # Keys that may change between two sittings of one run: they do not touch what is computed.
 LENGTH = ("training.num_train_epochs", "training.max_steps")
 HARMLESS = {
@@ -30,14 +35,16 @@ HARMLESS = {
     "training.eval_steps",
     "training.early_stopping_patience",
     "training.load_best",
-    "training.resume",
     "training.per_device_eval_batch_size",
     # The global batch must stay the same, which is checked where a checkpoint is restored; its split may change.
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
+    "training.on_non_finite",
+    "training.on_out_of_memory",
     "data.num_workers",
     "data.cache",
 }
+PLACES = ("training.output_dir", "training.resume")  # where, not what
 HARMLESS_SECTIONS = ("logging.", "generation.", "depends_on")
 
 
@@ -61,97 +68,133 @@ class RunFolder:
         return self.path / "final"
 
 
-def open_folder(loaded: LoadedConfig) -> RunFolder:
+def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
     """Decides whether a run starts anew, goes on or is there already.
+
+    Args:
+        loaded: the configuration.
+        main: tidy up after a process that was killed, and read checksums; not on several processes at once.
 
     Raises:
         ConfigError: the folder holds another run (says what differs), or ``resume: never`` meets a used folder.
-        TrainingError: the checkpoint named by ``resume`` is none.
+        TrainingError: the checkpoint named by ``resume``, or all there are, are damaged.
     """
     path, resume = Path(loaded.run.training.output_dir), loaded.run.training.resume
-    resolved = path / "resolved.yaml"
-    if not resolved.exists():
-        strangers = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
-        if strangers:
-            raise ConfigError(
-                f"the folder is not empty and holds no run of halftune, but {', '.join(strangers[:3])}",
-                where=str(path),
-                remedy="choose another training.output_dir: a run would write over it",
-            )
-        return RunFolder(path, _named(resume), finished=False)
+    if not (path / RESOLVED).exists():
+        _check_empty(path)
+        return RunFolder(path, _named(resume, loaded), finished=False)
     if resume == "never":
         raise ConfigError(
             "the folder holds a run already and resume is 'never'",
             where=str(path),
             remedy="choose another training.output_dir, or delete that folder",
         )
-    before, now = _flat(yaml.safe_load(resolved.read_text(encoding="utf-8"))), _flat(loaded.run.model_dump(mode="json"))
-    differences = _differences(before, now)
-    if differences:
-        raise ConfigError(
-            f"the folder holds a run of another configuration: {'; '.join(differences)}",
-            where=str(path),
-            remedy="choose another training.output_dir, or set these back",
-        )
-    done = checkpoints(path)
-    finished = (path / FINISHED).exists() and all(before[key] == now[key] for key in LENGTH)
-    if (path / FINISHED).exists() and not finished and not done:
+    before, now = _recorded(path / RESOLVED), _flat(loaded.run.model_dump(mode="json"))
+    refuse_differences(before, now, path)
+    if main:
+        clear_leftovers(path)
+    if _is_done(path, longer=any(before.get(key) != now[key] for key in LENGTH)):
+        return RunFolder(path, None, finished=True)
+    if changed := _differences(before, now, harmless=True):
+        log.info("changed since the run began, which is allowed: %s", "; ".join(changed))
+    if resume != "auto":
+        return RunFolder(path, _named(resume, loaded), finished=False)
+    newest = newest_valid(path) if main else None
+    if newest is None and main:
+        log.info("%s has no checkpoint yet: the run begins anew", path)
+    return RunFolder(path, newest, finished=False)
+
+
+def _is_done(path: Path, *, longer: bool) -> bool:
+    if finished_at(path) is None:
+        return False
+    if longer and not folders(path):
         raise ConfigError(
             "the run is finished and left no checkpoint to go on from (training.save_steps: end)",
             where=str(path),
             remedy="choose another training.output_dir",
         )
-    return RunFolder(path, _named(resume) or (done[-1] if done else None), finished)
+    return not longer
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Makes the folder and holds it for this process, so that no second run writes into it.
-
-    Raises:
-        ConfigError: another process holds it.
-        TrainingError: it cannot be made or written.
-    """
+def finished_at(path: Path) -> int | None:
+    """The last step of a finished run in this folder; None where there is none."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / LOCK)
-        lock.acquire(timeout=0)
-    except Timeout as error:
+        return int(json.loads((path / FINISHED).read_text(encoding="utf-8"))["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError):
+        log.warning("%s cannot be read: the run is taken as not finished", path / FINISHED)
+        return None
+
+
+def _check_empty(path: Path) -> None:
+    own = {LOCK, f".{RESOLVED}.writing"}  # what a run that was killed at its very start leaves
+    strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in own) if path.is_dir() else []
+    if strangers:
         raise ConfigError(
-            "another process is training in this folder",
+            f"the folder is not empty and holds no run of halftune, but {', '.join(strangers[:3])}",
             where=str(path),
-            remedy="wait for it, stop it, or choose another training.output_dir",
-        ) from error
-    except OSError as error:
-        raise TrainingError(
-            f"cannot write the run folder: {error.strerror}",
-            where=str(path),
-            remedy="choose another training.output_dir",
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+            remedy="choose another training.output_dir: a run would write over it",
+        )
 
 
-def _named(resume: str) -> Path | None:
+def _named(resume: str, loaded: LoadedConfig) -> Path | None:
+    """The checkpoint that ``resume`` names, of a run of the same configuration."""
     if resume in ("auto", "never"):
         return None
     path = Path(resume)
-    if not (path / MARKER).is_file():
-        raise TrainingError(f"resume names {resume}, which is no complete checkpoint", remedy="resume: auto")
+    if wrong := damage(path, thorough=True):
+        raise TrainingError(f"resume names {resume}, which is no valid checkpoint: {wrong}", remedy="resume: auto")
+    if (path.parent / RESOLVED).is_file():
+        now = _flat(loaded.run.model_dump(mode="json"))
+        refuse_differences(_recorded(path.parent / RESOLVED), now, path.parent)
     return path
 
 
-def _differences(before: dict[str, object], now: dict[str, object]) -> list[str]:
+def _recorded(resolved: Path) -> dict[str, object]:
+    """The flat configuration of a run folder, with today's defaults for keys that are younger than the run."""
+    try:
+        tree = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _unreadable(resolved, str(error).splitlines()[0]) from error
+    if not isinstance(tree, dict):
+        raise _unreadable(resolved, "it is no mapping")
+    try:
+        return _flat(RunConfig.model_validate(tree).model_dump(mode="json"))
+    except ValidationError:  # of another version: compared as it is written
+        return _flat(tree)
+
+
+def _unreadable(resolved: Path, why: str) -> ConfigError:
+    remedy = "put the file back, or choose another training.output_dir"
+    return ConfigError(f"what the run in this folder is cannot be read: {why}", where=str(resolved), remedy=remedy)
+
+
+def refuse_differences(before: dict[str, object], now: dict[str, object], path: Path) -> None:
+    """Raises where two flat configurations are not of one run.
+
+    Raises:
+        ConfigError: names every key that differs, with both values.
+    """
+    if differences := _differences(before, now, harmless=False):
+        raise ConfigError(
+            f"the folder holds a run of another configuration: {'; '.join(differences)}",
+            where=str(path),
+            remedy="choose another training.output_dir, or set these back",
+        )
+
+
+def _differences(before: dict[str, object], now: dict[str, object], *, harmless: bool) -> list[str]:
     return [
         f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-        and key not in HARMLESS
-        and not key.startswith(HARMLESS_SECTIONS)
-        and key != "training.output_dir"
+        if before.get(key) != now.get(key) and key not in PLACES and harmless == _is_harmless(key)
     ]
+
+
+def _is_harmless(key: str) -> bool:
+    return key in HARMLESS or key.startswith(HARMLESS_SECTIONS)
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
@@ -169,11 +212,11 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: Data
         TrainingError: the folder cannot be written.
     """
     try:
-        (folder.path / "resolved.yaml").write_text(resolved_yaml(loaded), encoding="utf-8")  # makes it a run folder
-        (folder.path / "config.yaml").write_text(loaded.text, encoding="utf-8")
-        (folder.path / "plan.json").write_text(json.dumps(to_dict(plan), indent=1))
-        (folder.path / "data_report.json").write_text(json.dumps(data.to_dict(), indent=1))
-        (folder.path / FINISHED).unlink(missing_ok=True)
+        (folder.path / FINISHED).unlink(missing_ok=True)  # first: a run that was made longer is not finished any more
+        write_text(folder.path / RESOLVED, resolved_yaml(loaded))  # makes it a run folder
+        write_text(folder.path / "config.yaml", loaded.text)
+        write_text(folder.path / "plan.json", json.dumps(to_dict(plan), indent=1))
+        write_text(folder.path / "data_report.json", json.dumps(data.to_dict(), indent=1))
     except OSError as error:
         raise TrainingError(
             f"cannot write the run folder: {error.strerror}",

@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
+
+from halftune.core.errors import TrainingError
+
+
+class Interrupted(TrainingError):
+    """A signal ended the run; ``exit_code`` is 128 + its number (130, 143, 129)."""
+
+    def __init__(self, number: signal.Signals, what: str, remedy: str) -> None:
+        super().__init__(f"stopped by {number.name} {what}", remedy=remedy)
+        self.exit_code = 128 + number
+
+    @classmethod
+    def before(cls, number: signal.Signals) -> Interrupted:
+        """Training had not begun."""
+        return cls(number, "before training went on", "nothing was lost; the same command starts again")
+
+    @classmethod
+    def after(cls, number: signal.Signals, step: int, checkpoint: Path) -> Interrupted:
+        """Training had begun: ``checkpoint`` holds everything up to ``step``."""
+        return cls(number, f"after step {step}; saved {checkpoint}", "the same command goes on from there")
 
 
 class Interrupts:
-    """Inside ``with``, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process.
+    """Inside ``with``, SIGINT, SIGTERM and SIGHUP do not end the process as they would.
+
+    Before training has begun, the first one leaves ``with`` as :class:`Interrupted`; inside :meth:`noted` it is only
+    written down, and whoever steps looks. The second one leaves the process at once, wherever it is. A signal that was
+    ignored from the beginning (nohup, a shell's background job) stays ignored.
 
     Attributes:
         received: the first signal that came, or None.
@@ -19,19 +47,55 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._noting = False
+        self._process = os.getpid()
+        self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-        else:  # signals can be caught in the main thread only
-            self._before = {}
+        if threading.current_thread() is threading.main_thread():  # signals can be caught there only
+            for number in self.SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if isinstance(error, _Now) and self.received is not None:
+            raise Interrupted.before(self.received) from None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside ``with``, the first signal is only noted: training has begun, and a step is worth finishing."""
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting = False
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None or os.getpid() != self._process:  # a forked child has nothing to save
+            _show_cursor()
             os._exit(128 + number)
         self.received = signal.Signals(number)
+        if not self._noting:
+            raise _Now
+        if os.environ.get("RANK", "0") == "0":
+            _say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
+
+
+class _Now(KeyboardInterrupt):
+    """Leaves whatever is going on; no library swallows it by catching Exception."""
+
+
+def _say(text: str) -> None:
+    # Straight to the descriptor: a handler may interrupt a write of sys.stderr, which must not be entered twice. A
+    # terminal that was closed (SIGHUP) takes nothing any more.
+    with suppress(OSError):
+        os.write(2, text.encode())
+
+
+def _show_cursor() -> None:
+    """A progress bar hides the cursor."""
+    if sys.__stderr__ is not None and sys.__stderr__.isatty():
+        _say("\x1b[?25h\n")

@@ -15,35 +15,28 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from halftune.config.load import LoadedConfig
-from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.atomic import write_text
+from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger, log_to
 from halftune.model.save import save_final
 from halftune.plan import Plan
+from halftune.train.attempt import Attempts
 from halftune.train.callbacks import build as build_callbacks
-from halftune.train.callbacks.base import Callback, Phase
-from halftune.train.callbacks.nonfinite import check_finite
-from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, read_state, rotate, save_checkpoint
-from halftune.train.feed import Feed
-from halftune.train.folder import FINISHED, RunFolder, locked, open_folder, write_intent
-from halftune.train.interrupt import Interrupts
+from halftune.train.callbacks.base import Phase
+from halftune.train.callbacks.crowd import Crowd
+from halftune.train.callbacks.nonfinite import check_weights
+from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, rotate, save_checkpoint
+from halftune.train.folder import FINISHED, RunFolder, finished_at, open_folder, write_intent
+from halftune.train.interrupt import Interrupted, Interrupts
+from halftune.train.lock import locked
+from halftune.train.manifest import damage
 from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
+from halftune.train.resume import agreed, check_same_data, position, set_aside, with_micro_batch
 from halftune.train.setup import Session, build
-from halftune.train.step import Stepper
 from halftune.train.validation import evaluate
 
 log = get_logger(__name__)
-
-
-class Interrupted(TrainingError):
-    """A signal ended the run after a complete step; its checkpoint is saved."""
-
-    def __init__(self, number: signal.Signals, step: int, checkpoint: Path) -> None:
-        super().__init__(
-            f"stopped by {number.name} after step {step}; saved {checkpoint}",
-            remedy="the same command goes on from there",
-        )
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -61,89 +54,61 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
     Raises:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
     """
-    main = os.environ.get("RANK", "0") == "0"
-    with locked(Path(loaded.run.training.output_dir)) if main else nullcontext():
-        folder = open_folder(loaded)
+    main, path = os.environ.get("RANK", "0") == "0", Path(loaded.run.training.output_dir)
+    with Interrupts() as interrupts, locked(path) if main else nullcontext():
+        folder = open_folder(loaded, main=main)
         if folder.finished:
-            step = json.loads((folder.path / FINISHED).read_text())["step"]
-            return Outcome(folder.path, step, f"{folder.path} is finished already ({step} steps): nothing to do")
-        session = build(loaded, plan, folder.path)
+            step = finished_at(path)
+            return Outcome(path, step or 0, f"{path} is finished already ({step} steps): nothing to do")
+        session = build(loaded, plan, path)
+        folder = agreed(folder, session.accelerator.num_processes)
         if folder.resume_from is not None:
-            check_same_data(session.feed, folder.resume_from)
+            check_same_data(position(session.feed), folder.resume_from)
         if main:
             write_intent(folder, loaded, session.run.plan, session.data.report)
-        return Trainer(session, folder).train()
-
-
-def data_identity(feed: Feed) -> dict[str, Any]:
-    """What must not change while a run goes on: its position in the data is a number of steps."""
-    return {"rows_per_step": feed.rows_per_step, "data": feed.fingerprint()}
-
-
-def check_same_data(feed: Feed, checkpoint: Path) -> None:
-    """Refuses to go on with other data or another global batch, before anything in the run folder changes.
-
-    Raises:
-        ConfigError: says which of the two differs.
-    """
-    before, now = read_state(checkpoint)["progress"], data_identity(feed)
-    if before["rows_per_step"] != now["rows_per_step"]:
-        raise ConfigError(
-            f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
-            where=str(checkpoint),
-            remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
-        )
-    if before["data"] != now["data"]:
-        raise ConfigError(
-            "the training data is not what the run began with",
-            where=str(checkpoint),
-            remedy="put the files back, or start a new training.output_dir",
-        )
+        return Trainer(session, folder, interrupts).train()
 
 
 class Trainer:
     """Runs a session: steps, and everything periodic through callbacks."""
 
-    def __init__(self, session: Session, folder: RunFolder) -> None:
-        self.session, self.folder, self.run = session, folder, session.run
-        self.callbacks: list[Callback] = build_callbacks(session.run.config, session.run.plan)
-        trained, training = session.trained, session.run.config.training
-        self.stepper = Stepper(
-            session.accelerator,
-            session.wrapped,
-            trained.optimizer,
-            trained.schedule,
-            trained.scaler,
-            session.run.plan,
-            training.max_grad_norm,
-            lambda loss, norm, batches: check_finite(self.run, loss, norm, [batch.inputs for batch in batches]),
-        )
+    def __init__(self, session: Session, folder: RunFolder, interrupts: Interrupts) -> None:
+        self.session, self.folder, self.interrupts, self.run = session, folder, interrupts, session.run
+        self.crowd = Crowd(build_callbacks(session.run.config, session.run.plan))
+        self.attempts = Attempts(session)
+        self.position = position(session.feed)
+        self.micro_batch = session.feed.batch.micro_batch  # as planned; memory may ask for less
         self.last_saved = self.last_evaluated = -1
 
     def train(self) -> Outcome:
         """The whole run; callbacks are told of its end whatever happens."""
         failure: BaseException | None = None
         try:
-            with Interrupts() as self.interrupts, log_to(self.run.folder / "train.log", enabled=self.run.is_main):
+            with log_to(self.run.folder / "train.log", enabled=self.run.is_main):
                 self._restore()
-                self._loop()
-                return self._finish()
+                with self.interrupts.noted():
+                    self._loop()
+                    return self._finish()
         except BaseException as error:
             failure = error
             raise
         finally:
-            self._tell("on_end", failure)
+            self.crowd.end(self.run, failure)
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
         randoms: list[dict] = []
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.session.trained)
-            run.step, run.epoch, randoms = state["step"], state["progress"]["epoch"], state["random"]
-            run.best = self._best(state["progress"]["best"])
+            run.step, run.epoch, randoms = state["step"], state["epoch"], state["random"]
+            run.best, self.last_evaluated = self._best(state["best"]), state["evaluated"]
             self.last_saved = run.step
+            self.session.feed = with_micro_batch(self.session.feed, state["micro_batch"])
+            self.crowd.restore(state["callbacks"])
             log.info("going on from %s", checkpoint)
-        self._tell("on_start")
+        if run.is_main:
+            set_aside(run.folder, run.step)
+        self.crowd.tell("on_start", run)
         rank = self.session.accelerator.process_index
         if rank < len(randoms):
             restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it
@@ -161,19 +126,31 @@ class Trainer:
         run = self.run
         self._phase("training")
         run.model.train()
-        began = time.perf_counter()
-        for epoch, batches in self.session.feed.steps(run.step, run.total_steps):
-            metrics = self.stepper.step(batches)
-            metrics.seconds = time.perf_counter() - began
-            run.step, run.epoch = run.step + 1, epoch
-            self._tell("on_step", metrics)
-            if self._due(run.config.training.eval_steps):
-                self._evaluate()
-            if self._due(run.config.training.save_steps):
-                self._save()
-            if run.stop or self._interrupted():
-                break
+        if run.step:
+            self._what_is_due()  # a signal may have come between the last step and its evaluation
+        while run.step < run.total_steps and not self._ends():
             began = time.perf_counter()
+            for epoch, batches in self.session.feed.steps(run.step, run.total_steps):
+                metrics = self.attempts.take(batches)
+                if metrics is None:
+                    break  # the same step again, from a feed of smaller micro-batches
+                metrics.seconds = time.perf_counter() - began
+                run.step, run.epoch = run.step + 1, epoch
+                self.crowd.tell("on_step", run, metrics)
+                self._what_is_due()
+                if self._ends():
+                    break
+                began = time.perf_counter()
+
+    def _ends(self) -> bool:
+        return bool(self.run.stop) or self._interrupted()
+
+    def _what_is_due(self) -> None:
+        training = self.run.config.training
+        if self._due(training.eval_steps):
+            self._evaluate()
+        if self._due(training.save_steps):
+            self._save()
 
     def _due(self, every: int | str) -> bool:
         if every == "end":
@@ -188,15 +165,18 @@ class Trainer:
             return
         self._phase("evaluating")
         started = time.perf_counter()
-        loss = evaluate(self.stepper, run.model, feed)
+        loss = evaluate(self.attempts.stepper, run.model, feed, lambda: self.interrupts.received is not None)
+        if loss is None:  # a signal: whoever goes on from this step evaluates first
+            return
         self.last_evaluated = run.step
-        if not math.isfinite(loss):
-            log.warning("the evaluation loss at step %d is %s: it does not count as the best", run.step, loss)
-        elif run.best is None or loss < run.best[1]:
+        better = math.isfinite(loss) and (run.best is None or loss < run.best[1])
+        if better:
             run.best = (run.step, loss)
-            if run.config.training.load_best:
-                self._save()
-        self._tell("on_evaluate", {"eval_loss": loss, "eval_seconds": time.perf_counter() - started})
+        elif not math.isfinite(loss):
+            log.warning("the evaluation loss at step %d is %s: it does not count as the best", run.step, loss)
+        self.crowd.tell("on_evaluate", run, {"eval_loss": loss, "eval_seconds": time.perf_counter() - started})
+        if better and run.config.training.load_best:
+            self._save()
         self._phase("training")
 
     def _save(self) -> None:
@@ -204,15 +184,26 @@ class Trainer:
         if self.last_saved == run.step:
             return
         self._phase("saving")
-        progress = {"epoch": run.epoch, "best": run.best, **data_identity(self.session.feed)}
+        check_weights(run)
         randoms = gather_object([random_state(run.device)])
         if run.is_main:
-            folder = save_checkpoint(run.folder, run.step, self.session.trained, progress, randoms)
+            folder = save_checkpoint(run.folder, run.step, self.session.trained, self._facts(randoms))
             rotate(run.folder, run.config.training.save_total_limit, run.best[0] if run.best else None)
-            self._tell("on_save", folder)
+            self.crowd.tell("on_save", run, folder)
         self.session.accelerator.wait_for_everyone()
         self.last_saved = run.step
         self._phase("training")
+
+    def _facts(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "epoch": self.run.epoch,
+            "best": self.run.best,
+            "evaluated": self.last_evaluated,
+            "position": self.position,
+            "micro_batch": [self.micro_batch, self.session.feed.batch.micro_batch],
+            "random": randoms,
+            "callbacks": self.crowd.states(),
+        }
 
     def _interrupted(self) -> bool:
         """Whether any process has received a signal; all of them agree."""
@@ -221,32 +212,46 @@ class Trainer:
 
     def _finish(self) -> Outcome:
         run = self.run
+        if not self._interrupted():
+            self._evaluate()
         if self._interrupted():
-            self._save()
             number = self.interrupts.received or signal.SIGTERM  # another process was told
-            raise Interrupted(number, run.step, run.folder / f"{PREFIX}{run.step}")
-        self._evaluate()
+            if run.step == 0:
+                raise Interrupted.before(number)
+            self._save()
+            raise Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}")
         if run.config.training.save_steps != "end":
             self._save()
+        notes = [f"stopped early: {run.stop}"] if run.stop else []
         if run.config.training.load_best and run.best:
-            best = run.folder / f"{PREFIX}{run.best[0]}"
-            load_weights(best, run.model)
-            log.info("the final result is that of %s (eval loss %.4f)", best.name, run.best[1])
+            notes += self._load_best(run.folder / f"{PREFIX}{run.best[0]}", run.best[1])
         self._phase("saving")
+        check_weights(run)
         if run.is_main:
             self._write_final()
         self.session.accelerator.wait_for_everyone()
         self._phase("finished")
-        stopped = f", stopped early: {run.stop}" if run.stop else ""
-        return Outcome(run.folder, run.step, f"trained {run.step} steps{stopped}; the result is in {self.folder.final}")
+        done = ", ".join([f"trained {run.step} steps", *notes])
+        return Outcome(run.folder, run.step, f"{done}; the result is in {self.folder.final}")
+
+    def _load_best(self, best: Path, loss: float) -> list[str]:
+        if wrong := damage(best, thorough=True):
+            log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
+            return ["NOT the best weights but the last ones"]
+        load_weights(best, self.run.model)
+        log.info("the final result is that of %s (eval loss %.4f)", best.name, loss)
+        return []
 
     def _write_final(self) -> None:
         save_final(self.run.model, self.run.tokenizer, self.run.plan, self.folder.final)
-        (self.run.folder / FINISHED).write_text(json.dumps({"step": self.run.step, "time": time.time()}))
+        try:
+            write_text(self.run.folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))
+        except OSError as error:
+            raise TrainingError(
+                f"the result is written, but not that the run is finished: {error.strerror}",
+                where=str(self.run.folder / FINISHED),
+                remedy="free space and run the same command again",
+            ) from error
 
     def _phase(self, phase: Phase) -> None:
-        self._tell("on_phase", phase)
-
-    def _tell(self, event: str, *details: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self.run, *details)
+        self.crowd.tell("on_phase", self.run, phase)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -11,23 +13,32 @@ from halftune.train.step import Stepper
 
 
 @torch.no_grad()
-def evaluate(stepper: Stepper, model: nn.Module, feed: Feed) -> float:
+def evaluate(
+    stepper: Stepper, model: nn.Module, feed: Feed, abandoned: Callable[[], bool] = lambda: False
+) -> float | None:
     """Mean cross-entropy in nats over all labelled tokens of ``feed``, the same for any number of processes.
+
+    None where a process left in the middle.
 
     Args:
         stepper: gives devices, processes and autocast.
         model: unwrapped: processes may run different numbers of batches, and a wrapped one would wait for the others.
         feed: the evaluation split.
+        abandoned: asked before every batch; true leaves at once.
     """
-    rows, size = feed.rows(epoch=0), feed.rows_per_step
     loss, count = 0.0, 0
     training = model.training
     model.eval()
-    for start in range(0, len(rows), size):
-        for batch in feed.micro_batches(rows[start : start + size]):
+    left = False
+    for batches in feed.once():
+        if left := abandoned():
+            break
+        for batch in batches:
             if batch.tokens_trained:
                 loss += float(stepper.forward(batch, model))
                 count += batch.tokens_trained
     model.train(training)
-    total, counted = sum_over_processes(stepper.accelerator, [loss, count])
+    total, counted, leaving = sum_over_processes(stepper.accelerator, [loss, count, float(left)])
+    if leaving:
+        return None
     return total / max(counted, 1.0)

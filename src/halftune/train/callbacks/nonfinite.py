@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from halftune.core.errors import TrainingError
+from halftune.model.state import trainable_state
 from halftune.precision.dtypes import autocast
 from halftune.train.callbacks.base import Callback, Run, StepMetrics
 from halftune.train.callbacks.first_nonfinite import watch
@@ -21,6 +22,18 @@ from halftune.train.checkpoint import checkpoints
 from halftune.train.losses import forward_loss_sum
 
 MAX_SKIPPED = 30  # the scale starts at 2^16 and halves at each skip: by then it is far below one
+
+
+class NonFiniteStep(TrainingError):
+    """Loss or gradient norm of a step are not finite; the weights are as they were before it.
+
+    Attributes:
+        loss, grad_norm: what was measured.
+    """
+
+    def __init__(self, what: str, remedy: str, loss: float, grad_norm: float) -> None:
+        super().__init__(what, remedy=remedy)
+        self.loss, self.grad_norm = loss, grad_norm
 
 
 def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]]) -> None:
@@ -33,23 +46,47 @@ def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict
         batches: this process's micro-batches as the collator made them.
 
     Raises:
-        TrainingError: loss or gradient norm is not finite. Names the first module that went non-finite and the last
+        NonFiniteStep: loss or gradient norm is not finite. Names the first module that went non-finite and the last
             checkpoint. The weights are as they were before the step.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-    raise TrainingError(
+    raise NonFiniteStep(
         f"{what} in step {run.step + 1}: {_cause(run, batches)}",
-        remedy=f"{_remedy(run)}; the weights were not updated, {intact(run.folder)}",
+        f"{_remedy(run)}; the weights were not updated, {intact(run.folder)}",
+        loss,
+        grad_norm,
     )
 
 
+def check_weights(run: Run) -> None:
+    """Called before a checkpoint is written, so that no broken one pushes a good one out.
+
+    Raises:
+        TrainingError: a trained weight is not finite: the last update broke it.
+    """
+    for name, tensor in trainable_state(run.model).items():
+        if _bad(tensor):
+            raise TrainingError(
+                f"the weight {name} is not finite after step {run.step}: its update overflowed",
+                remedy=f"{_remedy(run)}; nothing was saved, {intact(run.folder)}",
+            )
+
+
 class NonFiniteWatch(Callback):
-    """Stops a run whose scaled fp16 gradients overflow at every scale: nothing would be learned, silently."""
+    """Stops a run in which every update is skipped: nothing would be learned, silently."""
 
     def __init__(self) -> None:
         self.skipped = 0
+
+    def state(self) -> dict[str, Any]:
+        """How many updates in a row were skipped."""
+        return {"skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on counting."""
+        self.skipped = state["skipped"]
 
     def on_step(self, run: Run, metrics: StepMetrics) -> None:
         """Counts skipped updates in a row.
@@ -58,12 +95,15 @@ class NonFiniteWatch(Callback):
             TrainingError: there were too many.
         """
         self.skipped = self.skipped + 1 if metrics.extra.get("skipped") else 0
-        if self.skipped >= MAX_SKIPPED:
-            raise TrainingError(
-                f"the last {self.skipped} updates were skipped: fp16 gradients overflow even at a loss scale of "
-                f"{metrics.extra.get('loss_scale', 0.0):.3g}",
-                remedy=f"this model needs precision: bf16 or fp32; {intact(run.folder)}",
-            )
+        if self.skipped < MAX_SKIPPED:
+            return
+        what, remedy = "loss or gradient are not finite", _remedy(run)
+        if (scale := metrics.extra.get("loss_scale")) is not None:
+            what = f"fp16 gradients overflow even at a loss scale of {scale:.3g}"
+            remedy = "this model needs precision: bf16 or fp32"
+        raise TrainingError(
+            f"the last {self.skipped} updates were skipped: {what}", remedy=f"{remedy}; {intact(run.folder)}"
+        )
 
 
 def intact(folder: Path) -> str:

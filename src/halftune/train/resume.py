@@ -1,0 +1,107 @@
+"""Going on with a run: whether its data is still the same, and what of the folder belongs to another course of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.utils import broadcast_object_list
+
+from halftune.core.errors import ConfigError
+from halftune.core.log import get_logger
+from halftune.train.checkpoint import folders, read_state, step_of
+from halftune.train.feed import Feed
+from halftune.train.folder import RunFolder
+
+log = get_logger(__name__)
+ASIDE = "set-aside"
+
+
+def agreed(folder: RunFolder, processes: int) -> RunFolder:
+    """The main process's choice of a checkpoint, on every process: only that one reads checksums."""
+    if processes == 1:
+        return folder
+    choice: list[Any] = [folder.resume_from]
+    broadcast_object_list(choice)
+    return replace(folder, resume_from=choice[0])
+
+
+def position(feed: Feed) -> dict[str, Any]:
+    """What must not change while a run goes on, because its position in the data is a number of steps.
+
+    The samples, the order and the packing of their rows, the rows of a step and the steps of an epoch.
+    """
+    order = hashlib.sha256()
+    for row in feed.rows(0):
+        order.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
+    return {
+        "rows_per_step": feed.rows_per_step,
+        "data": feed.fingerprint(),
+        "order": order.hexdigest(),
+        "steps_in_epoch": feed.steps_in(0),
+    }
+
+
+def check_same_data(now: dict[str, Any], checkpoint: Path) -> None:
+    """Refuses to go on with other data or another global batch, before anything in the run folder changes.
+
+    Args:
+        now: this run's :func:`position`.
+        checkpoint: what it would go on from.
+
+    Raises:
+        ConfigError: says what differs.
+    """
+    before = read_state(checkpoint)["position"]
+    if before["rows_per_step"] != now["rows_per_step"]:
+        raise ConfigError(
+            f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
+            where=str(checkpoint),
+            remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
+        )
+    if before["data"] != now["data"]:
+        raise ConfigError(
+            "the training data is not what the run began with",
+            where=str(checkpoint),
+            remedy="put the files back, or start a new training.output_dir",
+        )
+    if before != now:
+        raise ConfigError(
+            "the order of the data is not what the run began with (packing, or another version of halftune or NumPy)",
+            where=str(checkpoint),
+            remedy="go on with what it began with, or start a new training.output_dir",
+        )
+
+
+def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:
+    """The feed in the micro-batches that the run had come to when memory ran out.
+
+    Args:
+        feed: as configured now.
+        used: rows of a forward pass that had been configured, and that were used.
+    """
+    asked, size = used
+    if size == asked or asked != feed.batch.micro_batch:
+        return feed
+    log.info("going on with %d rows a forward pass instead of %d: memory had run out", size, asked)
+    rows = feed.batch.micro_batch * feed.batch.accumulation
+    return replace(feed, batch=replace(feed.batch, micro_batch=size, accumulation=rows // size))
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Moves checkpoints after ``step`` out of the way: the run goes on from there on another course than theirs."""
+    for path in folders(folder):
+        if step_of(path) <= step:
+            continue
+        place = folder / ASIDE / path.name
+        place.parent.mkdir(exist_ok=True)
+        number = 1
+        while place.exists():
+            number += 1
+            place = folder / ASIDE / f"{path.name}.{number}"
+        path.rename(place)
+        log.warning("%s is after the step from which the run goes on: moved to %s", path, place)
