@@ -191,18 +191,25 @@ def test_the_report_adds_up(tokenizer, make_config, write):
         assert part in text
 
 
-def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write):
+@pytest.mark.parametrize("tokens", [None, 2100])
+def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
     from halftune.data.collate import collate
-    from halftune.data.order import epoch_rows
+    from halftune.data.fed import micro_batch_rows
+    from halftune.data.order import BatchRule, padded_batches
 
     config = make_config(write(ROWS), batch=7)
+    size = {"per_device_train_batch_size": None if tokens else 7, "tokens_per_batch": tokens}
+    config = config.model_copy(update={"training": config.training.model_copy(update=size)})
     prepared = prepare(config, tokenizer)
     split = prepared.train
-    rows = epoch_rows(split.lengths, epoch=0, seed=config.training.seed, packing=False, capacity=2048)
     fed = 0
-    for start in range(0, len(rows), 7):
-        batch = collate([[split.part(span) for span in row] for row in rows[start : start + 7]], 0, packed=False)
-        fed += batch["input_ids"].numel()
+    for batch in padded_batches(split.lengths, BatchRule(7, tokens, 1, True), epoch=0, seed=config.training.seed):
+        rows = micro_batch_rows(batch, 7, tokens)
+        for start in range(0, len(batch), rows):
+            part = [[split.part(span) for span in row] for row in batch[start : start + rows]]
+            shape = collate(part, 0, packed=False)["input_ids"].shape
+            assert shape[0] <= 7 if tokens is None else shape.numel() <= tokens
+            fed += shape.numel()
     assert prepared.report.efficiency.padded == pytest.approx(split.lengths.sum() / fed)
 
 

@@ -82,6 +82,16 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Fi
         yield Finding(("training", "warmup_steps"), "has no effect with lr_scheduler_type: constant", remedy)
 
 
+def betas_are_adams(run: RunConfig, context: Context) -> Iterator[Finding]:
+    """Other optimizers have no such numbers."""
+    if run.training.optim in ("adam", "adamw"):
+        return
+    for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        if run.training.__dict__[key] != type(run.training).model_fields[key].default:
+            what = f"has no effect with optim: {run.training.optim}"
+            yield Finding(("training", key), what, "remove it, or optim: adamw")
+
+
 def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Finding]:
     """What should happen every n steps must happen at least once."""
     training = run.training
@@ -128,6 +138,19 @@ def packing_split_needs_packing(run: RunConfig, context: Context) -> Iterator[Fi
     """Nothing is cut where nothing is packed."""
     if run.data.packing.split and run.data.packing.enabled is False:
         yield Finding(("data", "packing", "split"), "has no effect without packing", "packing: {enabled: true, …}")
+
+
+def batches_have_one_size(run: RunConfig, context: Context) -> Iterator[Finding]:
+    """A batch is so many rows or so many tokens, and the longest sample fits into it."""
+    training, key = run.training, ("training", "tokens_per_batch")
+    if training.tokens_per_batch is None:
+        return
+    if training.per_device_train_batch_size is not None:
+        what = "and per_device_train_batch_size are both set, and each says how large a batch is"
+        yield Finding(key, what, "remove one of them")
+    if training.tokens_per_batch < run.data.max_length:
+        what = f"{training.tokens_per_batch:,} tokens do not hold a sample of max_length ({run.data.max_length:,})"
+        yield Finding(key, what, f"at least {run.data.max_length}, or a smaller data.max_length")
 
 
 def remote_code_is_pinned(run: RunConfig, context: Context) -> Iterator[Finding]:
@@ -178,10 +201,17 @@ RULES: tuple[Row, ...] = (
     ),
     _row(eval_split_is_share_or_count, "data.eval_split", "data.eval"),
     _row(warmup_ends_before_training, "training.warmup_steps", "training.max_steps", "training.lr_scheduler_type"),
+    _row(betas_are_adams, "training.optim", "training.adam_beta1", "training.adam_beta2", "training.adam_epsilon"),
     _row(periods_fit_into_run, "training.max_steps", "training.eval_steps", "data.eval", "data.eval_split"),
     _row(target_modules_name_something, "adapter.target_modules"),
     _row(method_fits_formats, "method.type", "data.train", "data.eval", "data.system"),
     _row(packing_split_needs_packing, "data.packing"),
+    _row(
+        batches_have_one_size,
+        "training.tokens_per_batch",
+        "training.per_device_train_batch_size",
+        "data.max_length",
+    ),
     _row(remote_code_is_pinned, "model"),
     _row(loggers_are_installed, "logging.report_to"),
     *(_row(rule, *keys) for rule, keys in FILE_RULES),

@@ -66,6 +66,9 @@ class DataSection(Section):
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""
 
+    group_by_length: Flag = True
+    """Without packing: samples of like length share a batch, which cuts padding; the order of batches stays random."""
+
     system: str | None = None
     """A system message for conversations that bring none. The data's own is never changed."""
 

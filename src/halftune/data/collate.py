@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halftune.data.order import round_up
 from halftune.data.sample import NO_LABEL, Sample
-
-MULTIPLE = 8  # matrix units want sizes that are multiples of 8
 
 
 def collate(rows: Sequence[Sequence[Sample]], pad_token_id: int, *, packed: bool) -> dict[str, Tensor | int]:
@@ -34,13 +33,9 @@ def collate(rows: Sequence[Sequence[Sample]], pad_token_id: int, *, packed: bool
     return _packed([sample for row in rows for sample in row], pad_token_id) if packed else _padded(rows, pad_token_id)
 
 
-def _round_up(length: int) -> int:
-    return -(-length // MULTIPLE) * MULTIPLE
-
-
 def _padded(rows: Sequence[Sequence[Sample]], pad_token_id: int) -> dict[str, Tensor | int]:
     samples = [sample for (sample,) in rows]
-    shape = (len(samples), _round_up(max(len(sample.input_ids) for sample in samples)))
+    shape = (len(samples), round_up(max(len(sample.input_ids) for sample in samples)))
     ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
     labels_BT = np.full(shape, NO_LABEL, dtype=np.int64)
     mask_BT = np.zeros(shape, dtype=np.int64)
@@ -57,7 +52,7 @@ def _padded(rows: Sequence[Sequence[Sample]], pad_token_id: int) -> dict[str, Te
 def _packed(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor | int]:
     lengths = [len(sample.input_ids) for sample in samples]
     total = sum(lengths)
-    if tail := _round_up(total) - total:
+    if tail := round_up(total) - total:
         lengths.append(tail)
     ends_S = np.cumsum(lengths, dtype=np.int64)
     starts_S = ends_S - np.asarray(lengths, dtype=np.int64)

@@ -15,11 +15,10 @@ from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError, DataError
 from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached
-from halftune.data.collate import MULTIPLE
 from halftune.data.detect import Reading, detect_for
+from halftune.data.fed import efficiency
 from halftune.data.mixture import choose_rows, contents, hold_out, weigh
-from halftune.data.order import epoch_rows
-from halftune.data.report import Count, DataReport, Efficiency, SourceReport, histogram, nothing_left
+from halftune.data.report import Count, DataReport, SourceReport, histogram, nothing_left
 from halftune.data.sources import Rows, open_source
 from halftune.data.split import TokenizedSplit
 from halftune.data.store import TokenStore, build_store
@@ -83,7 +82,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
         train_samples=len(train),
         eval_samples=len(evaluation) if evaluation else 0,
         max_length=data.max_length,
-        efficiency=_efficiency(train.lengths, config),
+        efficiency=efficiency(train.lengths, config),
     )
     return PreparedData(train, evaluation, report)
 
@@ -203,17 +202,3 @@ def _ranges(stores: Sequence[TokenStore]) -> list[np.ndarray]:
     """Positions of each store's samples, counted through all stores."""
     ends = np.cumsum([len(store) for store in stores])
     return [np.arange(end - len(store), end) for end, store in zip(ends, stores, strict=True)]
-
-
-def _efficiency(lengths: np.ndarray, config: RunConfig) -> Efficiency:
-    capacity, batch = config.data.max_length, config.training.per_device_train_batch_size
-    seed, split = config.training.seed, config.data.packing.split
-    packed_rows = len(epoch_rows(lengths, epoch=0, seed=seed, packing=True, capacity=capacity, split=split))
-    padded = 0
-    alone = epoch_rows(lengths, epoch=0, seed=seed, packing=False, capacity=capacity)
-    rows = np.array([span.sample for (span,) in alone], dtype=np.int64)
-    for start in range(0, len(rows), batch):
-        longest = int(lengths[rows[start : start + batch]].max())
-        padded += -(-longest // MULTIPLE) * MULTIPLE * len(rows[start : start + batch])
-    real = int(lengths.sum())
-    return Efficiency(batch, real / max(padded, 1), real / max(packed_rows * capacity, 1), packed_rows)

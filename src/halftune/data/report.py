@@ -90,7 +90,8 @@ class Efficiency:
     """How much of what is fed is not padding, in the first epoch.
 
     Attributes:
-        padded: share of real tokens in padded batches of ``batch`` rows.
+        padded: share of real tokens in padded batches of ``batch`` rows, or of ``tokens`` tokens, grouped by length
+            where that is on.
         packed: share of real tokens in packed rows of ``max_length``.
         packed_rows: number of such rows.
     """
@@ -99,6 +100,7 @@ class Efficiency:
     padded: float
     packed: float
     packed_rows: int
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ class DataReport:
         lines = [
             f"an epoch: {self.train_samples:,} samples",
             f"evaluation: {self.eval_samples:,} samples" if self.eval_samples else "no evaluation data",
-            f"padded batches of {fed.batch}: {fed.padded:.0%} of the fed tokens are real",
+            f"padded batches of {fed.batch if fed.tokens is None else f'{fed.tokens:,} tokens'}: "
+            f"{fed.padded:.0%} of the fed tokens are real",
             f"packed into {fed.packed_rows:,} rows of {self.max_length:,}: {fed.packed:.0%} are real",
         ]
         return Text(" · ".join(lines))

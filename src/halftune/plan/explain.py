@@ -96,10 +96,15 @@ _GUARD = {
 
 def _batch(plan: Plan) -> list[Row]:
     batch = plan.batch
-    rows = f"{batch.micro_batch} rows × {batch.accumulation} × {batch.world_size}"
+    padded = not batch.packing.value
+    forward = f"{batch.micro_batch} rows" if batch.tokens_per_batch is None else f"{batch.tokens_per_batch:,} tokens"
+    if batch.tokens_per_batch is not None and not padded:
+        forward = f"{batch.micro_batch} rows (that is what {batch.tokens_per_batch:,} tokens hold)"
+    split = f"{forward} × {batch.accumulation} × {batch.world_size}"
     return [
-        ("tokens per step", f"{batch.tokens_per_step:,}", f"at most: {rows} (device, accumulation, processes)"),
+        ("tokens per step", f"{batch.tokens_per_step:,}", f"at most: {split} (device, accumulation, processes)"),
         _row("packing", batch.packing),
+        *([_row("grouping", batch.grouped)] if padded else []),
         _row("checkpointing", batch.gradient_checkpointing),
     ]
 

@@ -13,6 +13,7 @@ from halftune.core.choice import Choice
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
 from halftune.hardware.memory import MOMENTS, Estimate, Workload, estimate
+from halftune.plan.batch import batch_size
 from halftune.plan.trainable import Adapted
 from halftune.plan.tree import MemoryPlan
 from halftune.precision.plan import PrecisionPlan
@@ -71,9 +72,12 @@ def _workload(
 ) -> Workload:
     training, adapter = config.training, config.adapter
     length = config.data.max_length
+    rows, budget = batch_size(config)
     labelled = 1.0
     if not isinstance(config.method, PretrainMethod) and config.method.train_on != "all":
         labelled = LABELLED_SHARE
+    if budget is not None and not packing:
+        labelled = 1.0  # many short rows: at nearly every position some row has a label
     dropout = adapter.dropout if isinstance(adapter, LoraAdapter) else 0.0
     return Workload(
         kind=hardware.kind,
@@ -85,7 +89,7 @@ def _workload(
         trained=adapted.count.value,
         adapter=adapted.adapter + adapted.saved_whole,
         optimizer=training.optim,
-        tokens=training.per_device_train_batch_size * length,
+        tokens=rows * length if budget is None or packing else budget,
         length=length,
         labelled=labelled,
         accumulation=training.gradient_accumulation_steps,
@@ -107,7 +111,10 @@ def _verdict(chosen: Estimate, available: int, config: RunConfig, checkpointing:
     ways = []
     if not checkpointing:
         ways.append("training.gradient_checkpointing: true")
-    if config.training.per_device_train_batch_size > 1:
+    rows, budget = batch_size(config)
+    if budget is not None and budget >= 2 * config.data.max_length:
+        ways.append("fewer training.tokens_per_batch with more gradient_accumulation_steps")
+    elif budget is None and rows > 1:
         ways.append("a smaller training.per_device_train_batch_size with more gradient_accumulation_steps")
     ways.append("a smaller data.max_length")
     if config.adapter.type == "none":

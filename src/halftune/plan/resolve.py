@@ -9,10 +9,11 @@ from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
+from halftune.plan.batch import plan_batch
 from halftune.plan.memory import plan_memory
 from halftune.plan.packing import choose_packing
 from halftune.plan.trainable import count_trainable
-from halftune.plan.tree import BatchPlan, Plan
+from halftune.plan.tree import Plan
 from halftune.precision.plan import PrecisionPlan
 from halftune.precision.resolve import resolve_precision
 
@@ -35,16 +36,8 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     _check_optimizer(config, precision)
     packing, attention = _rows(config, hardware, facts, precision)
     adapted = count_trainable(facts, config.adapter)
-    rows, accumulation = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
     checkpointing, memory = plan_memory(config, hardware, facts, precision, attention, packing.value, adapted)
-    batch = BatchPlan(
-        micro_batch=rows,
-        accumulation=accumulation,
-        world_size=world_size,
-        tokens_per_step=rows * accumulation * world_size * config.data.max_length,
-        packing=packing,
-        gradient_checkpointing=checkpointing,
-    )
+    batch = plan_batch(config, world_size, packing, checkpointing)
     counted = (
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
     )

@@ -8,19 +8,23 @@ from halftune.attention.plan import AttentionPlan
 from halftune.core.choice import Choice
 from halftune.precision.plan import PrecisionPlan
 
+RANDOM = Choice(False, "batches of random samples")
+
 
 @dataclass(frozen=True)
 class BatchPlan:
     """How samples reach the devices.
 
     Attributes:
-        micro_batch: rows per device and forward.
+        micro_batch: rows per device and forward; with ``tokens_per_batch`` those of ``max_length``.
         accumulation: forwards per optimizer step.
         world_size: processes.
-        tokens_per_step: upper bound, rows × max_length.
+        tokens_per_step: upper bound, rows × max_length or ``tokens_per_batch``.
         packing: whether several samples share a row (``auto`` is decided here from the model's family; a start-up check
             may still refuse it, loudly).
         gradient_checkpointing: whether activations are recomputed.
+        tokens_per_batch: tokens per device and forward, where they were asked for instead of rows.
+        grouped: whether rows of like length share a batch; only without packing.
     """
 
     micro_batch: int
@@ -29,6 +33,8 @@ class BatchPlan:
     tokens_per_step: int
     packing: Choice[bool]
     gradient_checkpointing: Choice[bool]
+    tokens_per_batch: int | None = None
+    grouped: Choice[bool] = RANDOM
 
 
 @dataclass(frozen=True)

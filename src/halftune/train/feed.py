@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from halftune.config.run import RunConfig
+from halftune.core.errors import DataError
 from halftune.data.collate import collate
-from halftune.data.order import Row, epoch_rows
+from halftune.data.order import BatchRule, Row, Span, by_length, epoch_rows, packed_batches, padded_batches, round_up
 from halftune.data.pipeline import TokenizedSplit
-from halftune.data.sample import NO_LABEL
+from halftune.data.sample import NO_LABEL, Sample
 from halftune.plan import BatchPlan
+from halftune.train.prefetch import prefetched
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class MicroBatch:
     """One forward pass of one process.
 
     Attributes:
-        inputs: what the collator made (tensors on the CPU, and ints).
+        inputs: what the collator made: tensors (on the GPU, where the feed has one), and ints.
         tokens: fed tokens, padding included.
         tokens_real: without padding.
         tokens_trained: labels that are predicted (the first token of a row is predicted from nothing).
@@ -33,19 +35,34 @@ class MicroBatch:
     tokens_real: int
     tokens_trained: int
 
+    def pinned(self) -> MicroBatch:
+        """The same in page-locked memory, from which a GPU copies without anybody waiting."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on ``device``; a copy from pinned memory is only begun here, and comes before what uses it."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        inputs = {name: change(value) if torch.is_tensor(value) else value for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs)
+
 
 @dataclass(frozen=True)
 class Feed:
     """Where the micro-batches of one process come from.
 
-    A step's global batch is ``micro_batch × accumulation × world_size`` rows of the epoch's order; the last one of an
-    epoch may be smaller. The position in the data is the number of steps done and nothing else.
+    A step's global batch is ``micro_batch × accumulation × world_size`` rows of the epoch's order, or as many as
+    ``tokens_per_batch × accumulation × world_size`` tokens hold; the last one of an epoch may be smaller. The position
+    in the data is the number of steps done and nothing else.
 
     Attributes:
         split: tokenised samples.
         config, batch, packing: how rows are made.
         pad_token_id: fills up rows of a padded batch.
         rank, world_size: which share of each global batch this process gets.
+        device: a GPU that batches are made ahead for and copied to; None makes them when they are asked for.
+        evaluation: no random order, the longest samples first.
     """
 
     split: TokenizedSplit
@@ -55,22 +72,49 @@ class Feed:
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
+    device: torch.device | None = None
+    evaluation: bool = False
+    _known: dict[int, list[list[Row]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def for_evaluation(self, split: TokenizedSplit, rows: int | None) -> Feed:
+        """A feed of an evaluation split; ``rows`` of a forward pass, or as in training."""
+        batch = self.batch if rows is None else replace(self.batch, micro_batch=rows, tokens_per_batch=None)
+        return replace(self, split=split, batch=batch, evaluation=True)
 
     def rows(self, epoch: int) -> list[Row]:
         """Rows of samples of one epoch, in order."""
-        data = self.config.data
-        return epoch_rows(
-            self.split.lengths,
-            epoch=epoch,
-            seed=self.config.training.seed,
-            packing=self.packing,
-            capacity=data.max_length,
-            split=data.packing.split,
-        )
+        return [row for batch in self.batches(epoch) for row in batch]
+
+    def batches(self, epoch: int) -> list[list[Row]]:
+        """Global batches of one epoch, in order; those of the epoch last asked for are kept."""
+        if epoch not in self._known:
+            self._known.clear()
+            self._known[epoch] = self._batches(epoch)
+        return self._known[epoch]
+
+    def _batches(self, epoch: int) -> list[list[Row]]:
+        data, seed, lengths = self.config.data, self.config.training.seed, self.split.lengths
+        if self.packing:
+            packing = data.packing
+            rows = epoch_rows(
+                lengths, epoch=epoch, seed=seed, packing=True, capacity=data.max_length, split=packing.split
+            )
+            return packed_batches(rows, self.rows_per_step)
+        if self.evaluation:
+            return by_length(lengths, self._rule)
+        return padded_batches(lengths, self._rule, epoch=epoch, seed=seed)
+
+    @property
+    def _rule(self) -> BatchRule:
+        tokens = self.batch.tokens_per_batch
+        # Told by the rows, which stay when a run goes on with fewer tokens and more forward passes.
+        rows = 1 if tokens is None else max(1, tokens // self.config.data.max_length)
+        return BatchRule(self.rows_per_step, tokens, self.rows_per_step // rows, self.batch.grouped.value)
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a global batch."""
+        """Rows of a global batch; with ``tokens_per_batch`` those of ``max_length``."""
         return self.batch.micro_batch * self.batch.accumulation * self.world_size
 
     def fingerprint(self) -> str:
@@ -81,8 +125,12 @@ class Feed:
         return digest.hexdigest()
 
     def steps_in(self, epoch: int) -> int:
-        """Optimizer steps of one epoch."""
-        return math.ceil(len(self.rows(epoch)) / self.rows_per_step)
+        """Optimizer steps of one epoch: the same in each, unless batches are as many rows as fit."""
+        fixed = self.packing or self.batch.tokens_per_batch is None
+        key = 0 if fixed else epoch
+        if key not in self._counts:
+            self._counts[key] = len(self.batches(key))
+        return self._counts[key]
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run: ``max_steps``, else all of ``num_train_epochs`` (a fraction counts)."""
@@ -95,30 +143,50 @@ class Feed:
 
     def steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[MicroBatch]]]:
         """Yields, for each step, the epoch reached after it and this process's micro-batches."""
+        return self._ahead(self._steps(first_step, total_steps))
+
+    def once(self) -> Iterator[list[MicroBatch]]:
+        """This process's micro-batches of the first epoch, one global batch after the other."""
+        return (batches for _, batches in self._ahead((0.0, self.micro_batches(rows)) for rows in self.batches(0)))
+
+    def _ahead(self, made: Iterator[tuple[float, list[MicroBatch]]]) -> Iterator[tuple[float, list[MicroBatch]]]:
+        """Where there is a GPU: made by a thread while the batch before trains, and copied there."""
+        if self.device is None:
+            return made
+        ready = ((epoch, [batch.pinned() for batch in batches]) for epoch, batches in made)
+        device = self.device
+        return ((epoch, [batch.to(device) for batch in batches]) for epoch, batches in prefetched(ready))
+
+    def _steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[MicroBatch]]]:
         step, epoch = 0, 0
         while step < total_steps:
-            rows = self.rows(epoch)
-            in_epoch = math.ceil(len(rows) / self.rows_per_step)
-            for position in range(max(first_step - step, 0), min(in_epoch, total_steps - step)):
-                chunk = rows[position * self.rows_per_step : (position + 1) * self.rows_per_step]
-                yield epoch + (position + 1) / in_epoch, self.micro_batches(chunk)
+            in_epoch = self.steps_in(epoch)
+            positions = range(max(first_step - step, 0), min(in_epoch, total_steps - step))
+            for position in positions:
+                yield epoch + (position + 1) / in_epoch, self.micro_batches(self.batches(epoch)[position])
             step, epoch = step + in_epoch, epoch + 1
 
     def micro_batches(self, rows: list[Row]) -> list[MicroBatch]:
         """This process's share of a global batch.
 
-        Every process gets equally many: one that has run out of rows is given a row without labels, which costs a
+        Neighbours in length go to the same forward pass, and forward passes of like length to the processes at one
+        time. Every process gets equally many: one that has run out of rows is given a row without labels, which costs a
         forward pass and changes nothing.
         """
-        mine = rows[self.rank :: self.world_size]
-        size = self.batch.micro_batch
+        mine, size = rows[self.rank :: self.world_size], self._rows_per_forward(rows)
         count = math.ceil(math.ceil(len(rows) / self.world_size) / size)
         batches = [self._collate(mine[i * size : (i + 1) * size]) for i in range(math.ceil(len(mine) / size))]
-        batches += [self._collate(rows[:1], blank=True) for _ in range(count - len(batches))]
+        batches += [self._collate(rows[-1:], blank=True) for _ in range(count - len(batches))]
         return batches
 
+    def _rows_per_forward(self, rows: list[Row]) -> int:
+        if self.packing or self.batch.tokens_per_batch is None:
+            return self.batch.micro_batch
+        tokens = self.batch.tokens_per_batch * self._rule.forwards // (self.batch.accumulation * self.world_size)
+        return max(1, tokens // round_up(rows[0][0].stop))
+
     def _collate(self, rows: list[Row], *, blank: bool = False) -> MicroBatch:
-        samples = [[self.split.part(span) for span in row] for row in rows]
+        samples = [[self._part(span) for span in row] for row in rows]
         inputs = collate(samples, self.pad_token_id, packed=self.packing)
         ids, labels = inputs["input_ids"], inputs["labels"]
         assert isinstance(ids, torch.Tensor)
@@ -128,3 +196,13 @@ class Feed:
             return MicroBatch(inputs, 0, 0, 0)
         real = sum(len(sample.input_ids) for row in samples for sample in row)
         return MicroBatch(inputs, ids.numel(), real, int((labels[:, 1:] != NO_LABEL).sum()))
+
+    def _part(self, span: Span) -> Sample:
+        try:
+            return self.split.part(span)
+        except (OSError, ValueError, IndexError) as error:
+            raise DataError(
+                f"sample {span.sample} can no longer be read: {error}",
+                where="the cache of tokenised data",
+                remedy="was it changed while the run went on? start the run again: it makes the cache anew",
+            ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
     model = load_model(config.model, plan)
-    model = attach_adapter(model, config.adapter, plan, config.training.seed)
+    model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     model.to(accelerator.device)
@@ -69,9 +69,9 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     rank, world = accelerator.process_index, accelerator.num_processes
     pad_token_id = tokenizer.pad_token_id
     assert isinstance(pad_token_id, int), "load_tokenizer sees to a padding token"
-    feed = Feed(data.train, config, plan.batch, plan.batch.packing.value, pad_token_id, rank, world)
-    eval_rows = config.training.per_device_eval_batch_size or plan.batch.micro_batch
-    eval_feed = replace(feed, split=data.eval, batch=replace(plan.batch, micro_batch=eval_rows)) if data.eval else None
+    device = accelerator.device if accelerator.device.type == "cuda" else None
+    feed = Feed(data.train, config, plan.batch, plan.batch.packing.value, pad_token_id, rank, world, device)
+    eval_feed = feed.for_evaluation(data.eval, config.training.per_device_eval_batch_size) if data.eval else None
     total, per_epoch = feed.total_steps(), feed.steps_in(0)
     if total == 0 or per_epoch == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`")

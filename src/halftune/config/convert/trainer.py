@@ -41,8 +41,8 @@ NO_EQUIVALENT = {
     "dataloader_pin_memory": "data is tokenised before training",
     "dataloader_drop_last": "every sample is seen",
     "remove_unused_columns": "only the columns of the format are read",
-    "group_by_length": "rows are packed, or shuffled",
-    "length_column_name": "rows are packed, or shuffled",
+    "group_by_length": "rows are packed, or grouped by length (data.group_by_length)",
+    "length_column_name": "lengths are counted in tokens",
     "ddp_timeout": "data is prepared before the processes wait for each other",
     "ddp_find_unused_parameters": "decided by the adapter",
     "ddp_bucket_cap_mb": "torch's default",
@@ -183,7 +183,21 @@ def whole_steps(draft: Draft, key: str, ours: str) -> None:
     if isinstance(value, int | float) and value >= 1:
         draft.translated(key, ours, int(value))
     else:
-        draft.none(key, "a share of the run cannot be said here: the default holds")
+        _share(draft, key, ours, value)
+
+
+def _share(draft: Draft, key: str, ours: str, value: Any) -> None:
+    """A period that is a share of the run: a number of steps where the run's length is known, else once per epoch."""
+    total, share = draft.get("training.max_steps"), number(value)
+    if not isinstance(share, float) or not 0 < share < 1:
+        draft.changed(key, "", None, f"{value} is no period: the default holds")
+    elif total is not None:
+        draft.translated(key, ours, max(1, round(share * total)))
+    elif ours == "training.logging_steps":
+        draft.changed(key, "", None, f"{value} of the run, whose length is not known here: every step is logged")
+    else:
+        why = f"{value} of the run, whose length is not known here: once per epoch; a number of steps works too"
+        draft.changed(key, ours, "epoch", why)
 
 
 def resume(draft: Draft) -> None:
@@ -205,10 +219,11 @@ def periods(draft: Draft, *, evaluates: bool, per_steps: bool = True) -> None:
         strategy, steps = draft.take(key), draft.left.get("eval_steps")
         if strategy is None and key in draft.source:
             draft.none(key, "is null")
+        elif strategy == "steps" and evaluates and steps is None:
+            draft.translated(key, "training.eval_steps", 500)
         elif strategy == "steps" and evaluates:
-            draft.translated(
-                key, "training.eval_steps", int(steps) if isinstance(steps, int | float) and steps >= 1 else 500
-            )
+            whole_steps(draft, "eval_steps", "training.eval_steps")
+            draft.translated(key, "training.eval_steps", draft.get("training.eval_steps") or "epoch")
         elif strategy == "epoch" and evaluates:
             draft.translated(key, "training.eval_steps", "epoch")
         elif strategy is not None:
@@ -223,7 +238,10 @@ def periods(draft: Draft, *, evaluates: bool, per_steps: bool = True) -> None:
             draft.none("eval_steps", "evaluation is not in steps")
     strategy = draft.take("save_strategy")
     if strategy is not None:
-        table = {"no": "end", False: "end", "epoch": "epoch", "steps": draft.left.get("save_steps") or 500}
+        table = {"no": "end", False: "end", "epoch": "epoch", "steps": 500}
+        if strategy == "steps" and draft.has("save_steps"):
+            whole_steps(draft, "save_steps", "training.save_steps")
+            table["steps"] = draft.get("training.save_steps") or "epoch"
         draft.translated("save_strategy", "training.save_steps", table.get(strategy, "epoch"))
         if "save_steps" in draft.left and strategy != "steps":
             draft.none("save_steps", f"save_strategy is {strategy}")

@@ -1,0 +1,42 @@
+"""How large a forward pass is: so many rows, or as many as a number of tokens holds."""
+
+from __future__ import annotations
+
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.plan.tree import BatchPlan
+
+DEFAULT_ROWS = 4
+
+
+def batch_size(config: RunConfig) -> tuple[int, int | None]:
+    """Rows of ``max_length`` in a forward pass of one device, and its tokens where they were asked for instead."""
+    training = config.training
+    if training.tokens_per_batch is None:
+        return training.per_device_train_batch_size or DEFAULT_ROWS, None
+    return max(1, training.tokens_per_batch // config.data.max_length), training.tokens_per_batch
+
+
+def plan_batch(
+    config: RunConfig, world_size: int, packing: Choice[bool], gradient_checkpointing: Choice[bool]
+) -> BatchPlan:
+    """The batch part of the plan."""
+    rows, tokens = batch_size(config)
+    accumulation = config.training.gradient_accumulation_steps
+    forward = rows * config.data.max_length if tokens is None or packing.value else tokens
+    asked = "(data.group_by_length)"
+    grouped = (
+        Choice(True, f"samples of like length share a batch, batches in random order {asked}")
+        if config.data.group_by_length
+        else Choice(False, f"batches of random samples; switched off {asked}")
+    )
+    return BatchPlan(
+        micro_batch=rows,
+        accumulation=accumulation,
+        world_size=world_size,
+        tokens_per_step=forward * accumulation * world_size,
+        packing=packing,
+        gradient_checkpointing=gradient_checkpointing,
+        tokens_per_batch=tokens,
+        grouped=grouped,
+    )
