@@ -253,3 +253,16 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint(_FUNCTIONS, "flash_attn_varlen_qkvpacked_func", ("qkv",), packed=3),
 )
 ROTARY_ENTRY_POINT = EntryPoint("flash_attn.layers.rotary", "apply_rotary_emb", ("x", "cos", "sin"))
+
+# The functions of linear attention and state-space layers that transformers' modeling modules look up in their globals,
+# and the operands that want one half dtype there; decays and states may be fp32.
+LINEAR_ENTRY_POINTS: tuple[EntryPoint, ...] = (
+    EntryPoint("", "torch_chunk_gated_delta_rule", ("query", "key", "value")),
+    EntryPoint("", "torch_recurrent_gated_delta_rule", ("query", "key", "value")),
+    EntryPoint("", "chunk_gated_delta_rule", ("q", "k", "v")),
+    EntryPoint("", "fused_recurrent_gated_delta_rule", ("q", "k", "v")),
+    EntryPoint("", "chunk_kimi_delta_attention", ("query", "key", "value")),
+    EntryPoint("", "chunk_kda", ("q", "k", "v")),
+    EntryPoint("", "chunk_rwkv7", ("r", "k", "v", "a", "b")),
+    EntryPoint("", "fused_recurrent_rwkv7", ("r", "k", "v", "a", "b")),
+)

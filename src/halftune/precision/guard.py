@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,8 @@ from halftune.core.errors import DtypeContractError
 from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import torch_dtype
+from halftune.precision.trace.recorder import Recorder
+from halftune.precision.trace.steps import first_promotion, shown
 
 log = get_logger(__name__)
 
@@ -23,7 +25,6 @@ Mode = Literal["cast", "strict", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
 _OPERANDS = (("query", "q"), ("key", "k"), ("value", "v"))
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass
@@ -34,11 +35,13 @@ class Site:
         casts: calls in which at least one operand was cast. Recomputation under gradient checkpointing counts again.
         arrived: what arrived the first time, e.g. ``query fp32, key fp32, value bf16``.
         cast_to: what it was cast to.
+        promoted: the source line and call that first left the computing dtype; empty where it was not seen.
     """
 
     casts: int
     arrived: str
     cast_to: str
+    promoted: str = ""
 
 
 class Guard:
@@ -57,18 +60,46 @@ class Guard:
         self.mode, self.compute = mode, compute
         self._dtype = torch_dtype(compute)
         self._sites: dict[str, Site] = {}
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str, str]] = set()
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._recorder: Recorder | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Learns the paths of a model's modules, so that sites are named by them. Not needed for the casts."""
-        self._paths.update({module: name for name, module in model.named_modules() if name})
+        """Learns the paths of a model's modules, so that sites are named by them. Not needed for the casts.
 
-    def attention(self, fn: F) -> F:
+        The model's next forward pass is recorded, so that what strays in it is reported with the line that promoted it.
+        """
+        self._paths.update({module: name for name, module in model.named_modules() if name})
+        if self.mode != "off":
+            self._record_once(model)
+
+    def _record_once(self, model: nn.Module) -> None:
+        """Puts a recorder around the next call of ``model.forward``; not where a compiled graph would be rebuilt."""
+        forward: Callable[..., Any] = model.forward
+
+        @functools.wraps(forward)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if vars(model).get("forward") is recorded:
+                del model.forward  # the class's, or what the instance had
+                model.__dict__.update(before)
+            if self._recorder is not None or torch.compiler.is_compiling():
+                return forward(*args, **kwargs)
+            try:
+                with Recorder(model) as self._recorder:
+                    return forward(*args, **kwargs)
+            finally:
+                self._recorder = None
+
+        if model._compiled_call_impl is None:
+            before = {name: value for name, value in vars(model).items() if name == "forward"}
+            model.forward = recorded
+
+    def attention(self, fn: F, operands: Sequence[str] | None = None) -> F:
         """``fn`` behind the guard, with its own signature.
 
-        ``fn`` takes query, key and value (or q, k and v), by position or by name, and returns the output, or a tuple
-        that begins with it. Where its first parameter is ``module``, that names the site.
+        ``fn`` takes query, key and value (or q, k and v), or the parameters that ``operands`` names (``q, kv``), by
+        position or by name, and returns the output, or a tuple that begins with it. Where its first parameter is
+        ``module``, that names the site.
 
         The output comes back as computed. Only where no autocast is on and no operand arrived in the computing dtype
         are the layers around not in it either: then the output takes the dtype in which the query arrived.
@@ -76,27 +107,58 @@ class Guard:
         Raises, when called:
             DtypeContractError: two half dtypes among the operands without autocast; in ``strict``, any cast needed.
         """
+        spellings = _OPERANDS if operands is None else tuple((name,) for name in operands)
+        return self._wrap(fn, spellings, "attention", lambda operands: computing_dtype(operands, self._dtype))
+
+    def operator(self, fn: F, operands: Sequence[str] = ("q", "k", "v")) -> F:
+        """``fn`` of linear attention behind the guard: the named operands share one half dtype.
+
+        Decays and states keep their own. All in fp32 without autocast is legal there. A single operand may hold
+        several (``qkv``).
+
+        Raises, when called:
+            DtypeContractError: as ``attention``.
+        """
+
+        def dtype_of(found: Sequence[torch.Tensor]) -> torch.dtype | None:
+            return computing_dtype(found, torch.float32)
+
+        return self._wrap(fn, tuple((name,) for name in operands), "linear attention", dtype_of)
+
+    def rotary(self, fn: F) -> F:
+        """``fn(x, cos, sin, …)`` behind the guard: the tables take the dtype of ``x``, so that ``x`` keeps its own."""
+        return self._wrap(fn, (("x",), ("cos",), ("sin",)), "rotary", lambda operands: operands[0].dtype)
+
+    def _wrap(
+        self,
+        fn: F,
+        spellings: Sequence[tuple[str, ...]],
+        target: str,
+        dtype_of: Callable[[list[torch.Tensor]], torch.dtype | None],
+    ) -> F:
         if self.mode == "off":
             return fn
         names = list(inspect.signature(fn).parameters)
-        places = tuple(_place(names, spellings) for spellings in _OPERANDS)
+        places = tuple(_place(names, spelling) for spelling in spellings)
         has_module = names[0] == "module"
 
         @functools.wraps(fn)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             operands = [args[at] if at < len(args) else kwargs[name] for at, name in places]
-            dtype = self._computing_dtype(operands)
+            dtype = dtype_of(operands)
             if dtype is not None and all(operand.dtype is dtype for operand in operands):
                 return fn(*args, **kwargs)
             site = self._site(fn, args[0] if has_module and args else kwargs.get("module"))
-            dtype = self._settle(site, operands, dtype)
+            shown = [spelling[0] for spelling in spellings]
+            dtype = self._settle(site, target, dict(zip(shown, operands, strict=True)), dtype)
             args_list = list(args)
             for (at, name), operand in zip(places, operands, strict=True):
                 if at < len(args_list):
                     args_list[at] = operand.to(dtype)
                 else:
                     kwargs[name] = operand.to(dtype)
-            return _returned(fn(*args_list, **kwargs), operands, dtype)
+            result = fn(*args_list, **kwargs)
+            return result if target == "rotary" else returned(result, operands, dtype)
 
         return guarded  # type: ignore[return-value]
 
@@ -106,48 +168,52 @@ class Guard:
         casts = sum(site.casts for site in self._sites.values())
         return {"mode": self.mode, "compute": self.compute, "casts": casts, "sites": sites}
 
-    def _computing_dtype(self, operands: list[torch.Tensor]) -> torch.dtype | None:
-        """The dtype of a call; None where two half dtypes contradict each other."""
-        if _autocast(operands[0]):
-            return torch.get_autocast_dtype(operands[0].device.type)
-        found: torch.dtype | None = None
-        for operand in operands:
-            if operand.dtype in _HALF:
-                if found is not None and operand.dtype is not found:
-                    return None
-                found = operand.dtype
-        return found or self._dtype
-
-    def _settle(self, site: str, operands: list[torch.Tensor], dtype: torch.dtype | None) -> torch.dtype:
+    def _settle(
+        self, site: str, target: str, operands: dict[str, torch.Tensor], dtype: torch.dtype | None
+    ) -> torch.dtype:
         """Notes a cast, or refuses it."""
         if torch.compiler.is_compiling() and dtype is not None and self.mode == "cast":
             return dtype  # a compiled graph casts without counting
-        arrived = ", ".join(
-            f"{spellings[0]} {_SHORT.get(operand.dtype, str(operand.dtype).removeprefix('torch.'))}"
-            for spellings, operand in zip(_OPERANDS, operands, strict=True)
-        )
+        arrived = ", ".join(f"{name} {shown(operand.dtype)}" for name, operand in operands.items())
         if dtype is None:
             raise DtypeContractError(
-                f"{arrived}: two half formats on the way into attention",
+                f"{arrived}: two half formats on the way into {target}",
                 where=site,
                 remedy="find the module that is in the other format: dtypes.json in the run folder lists them",
             )
+        strays = [tensor for tensor in operands.values() if tensor.dtype is not dtype]
+        promoted = next((line for line in map(self._explain, strays) if line), "")
         if self.mode == "strict":
             raise DtypeContractError(
-                f"{arrived} on the way into attention, which computes in {_SHORT[dtype]}",
+                f"{arrived} on the way into {target}, which computes in {shown(dtype)}{promoted}",
                 where=site,
-                remedy="attention.guard: cast brings it back; an fp32 norm or table in front of attention promotes it",
+                remedy="attention.guard: cast brings it back; `halftune doctor` names every line that promotes",
             )
         if site in self._sites:
             self._sites[site].casts += 1
         else:
-            self._sites[site] = Site(1, arrived, _SHORT[dtype])
-            # The first of many equal layers is news; the others are for whoever looks.
-            kind = (arrived, _SHORT[dtype])
-            say = log.debug if kind in self._logged else log.warning
-            self._logged.add(kind)
-            say("%s: %s arrive at attention; cast to %s", site, arrived, _SHORT[dtype])
+            self._sites[site] = Site(1, arrived, shown(dtype))
+        if promoted and not self._sites[site].promoted:
+            self._sites[site].promoted = promoted.removeprefix("; ")
+        self._tell(site, target, arrived, shown(dtype), promoted)
         return dtype
+
+    def _tell(self, site: str, target: str, arrived: str, cast_to: str, promoted: str) -> None:
+        """One line for each site; the first of many equal layers is news, the others are for whoever looks."""
+        if self._sites[site].casts > 1:
+            return
+        kind = (arrived, cast_to, promoted)
+        say = log.debug if kind in self._logged else log.warning
+        self._logged.add(kind)
+        say("%s: %s arrive at %s; cast to %s%s", site, arrived, target, cast_to, promoted)
+
+    def _explain(self, stray: torch.Tensor) -> str:
+        """``; fp32 since file:line …``, where the forward pass is being recorded."""
+        step = self._recorder.step_of(stray) if self._recorder is not None else None
+        if step is None:
+            return ""
+        first = first_promotion(step)
+        return f"; {shown(first.dtype)} since {first.place}: {first.formula()}, {first.cause()}"
 
     def _site(self, fn: Callable[..., Any], module: nn.Module | None) -> str:
         if torch.compiler.is_compiling() and self.mode == "cast":
@@ -158,6 +224,22 @@ class Guard:
             return self._paths[module]
         layer = getattr(module, "layer_idx", None)
         return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
+
+
+def computing_dtype(operands: Sequence[torch.Tensor], planned: torch.dtype) -> torch.dtype | None:
+    """The dtype that a call computes in: autocast's, else the one half dtype among the operands, else the plan's.
+
+    None where two half dtypes contradict each other.
+    """
+    if _autocast(operands[0]):
+        return torch.get_autocast_dtype(operands[0].device.type)
+    found: torch.dtype | None = None
+    for operand in operands:
+        if operand.dtype in _HALF:
+            if found is not None and operand.dtype is not found:
+                return None
+            found = operand.dtype
+    return found or planned
 
 
 def _autocast(tensor: torch.Tensor) -> bool:
@@ -173,7 +255,7 @@ def _place(names: list[str], spellings: tuple[str, ...]) -> tuple[int, str]:
     raise TypeError(f"an attention callable takes {spellings[0]}, but its parameters are {names}")
 
 
-def _returned(result: Any, operands: list[torch.Tensor], dtype: torch.dtype) -> Any:
+def returned(result: Any, operands: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
     """The output in the dtype that the layers around work in.
 
     A half operand never comes about by accident, a fp32 one does: one operand in ``dtype`` shows that the weights are

@@ -1,0 +1,165 @@
+"""From what arrived at the sites of a trace to findings: which line promoted it, in how many layers, at what cost."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halftune.precision.trace.steps import HALF, Step, first_promotion, shown
+from halftune.precision.trace.tracer import Arrival, Operand
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that left the plan on its way, equal layers in one.
+
+    Attributes:
+        target: where it arrives: ``attention``, ``rotary``, ``linear attention`` or ``loss``.
+        operand: its name there.
+        site: path of the calling module, layer numbers written as ``*``.
+        arrives, computes: its dtype there, and what the call computes in (empty: two half formats contradict).
+        op: the promoting call as written, with the dtypes that went in: ``addcmul(fp16, fp16, fp32)``.
+        becomes: dtype of its result.
+        cause: why.
+        file, line, function: where that call is written; ``source`` is the line.
+        module: path of the module in which it ran.
+        layers: how many modules, by phase.
+        passes: ``forward``, and ``backward`` where gradients flow back through it.
+        breaks: whether the contract is broken: True everywhere but at the loss.
+        raw: what the unguarded kernel raises, empty where it takes it.
+        guard: what halftune's guard does.
+        bytes_per_step: written by the guard's casts, forward and backward, on one device.
+    """
+
+    target: str
+    operand: str
+    site: str
+    arrives: str
+    computes: str
+    op: str
+    becomes: str
+    cause: str
+    file: str
+    line: int
+    function: str
+    source: str
+    module: str
+    layers: dict[str, int]
+    passes: tuple[str, ...]
+    breaks: bool
+    raw: str
+    guard: str
+    bytes_per_step: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+
+def findings(
+    arrivals: Iterable[Arrival], *, mode: str, scale: float, objection: Callable[[Arrival], str], training: str
+) -> list[Finding]:
+    """Groups what strayed: same operand, promoted by the same line, in modules that differ by layer numbers only.
+
+    Args:
+        arrivals: of all phases.
+        mode: of the guard.
+        scale: tokens of a step per traced token, for the cost.
+        objection: what the raw kernel raises for a call, or empty.
+        training: the phase that steps are made of; gradients flow back through it.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[Arrival, Operand, Step | None]]] = {}
+    for arrival in arrivals:
+        for operand in _strays(arrival):
+            step = first_promotion(operand.step) if operand.step is not None else None
+            at = (step.op, step.place, _starred(step.module)) if step is not None else ("", operand.leaf, "")
+            key = (arrival.target, operand.name, _starred(arrival.site), operand.dtype, arrival.dtype, at)
+            groups.setdefault(key, []).append((arrival, operand, step))
+    return [_finding(group, mode, scale, objection, training) for group in groups.values()]
+
+
+def _strays(arrival: Arrival) -> list[Operand]:
+    if arrival.target == "loss":
+        return [operand for operand in arrival.operands if operand.dtype not in HALF and _promoted(operand)]
+    return arrival.strays
+
+
+def _promoted(operand: Operand) -> bool:
+    return operand.step is not None and first_promotion(operand.step).promotes
+
+
+def _finding(
+    group: Sequence[tuple[Arrival, Operand, Step | None]],
+    mode: str,
+    scale: float,
+    objection: Callable[[Arrival], str],
+    training: str,
+) -> Finding:
+    arrival, operand, step = group[0]
+    sites: dict[str, set[str]] = {}
+    for each, _, _ in group:
+        sites.setdefault(each.phase, set()).add(each.site)
+    trains = training in sites
+    to_loss = arrival.target == "loss"
+    written = sum(_cast_bytes(each, stray) for each, stray, _ in group if each.phase == training)
+    place = step.place if step is not None else None
+    return Finding(
+        target=arrival.target,
+        operand=operand.name,
+        site=_starred(arrival.site),
+        arrives=shown(operand.dtype),
+        computes="" if arrival.dtype is None else shown(arrival.dtype),
+        op=step.formula() if step is not None else operand.leaf or "made outside of torch's functions",
+        becomes=shown(step.dtype if step is not None else operand.dtype),
+        cause=_cause(step, operand),
+        file=place.file if place else "",
+        line=place.line if place else 0,
+        function=place.function if place else "",
+        source=linecache.getline(place.file, place.line).strip() if place else "",
+        module=_starred(step.module) if step is not None else "",
+        layers={phase: len(modules) for phase, modules in sites.items()},
+        passes=("forward", "backward") if trains else ("forward",),
+        breaks=not to_loss,
+        raw="" if to_loss else objection(arrival),
+        guard="nothing: the loss sums in fp32" if to_loss else _action(arrival, operand, mode),
+        bytes_per_step=0 if to_loss or mode != "cast" else round(written * scale),
+    )
+
+
+def _cause(step: Step | None, operand: Operand) -> str:
+    if step is None:
+        return "it arrives as it was made"
+    if step.promotes:
+        return step.cause()
+    if operand.dtype in HALF:
+        return "it is in another half format"
+    leaves = ", ".join(dict.fromkeys(source.leaf for source in step.sources if source.leaf))
+    off = "" if step.autocast is not None else " and autocast is off"
+    return f"it never was half: {leaves or 'its operands'} {'are' if ',' in leaves or not leaves else 'is'} fp32{off}"
+
+
+def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
+    if not arrival.guarded:
+        return "nothing: the model's own call, which the guard does not see"
+    if arrival.dtype is None:
+        return "raises: two half formats"
+    if mode == "strict":
+        return "raises"
+    return f"casts {operand.name} to {shown(arrival.dtype)}" if mode == "cast" else "nothing: it is off"
+
+
+def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
+    """Written by one cast: the copy in the computing dtype forward, the gradient in the operand's own backward."""
+    if arrival.dtype is None:
+        return 0
+    return math.prod(operand.shape) * (arrival.dtype.itemsize + operand.dtype.itemsize)
+
+
+def _starred(path: str) -> str:
+    return _INDEX.sub("*", path)

@@ -1,0 +1,112 @@
+"""Shape-true stand-ins of flash_attn's functions for tensors without numbers, importable where the package is absent.
+
+Numbers are those of attention over whole rows without masks: a trace looks at dtypes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``[B, T, H, D]`` and ``[B, S, G, D]`` twice → ``[B, T, H, D]``."""
+    return _attend(q, k, v)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """``[N, H, D]`` and ``[M, G, D]`` twice → ``[N, H, D]``."""
+    return _attend(q[None], k[None], v[None])[0]
+
+
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``kv`` ``[B, S, 2, G, D]``."""
+    return _attend(q, *kv.unbind(2))
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``qkv`` ``[B, T, 3, H, D]``."""
+    return _attend(*qkv.unbind(2))
+
+
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``kv`` ``[M, 2, G, D]``."""
+    return _attend(q[None], *kv[None].unbind(2))[0]
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``qkv`` ``[N, 3, H, D]``."""
+    return _attend(*qkv[None].unbind(2))[0]
+
+
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Like ``x``."""
+    return x * 1.0
+
+
+def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """``flash_attn.bert_padding``: rows of ``x``."""
+    return x[indices]
+
+
+def unpad_input(hidden: torch.Tensor, mask: torch.Tensor, *args: Any) -> tuple[Any, ...]:
+    """``flash_attn.bert_padding``: ``[B, T, …]`` → tokens, indices, boundaries, the longest row, counts."""
+    counts = mask.sum(-1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().flatten()
+    cu = nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden.flatten(0, 1)[indices], indices, cu, int(counts.max()), counts
+
+
+def pad_input(hidden: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """``flash_attn.bert_padding``: the way back."""
+    whole = hidden.new_zeros(batch * seqlen, *hidden.shape[1:])
+    return whole.index_copy(0, indices, hidden).unflatten(0, (batch, seqlen))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    queries, keys, values = (operand.transpose(1, 2) for operand in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True).transpose(1, 2)
+
+
+_ATTENTION = tuple(name for name in list(globals()) if name.startswith("flash_attn_"))
+_PADDING = ("index_first_axis", "unpad_input", "pad_input")
+_MODULES: dict[str, tuple[str, ...]] = {
+    "flash_attn": _ATTENTION,
+    "flash_attn.flash_attn_interface": _ATTENTION,
+    "flash_attn.bert_padding": _PADDING,
+    "flash_attn.layers": (),
+    "flash_attn.layers.rotary": ("apply_rotary_emb",),
+}
+
+
+@contextmanager
+def flash_attn_importable() -> Iterator[bool]:
+    """Inside, ``import flash_attn`` works; yields whether it is the package itself."""
+    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
+        yield True
+        return
+    for name, functions in _MODULES.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        vars(module).update({function: globals()[function] for function in functions})
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    vars(sys.modules["flash_attn"])["__version__"] = "2.8.3"
+    try:
+        yield False
+    finally:
+        for name in _MODULES:
+            sys.modules.pop(name, None)

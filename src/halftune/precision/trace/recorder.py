@@ -1,0 +1,134 @@
+"""Records every torch call of a model's own source: what went in, what came out, in which module, on which line.
+
+It stands above autocast: one record per call as the author wrote it, ``F.normalize`` and not the five operations that
+it is made of.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from halftune.precision.trace.steps import Place, Source, Step, spelled
+
+_STEP = "halftune_step"  # a tensor's attribute: the call that made it; it goes when the tensor goes
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_OUTSIDE = (_TORCH, _OURS, "<")
+
+
+class Recorder(TorchFunctionMode):
+    """A mode, entered around the model's run.
+
+    Args:
+        model: names its parameters, buffers and modules.
+        on_attention: called with the arguments of every ``scaled_dot_product_attention`` before it runs.
+    """
+
+    def __init__(self, model: nn.Module, on_attention: Callable[[Any, Mapping[str, Any]], None] | None = None) -> None:
+        super().__init__()
+        self.model, self.on_attention = model, on_attention
+        self.count = 0
+        self._leaves: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        for kind, named in (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers)):
+            for name, tensor in named(remove_duplicate=False):
+                self._leaves.setdefault(id(tensor), f"{kind} {name}")
+        for name, module in self.model.named_modules():
+            self._hooks.callback(module.register_forward_pre_hook(self._enter_module(name), prepend=True).remove)
+            self._hooks.callback(module.register_forward_hook(self._leave_module(), always_call=True).remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+        self._leaves.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.on_attention is not None and func is nn.functional.scaled_dot_product_attention:
+            self.on_attention(args, kwargs)
+        result = func(*args, **kwargs)
+        made = list(_floating(args[0] if _name(func) == "__setitem__" else result))
+        if made:
+            self._record(func, made, args, kwargs)
+        return result
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running; empty outside of all."""
+        return self._stack[-1] if self._stack else ""
+
+    def step_of(self, tensor: torch.Tensor) -> Step | None:
+        """The call that made a tensor, or None."""
+        return vars(tensor).get(_STEP) if hasattr(tensor, "__dict__") else None
+
+    def leaf_of(self, tensor: torch.Tensor) -> str:
+        """``parameter …`` or ``buffer …`` with its name, or empty."""
+        return self._leaves.get(id(tensor), "")
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        return Source(tensor.dtype, tensor.ndim == 0, self.step_of(tensor), self.leaf_of(tensor))
+
+    def _record(self, func: Any, made: list[torch.Tensor], args: Any, kwargs: Mapping[str, Any]) -> None:
+        # What an operand was made by is still on it: an operation in place is recorded on its result from here on.
+        sources = tuple(self._source(tensor) for tensor in _floating((args, kwargs)))
+        name = _name(func)
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "attribute")
+        place, kind = calling_line(sys._getframe(2)), made[0].device.type
+        autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+        asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        for tensor in made:
+            step = Step(
+                self.count, spelled(name), sources, tensor.dtype, place, self.module, asked and bool(sources), autocast
+            )
+            setattr(tensor, _STEP, step)
+        self.count += 1
+
+    def _enter_module(self, name: str) -> Any:
+        return lambda _module, _args: self._stack.append(name)
+
+    def _leave_module(self) -> Any:
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if self._stack:
+                self._stack.pop()
+
+        return leave
+
+
+def calling_line(frame: FrameType | None) -> Place:
+    """The innermost line outside of torch and of the trace itself, from ``frame`` outwards."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OUTSIDE):
+        frame = frame.f_back
+    if frame is None:
+        return Place("?", 0, "")
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _floating(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _floating(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _floating(entry)

@@ -1,0 +1,143 @@
+"""What a trace remembers of a torch call, and the way back from a tensor to what made it fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+HALF = (torch.bfloat16, torch.float16)
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_CASTS = frozenset({"float", "to", "type", "type_as", "double", "_to_copy"})
+_SPELLED = {"truediv": "div", "matmul": "matmul", "getitem": "index", "setitem": "index_put"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of source: file, line number, function."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An operand of a torch call.
+
+    Attributes:
+        dtype: its dtype.
+        scalar: whether it has no dimensions, so that it promotes nothing.
+        step: the call that made it, or None.
+        leaf: what it is where no call made it: ``parameter model.norm.weight``, ``buffer …``, or empty.
+    """
+
+    dtype: torch.dtype
+    scalar: bool
+    step: Step | None
+    leaf: str
+
+
+@dataclass
+class Step:
+    """One torch call in the model's source whose result is floating.
+
+    Attributes:
+        index: order of execution.
+        op: the call's name.
+        sources: its floating operands.
+        dtype: of its result.
+        place: where it is written.
+        module: path of the module that was running.
+        explicit: whether the caller asked for the result's dtype.
+        autocast: autocast's dtype at the time, None where it was off.
+    """
+
+    index: int
+    op: str
+    sources: tuple[Source, ...]
+    dtype: torch.dtype
+    place: Place
+    module: str
+    explicit: bool
+    autocast: torch.dtype | None = field(default=None)
+
+    @property
+    def promotes(self) -> bool:
+        """Whether something in half precision goes in and something wider comes out."""
+        return self.dtype not in HALF and any(source.dtype in HALF and not source.scalar for source in self.sources)
+
+    @property
+    def wide(self) -> list[Source]:
+        """Operands that were wide before, and can promote."""
+        return [source for source in self.sources if source.dtype not in HALF and not source.scalar]
+
+    def formula(self) -> str:
+        """``addcmul(fp16, fp16, fp32)``."""
+        return f"{self.op}({', '.join(shown(source.dtype) for source in self.sources)})"
+
+    def cause(self) -> str:
+        """Why the result is fp32, in words."""
+        if self.explicit or self.op in _CASTS:
+            return "asked for"
+        if self.wide:
+            named = "; ".join(dict.fromkeys(leaf for source in self.wide for leaf in [_origin(source)] if leaf))
+            return f"type promotion, fp32 from {named}" if named else "type promotion"
+        return "autocast's fp32 list" if self.autocast is not None else "the operation's own doing"
+
+
+def shown(dtype: torch.dtype) -> str:
+    """``bf16``, ``fp16``, ``fp32``, or torch's own name."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def spelled(name: str) -> str:
+    """The name of a torch function as one writes it: ``__rmul__`` → ``mul``, ``add_`` → ``add``."""
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = name[1:] if name in ("radd", "rmul", "rsub", "rtruediv", "rpow", "rmatmul") else name
+        name = name[1:] if name in ("iadd", "imul", "isub", "itruediv", "ipow") else name
+        return _SPELLED.get(name, name)
+    return name.rstrip("_") or name
+
+
+def _origin(source: Source) -> str:
+    """Where a wide operand comes from: its weights and buffers, or the line that made it."""
+    if source.leaf:
+        return source.leaf
+    if source.step is None:
+        return ""
+    leaves = [step_source.leaf for step in _region(source.step) for step_source in step.wide if step_source.leaf]
+    if leaves:
+        return ", ".join(list(dict.fromkeys(leaves))[:2])
+    return f"{source.step.op} at {source.step.place}"
+
+
+def _region(end: Step) -> Iterator[Step]:
+    """The steps of the fp32 region that ``end`` closes, latest first."""
+    seen, waiting = {end.index}, [end]
+    while waiting:
+        step = waiting.pop(0)
+        yield step
+        for source in step.wide:
+            if source.step is not None and source.step.index not in seen:
+                seen.add(source.step.index)
+                waiting.append(source.step)
+
+
+def first_promotion(end: Step) -> Step:
+    """The call at which a wide tensor left half precision; where its data never was half, the call that computed it.
+
+    Walks back over calls whose results are wide and takes the earliest that was given something half. Where there is
+    none (fp32 weights without autocast), the nearest call with a weight or buffer, else ``end`` itself.
+    """
+    region = list(_region(end))
+    promotions = [step for step in region if step.promotes]
+    if promotions:
+        return min(promotions, key=lambda step: step.index)
+    weighted = [step for step in region if any(source.leaf for source in step.sources)]
+    return weighted[0] if weighted else end

@@ -1,0 +1,62 @@
+"""Tensors of the CPU without numbers, so that a model of any size runs in seconds and needs no memory for weights.
+
+Floating tensors are fake; integers and booleans are real, and so is what is computed from them alone: token ids,
+positions, grids and lengths have values, and model code may look at them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils import _pytree as pytree
+
+# What a fake tensor raises where model code wants to see a floating value.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+class Weightless(FakeTensorMode):
+    """A mode in which newly made floating tensors have dtype and shape but no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_real(func, args, kwargs):
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def strip(self, model: nn.Module) -> None:
+        """Takes the numbers from a model's floating parameters; those of its buffers are few and stay."""
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                real = parameter is not None and parameter.is_floating_point() and not isinstance(parameter, FakeTensor)
+                if parameter is not None and real:
+                    module._parameters[name] = nn.Parameter(
+                        self.from_tensor(parameter.detach()), requires_grad=parameter.requires_grad
+                    )
+
+
+def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if tensors:
+        return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return func._schema.name == "aten::arange" and all(isinstance(arg, int) for arg in args)
+    return not dtype.is_floating_point and not dtype.is_complex
