@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,7 +33,7 @@ def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _RunLog(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     root = logging.getLogger("halftune")
     root.addHandler(handler)
@@ -40,4 +41,25 @@ def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # what a full disk did not take
+            handler.close()
+
+
+class _RunLog(logging.FileHandler):
+    """A log file whose disk may be full or gone: said once, on the console."""
+
+    _said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file cannot be opened
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            get_logger(__name__).warning("cannot write %s: %s", self.baseFilename, error.strerror)

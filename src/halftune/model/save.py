@@ -47,10 +47,24 @@ def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan:
                 write_model(model, saved, keep, partial)
             else:
                 raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
     except (OSError, SafetensorError) as error:
-        remedy = "free space or choose another training.output_dir"
+        remedy = "free space and run the same command again: it goes on from the newest checkpoint"
         raise ModelError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes a tokenizer with its chat template.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error  # the tokenizers package knows no other class for a full disk
 
 
 def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
 from halftune.train.setup import Session
 from halftune.train.step import Stepper
+from halftune.train.validation import evaluate
 
 log = get_logger(__name__)
 
@@ -100,6 +101,31 @@ class Attempts:
         self.done += 1
         return metrics
 
+    def evaluate(self, abandoned: Callable[[], bool]) -> float | None:
+        """The evaluation loss, in smaller batches where memory runs out; None where it was abandoned.
+
+        Raises:
+            TrainingError: memory runs out with one row.
+        """
+        while True:
+            feed = self.session.eval_feed
+            assert feed is not None
+            try:
+                return evaluate(self.stepper, self.run.model, feed, abandoned)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                halved = smaller(feed.batch)
+                if halved is None or self.training.on_out_of_memory == "stop":
+                    rows = f"{feed.batch.micro_batch} rows at a time"
+                    raise TrainingError(
+                        f"out of memory in the evaluation, {rows}: {first_line(error)}",
+                        remedy=f"a smaller per_device_eval_batch_size, {_REMEDY}; {intact(self.run.folder)}",
+                    ) from error
+            log.warning("out of memory in the evaluation: from now on %d rows at a time", halved.micro_batch)
+            self.session.eval_feed = replace(feed, batch=halved)
+            self._free()
+
     def _may_split(self) -> bool:
         # One process of several cannot start a step over: the others wait in the middle of it.
         if self.session.accelerator.num_processes > 1:
@@ -140,10 +166,13 @@ class Attempts:
     def _start_over(self, randoms: dict[str, Any]) -> None:
         """As if the step had not been tried: no gradients, no half-used memory, the same dropout."""
         self.session.trained.optimizer.zero_grad(set_to_none=True)
+        self._free()
+        restore_random_state(randoms, self.run.device)
+
+    def _free(self) -> None:
         gc.collect()
         if self.run.device.type != "cpu":
             torch.get_device_module(self.run.device).empty_cache()
-        restore_random_state(randoms, self.run.device)
 
     def _too_little(self, error: BaseException) -> TrainingError:
         batch, remedies = self.session.feed.batch, [_REMEDY]

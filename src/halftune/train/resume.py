@@ -33,11 +33,13 @@ def agreed(folder: RunFolder, processes: int) -> RunFolder:
 def position(feed: Feed) -> dict[str, Any]:
     """What must not change while a run goes on, because its position in the data is a number of steps.
 
-    The samples, the order and the packing of their rows, the rows of a step and the steps of an epoch.
+    The samples, the rows of a step, and the first epoch: the order and packing of its rows and their split into steps.
     """
     order = hashlib.sha256()
-    for row in feed.rows(0):
-        order.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
+    for batch in feed.batches(0):
+        for row in batch:
+            order.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
+        order.update(b"\n")
     return {
         "rows_per_step": feed.rows_per_step,
         "data": feed.fingerprint(),

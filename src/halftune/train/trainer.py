@@ -34,7 +34,6 @@ from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
 from halftune.train.resume import agreed, check_same_data, position, set_aside, with_micro_batch
 from halftune.train.setup import Session, build
-from halftune.train.validation import evaluate
 
 log = get_logger(__name__)
 
@@ -160,12 +159,12 @@ class Trainer:
         return self.run.step % int(every) == 0
 
     def _evaluate(self) -> None:
-        run, feed = self.run, self.session.eval_feed
-        if feed is None or self.last_evaluated == run.step:
+        run = self.run
+        if self.session.eval_feed is None or self.last_evaluated == run.step:
             return
         self._phase("evaluating")
         started = time.perf_counter()
-        loss = evaluate(self.attempts.stepper, run.model, feed, lambda: self.interrupts.received is not None)
+        loss = self.attempts.evaluate(lambda: self.interrupts.received is not None)
         if loss is None:  # a signal: whoever goes on from this step evaluates first
             return
         self.last_evaluated = run.step

@@ -30,14 +30,16 @@ def evaluate(
     training = model.training
     model.eval()
     left = False
-    for batches in feed.once():
-        if left := abandoned():
-            break
-        for batch in batches:
-            if batch.tokens_trained:
-                loss += float(stepper.forward(batch, model))
-                count += batch.tokens_trained
-    model.train(training)
+    try:
+        for batches in feed.once():
+            if left := abandoned():
+                break
+            for batch in batches:
+                if batch.tokens_trained:
+                    loss += float(stepper.forward(batch, model))
+                    count += batch.tokens_trained
+    finally:
+        model.train(training)
     total, counted, leaving = sum_over_processes(stepper.accelerator, [loss, count, float(left)])
     if leaving:
         return None
