@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "halftune.infer": 7,
     "halftune.export": 7,
     "halftune.evaluate": 8,
+    "halftune.bench": 8,
     "halftune.launch": 9,
     "halftune_webui": 9,
     "halftune.cli": 10,

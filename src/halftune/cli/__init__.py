@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("halftune.cli.train", "train from a YAML file: plan, load, train, save, report"),
     "plan": ("halftune.cli.plan", "show every decision about a run and its reason, without loading anything"),
     "data": ("halftune.cli.data", "show the data report and samples with their trained tokens coloured"),
+    "bench": ("halftune.cli.bench", "measure how fast recipes train here, beside each other: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.chat", "talk to a run's result, with the adapter on or off"),
     "export": ("halftune.cli.export", "merge an adapter into its base model, checked against the unmerged one"),
     "convert": ("halftune.cli.convert", "translate a LLaMA-Factory, axolotl or TRL config into ours"),

@@ -31,6 +31,8 @@ class Profile(Callback):
         steps: ``logging.profile``.
     """
 
+    watches = True
+
     def __init__(self, steps: int) -> None:
         self.wanted, self.seen = steps, 0
         self.profiler: torch.profiler.profile | None = None

@@ -1,0 +1,126 @@
+"""The process that is measured: ``python -m halftune.bench.measured REQUEST RESULT`` trains, and writes its numbers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halftune.bench.flops import training_flops
+from halftune.bench.meter import Measured, Meter, Step
+from halftune.bench.peak import peak_flops
+from halftune.config.load import load_config
+from halftune.config.model_facts import read_model_facts
+from halftune.core import log
+from halftune.core.errors import HalftuneError
+from halftune.hardware.probe import probe
+from halftune.plan import resolve
+from halftune.train.folder import open_folder
+from halftune.train.interrupt import Interrupts
+from halftune.train.memory import peak_memory_bytes
+from halftune.train.setup import Session, build
+from halftune.train.trainer import Trainer
+
+
+def main(request: Path, result: Path) -> int:
+    """Trains as the request says; the result is a JSON object of numbers, or of an ``error`` and its ``exit_code``."""
+    log.configure()
+    asked = json.loads(request.read_text())
+    try:
+        found, code = measure(asked), 0
+    except HalftuneError as error:
+        found, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
+    result.write_text(json.dumps(found))
+    return code
+
+
+def measure(asked: dict[str, Any]) -> dict[str, Any]:
+    """Everything about one run.
+
+    Raises:
+        HalftuneError: whatever keeps the configuration from training.
+    """
+    loaded = load_config(asked["config"], asked["overrides"])
+    facts = read_model_facts(loaded.run.model)
+    hardware = probe()
+    plan = resolve(loaded.run, hardware, facts)
+    folder = open_folder(loaded)
+    session = build(loaded, plan, folder.path)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    session.eval_feed = None  # training is measured
+    plan = session.run.plan
+    meter = Meter(asked["warm_up"], asked["steps"])
+    with Interrupts() as interrupts, suppress(Measured):
+        trainer = Trainer(session, folder, interrupts)
+        trainer.crowd.callbacks.append(meter)
+        trainer.train()
+    device = session.run.device
+    memory = {"peak_rss_bytes": peak_memory_bytes(torch.device("cpu"))}
+    if device.type != "cpu":
+        memory["peak_device_bytes"] = peak_memory_bytes(device)
+    flops = training_flops(
+        facts,
+        plan.num_trainable.value,
+        adapter=loaded.run.adapter.type != "none",
+        attended=attended(session),
+    )
+    compute = plan.precision.compute.value
+    peak = peak_flops(device, hardware.devices[0].name, compute, tf32=plan.precision.tf32.value)
+    steps = meter.steps[asked["warm_up"] :]
+    numbers = rates(steps)
+    real, trained, seconds = (sum(getattr(step, name) for step in steps) for name in ("real", "trained", "seconds"))
+    achieved = flops.per_second(real, trained, seconds)
+    return {
+        **numbers,
+        "mfu": achieved / peak.flops,
+        "flops_per_second": achieved,
+        "mfu_convention": flops.convention,
+        "peak_flops": peak.flops,
+        "peak_flops_source": peak.source,
+        **memory,
+        "cpu_seconds_to_first_step": meter.cpu_to_first_step,
+        "seconds_to_first_step": meter.seconds_to_first_step,
+        "compute": compute,
+        "packing": plan.batch.packing.value,
+        "attention": plan.attention.softmax.value,
+        "threads": torch.get_num_threads(),
+        "device": hardware.devices[0].name,
+        "torch": torch.__version__,
+        "steps": [asdict(step) for step in meter.steps],
+    }
+
+
+def attended(session: Session) -> float:
+    """Mean over tokens of the length of the sample that they lie in."""
+    lengths = session.data.train.lengths.astype(float)
+    return float((lengths**2).sum() / lengths.sum())
+
+
+def rates(steps: list[Step]) -> dict[str, float]:
+    """Speeds over all steps, and the times of single ones (inclusive 10 % and 90 % quantiles)."""
+    seconds, cpu = sum(step.seconds for step in steps), sum(step.cpu_seconds for step in steps)
+    found: dict[str, float] = {}
+    for name, total in (
+        ("tokens", sum(step.tokens for step in steps)),
+        ("real", sum(step.real for step in steps)),
+        ("trained", sum(step.trained for step in steps)),
+    ):
+        found[f"{name}_per_second"], found[f"{name}_per_cpu_second"] = total / seconds, total / cpu
+    times = sorted(step.seconds for step in steps)
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else [times[0]] * 9
+    return found | {
+        "step_seconds": statistics.median(times),
+        "step_seconds_p10": tenths[0],
+        "step_seconds_p90": tenths[-1],
+        "step_cpu_seconds": statistics.median(step.cpu_seconds for step in steps),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,68 @@
+"""A callback that times every step, and ends the run after the last one that is wanted."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+
+
+class Measured(BaseException):
+    """Ends a run that has been measured, before anything is evaluated or saved."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, with the making of its batches: wall and CPU seconds, and tokens in three counts."""
+
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    real: int
+    trained: int
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, all its threads, and its children that have ended."""
+    return sum(os.times()[:4])
+
+
+class Meter(Callback):
+    """Measures ``warm_up + steps`` steps and raises ``Measured``.
+
+    Attributes:
+        steps: all of them, those that warm up included.
+        cpu_to_first_step, seconds_to_first_step: from the start of this process to the end of the first step.
+    """
+
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.wanted = warm_up, warm_up + steps
+        self.steps: list[Step] = []
+        self.cpu_to_first_step = self.seconds_to_first_step = 0.0
+        self._since = (0.0, 0.0)
+
+    def on_phase(self, run: Run, phase: Phase) -> None:
+        """Steps begin when training begins or goes on."""
+        if phase == "training":
+            self._since = (time.perf_counter(), cpu_seconds())
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Notes the step; the device is waited for only where measuring begins and ends."""
+        number = len(self.steps) + 1
+        if number in (1, self.warm_up, self.wanted) and run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        before, cpu_before = self._since
+        counts = (metrics.tokens, metrics.tokens_real, metrics.tokens_trained)
+        self.steps.append(Step(wall - before, cpu - cpu_before, *counts))
+        if number == 1:
+            self.cpu_to_first_step = cpu
+            self.seconds_to_first_step = time.time() - psutil.Process().create_time()
+        if number == self.wanted:
+            raise Measured
+        self._since = (time.perf_counter(), cpu_seconds())
