@@ -1,0 +1,114 @@
+"""Compiles kernels for GPUs that are not here and reads what they need: shared memory, registers, spills.
+
+A stand-in driver tells Triton which GPU to compile for; the operator itself runs on meta tensors, so that every kernel
+is specialised as a real call would specialise it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import MockTensor
+
+from halftune_kernels.cases import Case
+from halftune_kernels.gate import SHARED_MEMORY
+from halftune_kernels.launch import standing_in
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel needs on one GPU.
+
+    Attributes:
+        kernel: its name.
+        capability: 10 * major + minor.
+        shared: bytes of shared memory per block.
+        limit: what the GPU has.
+        registers: per thread.
+        spills: bytes per thread that did not fit the registers.
+        tensor_cores: whether it uses them.
+    """
+
+    kernel: str
+    capability: int
+    shared: int
+    limit: int
+    registers: int
+    spills: int
+    tensor_cores: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether a block fits the GPU's shared memory."""
+        return self.shared <= self.limit
+
+
+class _StandInDriver:
+    """What Triton asks a driver when it only compiles; the device number is the capability, one cache for each."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        del device
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_case(case: Case, dtype: torch.dtype, capability: int) -> list[Compiled]:
+    """Compiles every kernel that ``case`` starts, forward and backward, in ``dtype``, once each."""
+    return compile_kernels(lambda: case.call(dtype, torch.device("meta"), "triton"), capability)
+
+
+def compile_kernels(run: Callable[[], Any], capability: int) -> list[Compiled]:
+    """Compiles every kernel that ``run`` starts for a GPU of ``capability``."""
+    found: dict[int, Compiled] = {}
+
+    def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        mocked = [MockTensor(x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
+        built = kernel.warmup(*mocked, **options, grid=grid)
+        if id(built) not in found:
+            found[id(built)] = _read(kernel.fn.__name__, built, capability)
+
+    driver.set_active(_StandInDriver(capability))  # type: ignore[arg-type]
+    try:
+        with standing_in(capability, start):
+            run()
+    finally:
+        if torch.cuda.is_available():  # without a GPU there is no driver to go back to
+            driver.reset_active()
+    return list(found.values())
+
+
+def _read(name: str, built: Any, capability: int) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [_TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert match, f"cuobjdump speaks differently: {text[:200]}"
+    instruction = re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", built.asm["ptx"])
+    limit = SHARED_MEMORY[capability]
+    registers, spills = int(match[1]), int(match[2])
+    return Compiled(name, capability, built.metadata.shared, limit, registers, spills, instruction is not None)

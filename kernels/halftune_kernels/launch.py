@@ -1,0 +1,86 @@
+"""Starts Triton kernels: the one place, so that what would be started can also be compiled ahead for any GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Starter = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is cut: chosen ahead per GPU, never searched for while training.
+
+    Attributes:
+        width: columns of the value (or channel) tile.
+        warps: warps of a block.
+        stages: depth of the software pipeline.
+        depth: columns of the key tile, where keys are tiled.
+    """
+
+    width: int
+    warps: int
+    stages: int
+    depth: int = 64
+
+
+@dataclass(frozen=True)
+class _Stand:
+    capability: int
+    start: Starter
+
+
+_stand: ContextVar[_Stand | None] = ContextVar("halftune_kernels_stand", default=None)
+
+
+@contextlib.contextmanager
+def standing_in(capability: int, start: Starter) -> Iterator[None]:
+    """Inside, kernels are handed to ``start`` (kernel, grid, arguments, options) as if the GPU had ``capability``."""
+    token = _stand.set(_Stand(capability, start))
+    try:
+        yield
+    finally:
+        _stand.reset(token)
+
+
+def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **constants: Any) -> None:
+    """Starts ``kernel`` on ``grid`` with ``config``'s warps and stages; an empty grid starts nothing."""
+    if 0 in grid:
+        return
+    options = {**constants, "num_warps": config.warps, "num_stages": config.stages}
+    stand = _stand.get()
+    if stand is not None:
+        stand.start(kernel, grid, args, options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def capability(device: torch.device) -> int:
+    """10 * major + minor of the GPU that ``device`` is or stands for; 80 for the interpreter."""
+    stand = _stand.get()
+    if stand is not None:
+        return stand.capability
+    return _capability(device) if device.type == "cuda" else 80
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def power_of_two(size: int, least: int = 16) -> int:
+    """The least power of two that is at least ``size`` and ``least``: tiles and dots need one."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How products of ``dtype`` are formed: fp32 as three tf32 products, which keeps about 22 bits of 24."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"

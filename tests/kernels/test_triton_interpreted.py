@@ -1,0 +1,56 @@
+"""The Triton kernels, forward and backward, run by Triton's interpreter on the CPU against the fp64 references."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from interpreter import interpreting
+from operator_checks import CPU
+
+from halftune_kernels.cases import Case, case, rounded
+from halftune_kernels.selfcheck import BOUNDS, relative_error
+
+DTYPES = list(BOUNDS)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(poisoned: None) -> Iterator[None]:
+    with interpreting():
+        yield
+
+
+def check(plain: Case, dtype: torch.dtype) -> None:
+    """Outputs and every gradient within the self-check's bounds."""
+    made = rounded(plain, dtype)
+    truth, found = made.call(torch.float64, CPU, "reference"), made.call(dtype, CPU, "triton")
+    assert found.keys() == truth.keys()
+    errors = {name: relative_error(value, truth[name]) for name, value in found.items()}
+    assert max(errors.values()) <= BOUNDS[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [True, False])
+def test_gated_rms_norm(dtype: torch.dtype, first: bool) -> None:
+    plain = case("gated_rms_norm", 96, (0, 30))
+    check(dataclasses.replace(plain, options={"norm_before_gate": first, "group_size": 48}), dtype)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_gated_rms_norm_with_a_sigmoid(gated: bool) -> None:
+    plain = case("gated_rms_norm", 20, (0, 7))
+    inputs = {name: x for name, x in plain.inputs.items() if gated or name != "gate"}
+    check(dataclasses.replace(plain, inputs=inputs, options={"activation": "sigmoid"}), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_conv1d(dtype: torch.dtype) -> None:
+    check(case("causal_conv1d", 72, (0, 1, 3, 3, 70)), dtype)
+
+
+def test_causal_conv1d_without_extras() -> None:
+    plain = case("causal_conv1d", 16, (0, 5, 20))
+    inputs = {name: plain.inputs[name] for name in ("x", "weight")}
+    check(dataclasses.replace(plain, inputs=inputs, options=plain.options | {"activation": None}), torch.float32)
