@@ -18,7 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from halftune.core.errors import ModelError
+from halftune_kernels.causal_segments import causal_segments
 
+# Samples up to this long run by our blocks on a CPU: torch's kernel computes the whole square where a sample is shorter
+# than its block of keys, and is as fast as ours above (scripts/bench/step.py).
+_LONGEST_IN_BLOCKS = 1024
 # Queries per call where a window cuts a long sample; smaller blocks cost more in calls than they save.
 _SMALLEST_BLOCK = 128
 
@@ -79,7 +83,9 @@ def segment_attention(
     """
     lengths = _lengths.of(cu_seq_lens)
     assert query.shape[0] == 1, "a packed row is a batch of one"
-    assert sum(lengths) == query.shape[2] == key.shape[2], "cu_seq_lens do not cover the row"
+    if not sum(lengths) == query.shape[2] == key.shape[2]:
+        what = f"{type(module).__name__} attends to {key.shape[2]} keys where samples of a packed row have {sum(lengths)}"
+        raise ModelError(what, remedy="data.packing: false")
     if sliding_window is not None and not is_causal:
         raise ModelError("a sliding window without causality cannot be packed", remedy="data.packing: false")
     if sliding_window is not None and sliding_window >= max(lengths):
@@ -91,6 +97,9 @@ def segment_attention(
         def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cut = mask if mask is None else mask[..., : q.shape[2], : q.shape[2]]
             return function(module, q, k, v, cut, dropout=dropout, scaling=scaling, **extras)[0]
+    elif _runs_in_blocks(query, lengths, dropout, is_causal=is_causal, windowed=sliding_window is not None):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return causal_segments(query[0], key[0], value[0], lengths, scale)[None]
     else:
         key, value, gqa = _share_heads(query, key, value, masked=sliding_window is not None)
 
@@ -104,6 +113,13 @@ def segment_attention(
     # split, not slices: its backward is one concatenation, a slice's is a row-sized tensor of zeros per sample
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([one(*part) for part in parts], dim=1)
+
+
+def _runs_in_blocks(
+    query: torch.Tensor, lengths: list[int], dropout: float, *, is_causal: bool, windowed: bool
+) -> bool:
+    plain = is_causal and not windowed and dropout == 0.0
+    return plain and query.device.type == "cpu" and max(lengths) <= _LONGEST_IN_BLOCKS
 
 
 def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, settings: dict[str, Any]) -> torch.Tensor:
