@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.missing_weights import check_complete
 from halftune.config.model import ModelSection
 from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
 from halftune.config.model_folder import read_json
@@ -149,7 +150,7 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         if name not in known:
             raise ModelError(f"there is no model {name}", where="model.name_or_path", remedy=did_you_mean(name, known))
         return facts_from_config(known[name], name)
-    file = _config_file(model)
+    file = config_file(model)
     raw = read_json(file)
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
@@ -159,10 +160,13 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
-        return facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
+        facts = facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         remedy = "the file is damaged: copy or download it again"
         raise ModelError(f"a value has an unexpected kind: {error}", where=str(file), remedy=remedy) from error
+    if headers and not facts.quantization and not facts.num_experts:  # experts are stored apart and loaded together
+        check_complete(headers, facts.tensors, where=str(file.parent))
+    return facts
 
 
 def facts_from_config(
@@ -236,7 +240,12 @@ def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int,
     return method
 
 
-def _config_file(model: ModelSection) -> Path:
+def config_file(model: ModelSection) -> Path:
+    """config.json of a model: in its folder, or of a hub repository.
+
+    Raises:
+        ModelError: there is none.
+    """
     name = model.name_or_path
     folder = Path(name)
     if folder.is_dir():
@@ -255,14 +264,23 @@ def _config_file(model: ModelSection) -> Path:
 def _from_hub(name: str, revision: str | None) -> Path:
     """config.json of a hub repository: the cached one, else downloaded (some kilobytes)."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
         return Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a hub id", where="model.name_or_path") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:  # not there, gated, offline, unreachable
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        what = f"there is no folder {name} here; as a hub id: not in the hub's cache, and the hub is out of reach"
+        remedy = "go online once (HF_HUB_OFFLINE unset), name a local folder, or use builtin:qwen2-tiny"
+        raise ModelError(what, where="model.name_or_path", remedy=remedy) from error
+    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:  # not there, gated, no home folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = (
             "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or give a folder"
