@@ -1,0 +1,107 @@
+"""Products of rows under a decay of its own for each channel, inside one chunk, without a positive exponent.
+
+A_ij = Σ_c x_ic y_jc exp(b_ic - b_jc) for i > j, b the cumulated log decay. exp(b_i) and exp(-b_j) cannot be split over
+a whole chunk: the second overflows. So the chunk is halved again and again: rows of a right half meet rows of the left
+half in a matrix product, both measured from the middle, where either exponent is a sum of decays. These sums are built
+from neighbouring sums, never as differences, and so keep all their digits beside any faster decay.
+
+Shapes: U units, C rows (a power of two), K channels, N row sets, M column sets, S decays of row sets (1: shared).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class _Level(NamedTuple):
+    """Factors for halves of size s: rising [U, S, n, s, K] of right halves, falling [U, 1, n, s, K] of left ones."""
+
+    size: int
+    rising: torch.Tensor
+    falling: torch.Tensor
+
+
+class ChannelDecay:
+    """The decay of a chunk.
+
+    Attributes:
+        rising: [U, S, C, K] exp of the decay up to each row, itself included; for the second of two sets excluded.
+        falling: [U, 1, C, K] exp of the decay after each row.
+        whole: [U, K, 1] exp of the decay of all rows.
+
+    Args:
+        g: [U, C, K] log decay, at most 0.
+        before: a second row set sees only the decay before its row (RWKV-7 reads its state before it decays).
+    """
+
+    def __init__(self, g: torch.Tensor, *, before: bool) -> None:
+        units, size, channels = g.shape
+        sums = torch.stack((g, torch.zeros_like(g)), 1) if before else g[:, None].clone()
+        after, total = torch.zeros_like(g)[:, None], g
+        self._levels: list[_Level] = []
+        half = 1
+        while half < size:
+            shape = (units, -1, size // (2 * half), 2, half, channels)
+            up, down = sums.view(shape), after.view(shape)
+            self._levels.append(_Level(half, up[:, :, :, 1].exp(), down[:, :, :, 0].exp()))
+            pairs = total.view(units, -1, 2, channels)
+            up[:, :, :, 1] += pairs[:, None, :, 0, None]
+            down[:, :, :, 0] += pairs[:, None, :, 1, None]
+            total, half = pairs.sum(2), 2 * half
+        self.rising, self.falling, self.whole = sums.exp_(), after.exp_(), total.view(units, channels, 1).exp()
+
+    def products(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """[U, N, C, M, C] of rows [U, N, C, K] and columns [U, M, C, K], strictly lower in C × C."""
+        units, n, size, _ = rows.shape
+        out = rows.new_zeros(units, n, size, columns.shape[1], size)
+        for level in self._levels:
+            right, left = _right(rows, level), _left(columns, level)
+            block = torch.bmm(right, left.transpose(1, 2))
+            into = _blocks(out, level.size)
+            into.copy_(block.view(units, -1, n, level.size, columns.shape[1], level.size).permute(0, 2, 3, 4, 5, 1))
+        return out
+
+    def products_backward(
+        self, gradient: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of rows and columns; that of b is rows ∘ d_rows - columns ∘ d_columns."""
+        d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
+        for level in self._levels:
+            right, left = _right(rows, level), _left(columns, level)
+            block = _blocks(gradient, level.size).permute(0, 5, 1, 2, 3, 4).reshape(*right.shape[:2], -1)
+            d_right = torch.bmm(block, left).view(_by_block(rows, level.size))
+            d_left = torch.bmm(block.transpose(1, 2), right).view(_by_block(columns, level.size))
+            _halves(d_rows, level.size)[:, :, :, 1] += d_right.transpose(1, 2) * level.rising
+            _halves(d_columns, level.size)[:, :, :, 0] += d_left.transpose(1, 2) * level.falling
+        return d_rows, d_columns
+
+
+def _halves(sets: torch.Tensor, half: int) -> torch.Tensor:
+    """[U, N, n, 2, s, K] view of [U, N, C, K]."""
+    return sets.view(*sets.shape[:2], -1, 2, half, sets.shape[3])
+
+
+def _by_block(sets: torch.Tensor, half: int) -> tuple[int, ...]:
+    return (sets.shape[0], sets.shape[2] // (2 * half), sets.shape[1], half, sets.shape[3])
+
+
+def _right(rows: torch.Tensor, level: _Level) -> torch.Tensor:
+    """[U * n, N * s, K] right halves, decayed from the middle."""
+    taken = _halves(rows, level.size)[:, :, :, 1] * level.rising
+    return taken.transpose(1, 2).reshape(-1, rows.shape[1] * level.size, rows.shape[3])
+
+
+def _left(columns: torch.Tensor, level: _Level) -> torch.Tensor:
+    """[U * n, M * s, K] left halves, decayed to the middle."""
+    taken = _halves(columns, level.size)[:, :, :, 0] * level.falling
+    return taken.transpose(1, 2).reshape(-1, columns.shape[1] * level.size, columns.shape[3])
+
+
+def _blocks(matrix: torch.Tensor, half: int) -> torch.Tensor:
+    """[U, N, s, M, s, n] view of the blocks (right half, left half) of [U, N, C, M, C]."""
+    units, n, size, m, _ = matrix.shape
+    count = size // (2 * half)
+    split = matrix.view(units, n, count, 2, half, m, count, 2, half)
+    return split[:, :, :, 1, :, :, :, 0].diagonal(dim1=2, dim2=5)

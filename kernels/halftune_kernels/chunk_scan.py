@@ -1,0 +1,267 @@
+"""Drives a recurrence over chunks of rows, forward and backward: what the chunked operators of the delta family share.
+
+Rows are taken in chunks, and chunks that do not depend on each other (heads, samples) together: few enough to stay in
+the processor's cache, so that memory sees inputs, outputs and one state per chunk only. Everything else is recomputed
+in the backward pass.
+
+Shapes: R rows, H heads, N samples, U units (samples × heads that are computed together), C rows of a chunk, K key size,
+W width of the state's rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from halftune_kernels.segments import Segments
+
+Tensors = Sequence[torch.Tensor]
+
+
+class ChunkOperator(Protocol):
+    """One chunk of a recurrence. Every tensor is fp32 (fp64 if the inputs are); rows past a sample's end are zeros."""
+
+    def forward(
+        self, inputs: Tensors, state: torch.Tensor | None, going: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output and leaving state.
+
+        Args:
+            inputs: [U, C, ...] each.
+            state: [U, K, W] entering the chunk; None is zeros.
+            going: the leaving state is wanted of so many units, the first ones.
+
+        Returns:
+            [U, C, ...] and [going, K, W], None if ``going`` is 0.
+        """
+        ...
+
+    def backward(
+        self, inputs: Tensors, state: torch.Tensor | None, d_out: torch.Tensor, d_state: torch.Tensor | None
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        """Gradients of the inputs and of the entering state (None where that is None).
+
+        Args:
+            inputs: as in the forward pass.
+            state: as in the forward pass.
+            d_out: [U, C, ...] gradient of the output.
+            d_state: [going, K, W] gradient of the leaving state, None if ``going`` is 0.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of several samples at one place.
+
+    Attributes:
+        live: samples of the block that have rows here, always the first ones.
+        going: those of them that have rows in the next chunk.
+        length: C.
+        rows: the rows, [live * C]; a slice for a single sample. Rows past the end of a sample repeat its last row.
+        padding: [live, C] true past the end of a sample; None if no row is.
+        kept: [m] positions in ``rows`` that are no padding; None if all are kept.
+    """
+
+    live: int
+    going: int
+    length: int
+    rows: slice | torch.Tensor
+    padding: torch.Tensor | None
+    kept: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Samples and heads that are computed together.
+
+    Attributes:
+        segments: [n] sample numbers, the longest first.
+        heads: which heads.
+        chunks: in order.
+    """
+
+    segments: torch.Tensor
+    heads: slice
+    chunks: tuple[Chunk, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def plan_blocks(
+    segments: Segments, heads: int, chunk: int, units: int, power_of_two: bool, device: torch.device
+) -> tuple[Block, ...]:
+    """Cuts the work of an operator into blocks of about ``units`` samples × heads; zero-length samples are in none."""
+    wide = min(heads, units)
+    longest_first = sorted(
+        (n for n, length in enumerate(segments.lengths) if length), key=lambda n: -segments.lengths[n]
+    )
+    together = max(1, units // wide)
+    groups = [longest_first[first : first + together] for first in range(0, len(longest_first), together)]
+    blocks = []
+    for group in groups:
+        chunks = tuple(_chunks(segments, group, chunk, power_of_two, device))
+        numbers = torch.tensor(group, device=device)
+        blocks += [Block(numbers, slice(h, min(h + wide, heads)), chunks) for h in range(0, heads, wide)]
+    return tuple(blocks)
+
+
+def _chunks(segments: Segments, group: list[int], chunk: int, power_of_two: bool, device: torch.device) -> list[Chunk]:
+    lengths = torch.tensor([segments.lengths[n] for n in group])
+    starts = torch.tensor([segments.bounds[n] for n in group])
+    places = range(0, int(lengths[0]), chunk)
+    live = [int((lengths > place).sum()) for place in places]
+    chunks = []
+    for place, (here, going) in zip(places, pairwise([*live, 0]), strict=True):
+        left = lengths[:here] - place
+        size = min(chunk, int(left[0]))
+        if power_of_two:
+            size = 1 << (size - 1).bit_length()
+        if here == 1 and size <= int(left[0]):
+            first = int(starts[0]) + place
+            chunks.append(Chunk(1, going, size, slice(first, first + size), None, None))
+            continue
+        offset = torch.arange(size)
+        padding = offset >= left[:, None]
+        rows = (starts[:here, None] + place + torch.minimum(offset, left[:, None] - 1)).flatten().to(device)
+        some = bool(padding.any())
+        kept = (~padding).flatten().nonzero().flatten().to(device) if some else None
+        chunks.append(Chunk(here, going, size, rows, padding.to(device) if some else None, kept))
+    return chunks
+
+
+def chunk_scan(
+    operator: ChunkOperator,
+    inputs: Tensors,
+    initial_state: torch.Tensor | None,
+    output: tuple[tuple[int, ...], torch.dtype],
+    state_shape: tuple[int, int],
+    segments: Segments,
+    *,
+    chunk: int,
+    units: int,
+    want_final: bool,
+    power_of_two: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Runs ``operator`` over all samples and heads; differentiable in ``inputs`` and ``initial_state``.
+
+    Args:
+        operator: the recurrence.
+        inputs: [R, H, ...] each, any floating dtype.
+        initial_state: [N, H, K, W], or None for zeros.
+        output: shape after [R, H], and dtype of the output.
+        state_shape: K, W.
+        segments: the samples.
+        chunk: C.
+        units: samples × heads that are computed together.
+        want_final: whether the final state is returned.
+        power_of_two: fill every chunk up to a power of two (``chunk`` is one).
+
+    Returns:
+        [R, H, ...] and the final state [N, H, K, W] in the dtype of the computation, None if not wanted.
+    """
+    how = (output, state_shape, segments, (chunk, units, power_of_two), want_final)
+    return _Scan.apply(operator, how, initial_state, *inputs)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: ChunkOperator, how: tuple[Any, ...], initial: Any, *inputs: torch.Tensor) -> Any:
+        (shape, out_dtype), state_shape, segments, cut, want_final = how
+        rows, heads = inputs[0].shape[:2]
+        dtype = compute_dtype(inputs[0])
+        out = torch.empty(rows, heads, *shape, dtype=out_dtype, device=inputs[0].device)
+        final: torch.Tensor | None = None
+        states: list[torch.Tensor | None] = []
+        keep = any(ctx.needs_input_grad)
+        blocks = plan_blocks(segments, heads, *cut, inputs[0].device)
+        if want_final:  # a sample without rows ends as it began
+            final = out.new_zeros(segments.count, heads, *state_shape, dtype=dtype)
+            if initial is not None:
+                final.copy_(initial)
+        for block in blocks:
+            state = _entering(initial, block, dtype)
+            wide = block.heads.stop - block.heads.start
+            for piece in block.chunks:
+                if keep:
+                    states.append(state)
+                going = piece.live if want_final else piece.going
+                loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
+                result, state = operator.forward(loaded, state, going * wide)
+                store(out, piece, block.heads, result)
+                if final is not None:
+                    assert state is not None
+                    ended = state[piece.going * wide :].unflatten(0, (-1, wide))
+                    final[block.segments[piece.going : piece.live], block.heads] = ended
+                    state = state[: piece.going * wide]
+        ctx.operator, ctx.how, ctx.dtype, ctx.has_initial = operator, how, dtype, initial is not None
+        ctx.initial_shape, ctx.initial_dtype = (None, None) if initial is None else (initial.shape, initial.dtype)
+        ctx.known = [state is not None for state in states]
+        ctx.save_for_backward(*inputs, *(state for state in states if state is not None))
+        return out, final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor, d_final: torch.Tensor | None) -> Any:
+        _, _, segments, cut, want_final = ctx.how
+        count = len(ctx.saved_tensors) - sum(ctx.known)
+        inputs, saved = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
+        states = [next(saved) if known else None for known in ctx.known]
+        heads, dtype = inputs[0].shape[1], ctx.dtype
+        grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+        d_initial = None
+        if ctx.has_initial:  # a sample without rows hands its final state's gradient on
+            d_initial = d_final.clone() if want_final else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
+        end = len(states)
+        for block in reversed(plan_blocks(segments, heads, *cut, inputs[0].device)):
+            wide = block.heads.stop - block.heads.start
+            d_state: torch.Tensor | None = None
+            for piece in reversed(block.chunks):
+                end -= 1
+                if want_final:
+                    ended = d_final[block.segments[piece.going : piece.live], block.heads].to(dtype).flatten(0, 1)
+                    d_state = ended if d_state is None else torch.cat((d_state, ended))
+                loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
+                gradient = load(d_out, piece, block.heads, dtype)
+                found, d_state = ctx.operator.backward(loaded, states[end], gradient, d_state)
+                for grad, value in zip(grads, found, strict=True):
+                    store(grad, piece, block.heads, value)
+            if d_initial is not None:
+                assert d_state is not None
+                d_initial[block.segments, block.heads] = d_state.unflatten(0, (-1, wide)).to(d_initial.dtype)
+        return None, None, None if d_initial is None else d_initial.to(ctx.initial_dtype), *grads
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """fp64 stays fp64, everything else is computed in fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _entering(initial: torch.Tensor | None, block: Block, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if initial is None else initial[block.segments, block.heads].to(dtype).flatten(0, 1).contiguous()
+
+
+def load(tensor: torch.Tensor, chunk: Chunk, heads: slice, dtype: torch.dtype) -> torch.Tensor:
+    """[U, C, ...] of [R, H, ...]; zeros past the end of a sample; a view where nothing has to be converted."""
+    if isinstance(chunk.rows, slice):
+        return tensor[chunk.rows, heads].transpose(0, 1).to(dtype)
+    taken = tensor[:, heads].index_select(0, chunk.rows).unflatten(0, (chunk.live, chunk.length)).to(dtype)
+    if chunk.padding is not None:
+        taken.masked_fill_(chunk.padding.reshape(*chunk.padding.shape, *[1] * (taken.dim() - 2)), 0.0)
+    return taken.transpose(1, 2).flatten(0, 1)
+
+
+def store(into: torch.Tensor, chunk: Chunk, heads: slice, value: torch.Tensor) -> None:
+    """Writes [U, C, ...] to its rows and heads of [R, H, ...]."""
+    if isinstance(chunk.rows, slice):
+        into[chunk.rows, heads] = value.transpose(0, 1)
+        return
+    by_row = value.unflatten(0, (chunk.live, -1)).transpose(1, 2).to(into.dtype).flatten(0, 1)
+    if chunk.kept is not None:
+        into[:, heads].index_copy_(0, chunk.rows[chunk.kept], by_row.index_select(0, chunk.kept))
+    else:
+        into[:, heads].index_copy_(0, chunk.rows, by_row)

@@ -1,0 +1,88 @@
+"""Checks of the arguments that the operators of the delta family share."""
+
+from __future__ import annotations
+
+import torch
+
+from halftune_kernels.arguments import ArgumentError, Shapes, check_heads, check_same_device, check_same_dtype
+from halftune_kernels.segments import Segments, find_segments
+
+MOST_KEYS = 256  # of K and V: kernels hold a state's tile on the chip; models use 64, 128 and 256
+Gates = dict[str, tuple[torch.Tensor, str]]
+
+
+def check_delta_arguments(
+    operator: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: Gates,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    *,
+    query: str = "q",
+    grouped: bool = True,
+) -> Segments:
+    """Checks q, k [B, T, H, K], v [B, T, HV, V], the gates (name: tensor, names of its dimensions) and the state.
+
+    ``query`` is the name that ``q`` has for the operator; without ``grouped``, v has the heads of k.
+
+    Returns:
+        Where the samples begin and end.
+
+    Raises:
+        ArgumentError: names the argument, what came and what was expected.
+    """
+    shapes = Shapes(operator)
+    heads = "HV" if grouped else "H"
+    for name, tensor, names in ((query, q, "B T H K"), ("k", k, "B T H K"), ("v", v, f"B T {heads} V")):
+        shapes.check(name, tensor, names)
+    for name, (tensor, names) in gates.items():
+        shapes.check(name, tensor, names)
+    _check_sizes(operator, shapes, heads)
+    check_same_dtype(operator, **{query: q, "k": k, "v": v})
+    _check_floating(operator, gates, initial_state=initial_state)
+    check_same_device(
+        operator,
+        **{query: q, "k": k, "v": v},
+        **{name: gate for name, (gate, _) in gates.items()},
+        initial_state=initial_state,
+    )
+    segments = find_segments(operator, shapes["B"], shapes["T"], cu_seqlens, seq_idx)
+    state = Shapes(operator, N=segments.count, K=shapes["K"], V=shapes["V"], **{heads: shapes[heads]})
+    state.check("initial_state", initial_state, f"N {heads} K V")
+    return segments
+
+
+def check_step_arguments(
+    operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Gates, state: torch.Tensor
+) -> None:
+    """The same for one token: q, k [B, H, K], v [B, HV, V], state [B, HV, K, V] in fp32 or fp64."""
+    shapes = Shapes(operator)
+    for name, tensor, names in (("q", q, "B H K"), ("k", k, "B H K"), ("v", v, "B HV V"), ("state", state, "B HV K V")):
+        shapes.check(name, tensor, names)
+    for name, (tensor, names) in gates.items():
+        shapes.check(name, tensor, names)
+    _check_sizes(operator, shapes, "HV")
+    check_same_dtype(operator, q=q, k=k, v=v)
+    _check_floating(operator, gates, initial_state=None)
+    if state.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError(operator, "state", came=state.dtype, expected="float32: half loses the sum")
+
+
+def _check_sizes(operator: str, shapes: Shapes, heads: str) -> None:
+    check_heads(operator, "v", shapes[heads], of="k", groups=shapes["H"])
+    for argument, name in (("k", "K"), ("v", "V")):
+        if not 1 <= shapes[name] <= MOST_KEYS:
+            came = f"of head size {shapes[name]}"
+            raise ArgumentError(operator, argument, came=came, expected=f"a head size of 1 to {MOST_KEYS}")
+
+
+def _check_floating(operator: str, gates: Gates, *, initial_state: torch.Tensor | None) -> None:
+    given = {name: gate for name, (gate, _) in gates.items()}
+    if initial_state is not None:
+        given["initial_state"] = initial_state
+    for name, tensor in given.items():
+        if not tensor.dtype.is_floating_point:
+            raise ArgumentError(operator, name, came=tensor.dtype, expected="a floating-point dtype")
