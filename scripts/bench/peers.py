@@ -1,7 +1,7 @@
 """halftune beside plain transformers, TRL, LLaMA-Factory, axolotl and torchtune: the same work, measured from outside.
 
   python scripts/bench/peers.py --work FOLDER --setup --data DATA     environments, models and data, once (about 10 GB)
-  python scripts/bench/peers.py --work FOLDER --verify                do all do the same work? (learning rate ≈ 0)
+  python scripts/bench/peers.py --work FOLDER --verify                do all do the same work? one sample, no learning
   python scripts/bench/peers.py --work FOLDER                         measure: JSON lines and tables
   python scripts/bench/peers.py --work FOLDER --only halftune torchtune --models 3M --precisions fp32 --rounds 3
 
@@ -32,7 +32,7 @@ from peer.tables import same_work, speeds
 LENGTH, WARM_UP = 512, 3
 # rows per step without and with packing, and measured steps: enough for a median, few enough for an evening
 SIZES = {"3M": {"rows": 8, "packed_rows": 8, "steps": 20}, "25M": {"rows": 8, "packed_rows": 4, "steps": 8}}
-VERIFIED_STEPS, NO_RATE = 16, 1e-12
+VERIFIED_STEPS, NO_RATE = 4, 1e-12
 
 
 def arguments() -> argparse.Namespace:
@@ -62,7 +62,7 @@ def measure(name: str, model: str, precision: str, packed: bool, args: argparse.
     steps = (VERIFIED_STEPS if args.verify else args.steps or size["steps"]) + WARM_UP
     job = Job(
         model=work / "fixture" / model,
-        data=work / "fixture" / "data",
+        data=work / "fixture" / ("same" if args.verify else "data"),
         out=out,
         precision=precision,
         packed=packed,

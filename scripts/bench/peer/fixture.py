@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MODELS = {"3M": ("qwen2-tiny", 160, 2e-3), "25M": ("qwen2-small", 40, 1e-3)}  # builtin model, steps, learning rate
+COPIES = 900  # of the one conversation that all frameworks are compared on
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # what Qwen2's own template adds
 TEMPLATE = (
     "{%- if messages[0]['role'] != 'system' -%}"
@@ -24,14 +25,15 @@ TEMPLATE = (
 
 
 def make_fixture(folder: Path, data: Path) -> None:
-    """Writes ``folder/3M``, ``folder/25M``, ``folder/data`` and torchtune's tokenizer files; nothing where it is there.
+    """Writes ``folder/3M`` and ``folder/25M`` where they are missing, the data, and torchtune's tokenizer files.
 
     Args:
         folder: where to.
         data: folder with ``alpaca_en_demo.json`` and ``identity.json``.
     """
-    if not (folder / "data" / "messages.jsonl").exists():
-        write_data(folder / "data", data)
+    rows = conversations(data)
+    write_data(folder / "data", rows)
+    write_data(folder / "same", one_of(rows))
     for name, (builtin, steps, rate) in MODELS.items():
         if not (folder / name / "config.json").exists():
             pretrain(builtin, steps, rate, folder / name)
@@ -39,22 +41,35 @@ def make_fixture(folder: Path, data: Path) -> None:
     write_tune_files(folder / "3M", folder / "tune")
 
 
-def write_data(folder: Path, source: Path) -> None:
-    """The same conversations in the form that each framework reads."""
+def conversations(source: Path) -> list[dict[str, str]]:
+    """Alpaca's demo and the identity set, shuffled, as instruction, input, output."""
     alpaca = json.loads((source / "alpaca_en_demo.json").read_text(encoding="utf-8"))
-    identity = json.loads(
-        (source / "identity.json").read_text(encoding="utf-8").replace("{{name}}", "Wren").replace("{{author}}", "us")
-    )
-    rows = alpaca + identity
+    identity = (source / "identity.json").read_text(encoding="utf-8")
+    rows = alpaca + json.loads(identity.replace("{{name}}", "Wren").replace("{{author}}", "us"))
     random.Random(0).shuffle(rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = [row["instruction"] + (f"\n{row['input']}" if row.get("input") else "") for row in rows]
-    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}] for prompt in prompts]
-    answers = [{"role": "assistant", "content": row["output"]} for row in rows]
-    pairs = list(zip(chats, answers, strict=True))
-    _write_lines(folder / "messages.jsonl", [{"messages": [*chat, answer]} for chat, answer in pairs])
-    (folder / "trl").mkdir(exist_ok=True)
-    _write_lines(folder / "trl" / "train.jsonl", [{"prompt": chat, "completion": [answer]} for chat, answer in pairs])
+    return rows
+
+
+def one_of(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """One conversation of average length, with an input, many times.
+
+    Whatever the order and however rows are made, every step then has the same loss: frameworks that mask or template
+    otherwise differ, and so do packed rows whose samples see each other.
+    """
+    full = sorted((row for row in rows if row.get("input")), key=lambda row: len(row["output"]))
+    return [full[len(full) // 2]] * COPIES
+
+
+def write_data(folder: Path, rows: list[dict[str, str]]) -> None:
+    """The same conversations in the form that each framework reads."""
+    (folder / "trl").mkdir(parents=True, exist_ok=True)
+    pairs = []
+    for row in rows:
+        question = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")
+        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        pairs.append((chat, [{"role": "assistant", "content": row["output"]}]))
+    _write_lines(folder / "messages.jsonl", [{"messages": [*chat, *answer]} for chat, answer in pairs])
+    _write_lines(folder / "trl" / "train.jsonl", [{"prompt": chat, "completion": answer} for chat, answer in pairs])
     (folder / "alpaca.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
     (folder / "dataset_info.json").write_text(json.dumps({"alpaca": {"file_name": "alpaca.json"}}))
 
