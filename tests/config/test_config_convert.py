@@ -215,6 +215,31 @@ def test_what_cannot_be_converted_is_refused(framework: str, change: str, said: 
     assert said in str(caught.value)
 
 
+def test_a_period_that_is_a_share_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(
+        LLAMAFACTORY.replace("eval_steps: 50", "eval_steps: 0.1").replace("save_steps: 500", "save_steps: 0.2")
+    )
+    converted = convert_file(path)
+    assert converted.values["training"]["eval_steps"] == converted.values["training"]["save_steps"] == "epoch"
+    changed = {note.key: note.why for note in converted.notes if note.kind == "changed"}
+    assert "0.1 of the run" in changed["eval_steps"]
+    assert "0.2 of the run" in changed["save_steps"]
+    path.write_text(path.read_text() + "max_steps: 40\n")
+    training = convert_file(path).values["training"]
+    assert (training["eval_steps"], training["save_steps"]) == (4, 8)
+
+
+def test_documents_and_conversations_in_one_axolotl_config_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    old = "base_model: a/b\ndatasets:\n  - {path: a, type: alpaca}\n  - {path: b, type: completion}\nmicro_batch_size: 1\n"
+    path.write_text(old)
+    with pytest.raises(ConfigError, match="trains one kind in a run: make a recipe of each"):
+        convert_file(path, "axolotl")
+    path.write_text(old.replace("alpaca", "completion"))
+    assert convert_file(path, "axolotl").values["method"] == {"type": "pretrain"}
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> int:
         with pytest.raises(SystemExit) as left:

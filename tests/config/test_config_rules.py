@@ -30,6 +30,7 @@ RULED = {
         "training.warmup_steps=10",
         "training.lr_scheduler_type=constant",
     ): "has no effect with lr_scheduler_type: constant",
+    ("training.optim=sgd", "training.adam_beta2=0.99"): "training.adam_beta2: has no effect with optim: sgd",
     ("training.eval_steps=50", "training.max_steps=10", "data.eval_split=5"): "there would be no evaluation",
     ("adapter.target_modules=[]",): "names no module",
     ("adapter.target_modules=q_proj,v_proj",): "write a list: [q_proj, v_proj]",

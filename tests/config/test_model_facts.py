@@ -280,5 +280,5 @@ def test_places_that_hold_no_model(tmp_path: Path) -> None:
         read_model_facts(ModelSection(name_or_path="./nowhere"))
     with pytest.raises(ModelError, match=r"did you mean builtin:qwen2-tiny"):
         read_model_facts(ModelSection(name_or_path="builtin:qwen2-tine"))
-    with pytest.raises(ModelError, match=r"there is no folder nobody/nothing here; as a hub id, its config\.json"):
+    with pytest.raises(ModelError, match=r"there is no folder nobody/nothing here; as a hub id: not in the hub"):
         read_model_facts(ModelSection(name_or_path="nobody/nothing"))

@@ -1,128 +1,118 @@
-"""The first mistakes that people make: each gets a clear message and exit code 2, without a wait for torch."""
+"""Every bad input of the table gets its sentence and its exit code, without a wait for torch where none is needed."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bad_inputs.case import RECIPE, ROW, Answer, Case, attempt
+from bad_inputs.page import page
+from bad_inputs.table import CASES
 
-GOOD = """\
-model: {name_or_path: "builtin:qwen2-tiny"}
-precision: fp32
-data:
-  train: rows.jsonl
-  max_length: 64
-training:
-  output_dir: run
-  max_steps: 1
-"""
-ROW = json.dumps({"prompt": "1 + 1?", "completion": "2"})
-
-# Runs a verb in a process of its own and reports whether torch was imported.
-PROBE = """
-import sys
-from halftune.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    print("TORCH" if "torch" in sys.modules else "NO-TORCH", file=sys.stderr)
-    raise
-"""
+HERE = Path(__file__).parent
+DOCS = HERE.parent.parent / "docs" / "errors.md"
 
 
-def run(folder: Path, *arguments: str) -> tuple[int, str, bool]:
-    """(exit code, standard error, whether torch was imported) of a verb."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    return done.returncode, done.stderr, "NO-TORCH" not in done.stderr
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """What every case gets: those that need no torch in one process that never imported it, the others here."""
+    command = [sys.executable, "-m", "bad_inputs", "quick"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {name: Answer(*answer[:3]) for name, answer in json.loads(done.stdout).items()}
+    os.environ["HALFTUNE_BAD_INPUT_RUNS"] = str(tmp_path_factory.mktemp("runs"))
+    found |= {case.name: attempt(case) for case in CASES if case.needs_torch}
+    del os.environ["HALFTUNE_BAD_INPUT_RUNS"]
+    return found
 
 
-def train(folder: Path, text: str, rows: str = ROW) -> tuple[int, str, bool]:
-    (folder / "x.yaml").write_text(text)
-    (folder / "rows.jsonl").write_text(rows)
-    return run(folder, "train", "--config", "x.yaml")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input(case: Case, answers: dict[str, Answer]) -> None:
+    answer = answers[case.name]
+    assert answer.code == case.code, answer.message
+    assert "Traceback" not in answer.message
+    for part in case.says:
+        assert part in answer.message
+    assert case.needs_torch or not answer.torch, "the user waited for torch"
 
 
-CONFIG_MISTAKES = {
-    "misspelt key": (
-        GOOD.replace("max_steps", "max_stepz"),
-        ["x.yaml:8", "max_stepz", "did you mean training.max_steps"],
-    ),
-    "unknown key": (GOOD + "colour: blue\n", ["x.yaml:9", "colour", "unknown key"]),
-    "key in the wrong section": (GOOD + "learning_rate: 1\n", ["x.yaml:9", "training.learning_rate"]),
-    "wrong type": (GOOD.replace("max_steps: 1", "max_steps: soon"), ["x.yaml:8", "training.max_steps", "soon"]),
-    "a word for a boolean": (GOOD + '  torch_compile: "no"\n', ["x.yaml:9", "torch_compile", "true or false"]),
-    "impossible pair": (GOOD + "attention: fa2\n", ["precision", "attention", "fp32", "fa2"]),
-    "missing file": (GOOD.replace("rows.jsonl", "rowz.jsonl"), ["x.yaml:4", "rowz.jsonl"]),
-    "unknown builtin": (GOOD.replace("qwen2-tiny", "qwen2-tin"), ["x.yaml:1", "builtin:qwen2-tiny"]),
-    "both bf16 and fp16": (GOOD.replace("precision: fp32", "bf16: true\nfp16: true"), ["bf16", "fp16"]),
-    "fp16 on a CPU": (GOOD.replace("fp32", "fp16"), ["fp16", "CPU"]),
-    "duplicate key": (GOOD + "precision: bf16\n", ["x.yaml:9", "precision", "line 2"]),
-    "tab": (GOOD.replace("  train:", "\ttrain:"), ["x.yaml:4", "tab"]),
-    "not YAML": ("model: [", ["x.yaml"]),
-    "empty": ("", ["x.yaml", "empty"]),
-}
+def test_names_are_unique() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("name", CONFIG_MISTAKES)
-def test_mistake_in_the_configuration(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    text, expected = CONFIG_MISTAKES[name]
-    code, error, torch_imported = train(tmp_path, text)
-    assert code == 2, error
-    assert "Traceback" not in error
-    assert not torch_imported, "the user waited for torch"
-    for part in expected:
-        assert part in error, f"{part!r} is not in: {error}"
+def test_the_page_is_up_to_date(answers: dict[str, Answer]) -> None:
+    assert DOCS.read_text(encoding="utf-8") == page(answers), "run: python scripts/errors_page.py > docs/errors.md"
 
 
-def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
-    text = GOOD.replace("max_steps", "max_stepz").replace("fp32", "fp31").replace("rows.jsonl", "gone.jsonl")
-    code, error, _ = train(tmp_path, text + "  seed: x\n")
-    assert code == 2
+def test_every_problem_is_reported_at_once() -> None:
+    recipe = RECIPE.replace("max_steps", "max_stepz").replace("fp32", "fp31").replace("rows.jsonl", "gone.jsonl")
+    answer = attempt(Case("several", recipe + "  seed: x\n"))
+    assert answer.code == 2
     for part in ("max_stepz", "fp31", "gone.jsonl", "training.seed"):
-        assert part in error
+        assert part in answer.message
 
 
-DATA_MISTAKES = {
-    "malformed row": (ROW + "\n{broken\n", ["rows.jsonl", "2"]),
-    "row without an answer": (ROW + "\n" + json.dumps({"prompt": "x"}), ["rows.jsonl", "2", "answer"]),
-    "empty set": ("", ["rows.jsonl", "empty"]),
-    "unknown columns": (
-        json.dumps({"question": "x", "answer": "y"}),
-        ["columns:", "prompt: question", "completion: answer"],
-    ),
-}
+def run(folder: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A shell line in which ``halftune`` is the command, with a small recipe in the folder."""
+    (folder / "x.yaml").write_text(RECIPE)
+    (folder / "rows.jsonl").write_text(ROW)
+    start = f"halftune() {{ {sys.executable} -c 'from halftune.cli import main; main()' \"$@\"; }}\n"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    line = ["bash", "-o", "pipefail", "-c", start + command]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("name", DATA_MISTAKES)
-def test_mistake_in_the_data(name: str, tmp_path: Path) -> None:
-    rows, expected = DATA_MISTAKES[name]
-    code, error, _ = train(tmp_path, GOOD, rows)
-    assert code == 2, error
-    assert "Traceback" not in error
-    for part in expected:
-        assert part in error, f"{part!r} is not in: {error}"
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("halftune schema | head -1 > /dev/null", (0, 141), ""),
+        ("halftune schema > /dev/full", (5,), "the disk is full"),
+        ("halftune plan --config x.yaml >&-", (0,), ""),
+        ("halftune plan --config x.yaml >&- 2>&-", (0,), ""),
+        ("halftune chat gone <&-", (3,), "no such run folder"),
+        ("halftune train --config gone.yaml --traceback", (2,), "Traceback"),
+        ("HALFTUNE_TRACEBACK=1 halftune train --config gone.yaml", (2,), "Traceback"),
+    ],
+)
+def test_streams_and_tracebacks(command: str, code: tuple[int, ...], said: str, tmp_path: Path) -> None:
+    done = run(tmp_path, command)
+    assert done.returncode in code, done.stderr
+    assert said in done.stderr
+    assert said == "Traceback" or "Traceback" not in done.stderr
 
 
-def test_bf16_on_a_t4_is_refused_before_anything_loads(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text(GOOD.replace("fp32", "bf16"))
-    (tmp_path / "rows.jsonl").write_text(ROW)
-    code, error, torch_imported = run(tmp_path, "plan", "--config", "x.yaml", "--hardware", "t4")
-    assert code == 2
-    assert not torch_imported
-    assert "bf16" in error
-    assert "T4" in error
-    assert "Traceback" not in error
+def test_output_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    done = run(tmp_path, "halftune train --config gone.yaml", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert r"gone.yaml: no such file \xb7 " in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("trian",), ("train", "--config", "gone.yaml"), ("plan", "--config", ".")])
-def test_mistake_on_the_command_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    code, error, torch_imported = run(tmp_path, *arguments)
-    assert code == 2
-    assert "Traceback" not in error
-    assert not torch_imported
+BROKEN = "import halftune.cli.plan as plan; plan.load_from = lambda args: 1 / 0; from halftune.cli import main; main()"
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_bug_is_one_sentence_and_a_file(writable: bool, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    if not writable:
+        cache.write_text("a file")
+    variables = {**os.environ, "HALFTUNE_CACHE": str(cache), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", BROKEN, "plan", "--config", "x.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 70
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "an error in halftune itself, not in your input: ZeroDivisionError: division by zero" in done.stderr
+    (file,) = tmp_path.rglob("*.txt")
+    assert str(file) in done.stderr
+    text = file.read_text()
+    assert "Traceback" in text
+    assert "command: -c plan --config x.yaml" in text
+    shown = subprocess.run(
+        [*command, "--traceback"], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert shown.returncode == 70
+    assert "Traceback" in shown.stderr

@@ -13,6 +13,7 @@ import argparse
 import sys
 
 from halftune.core import log
+from halftune.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,10 @@ def run(args: argparse.Namespace) -> int:
     """Finds the run and plans first, without torch; then loads and talks."""
     from halftune.model.finished import open_run
 
+    text = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
+    if text is not None and not text.strip():
+        where = "standard input" if args.prompt == "-" else "--prompt"
+        raise ConfigError("there is nothing to answer", where=where, remedy='for example --prompt "What does len do?"')
     log.configure()
     finished = open_run(args.run, args.overrides)
 
@@ -36,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     session = open_session(finished)
     session.system, session.tuned = args.system, not args.base
-    if args.prompt is not None:
-        text = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
+    if text is not None:
         print(session.answer(text, tuned=session.tuned))
         return 0
     precision, base = finished.plan.precision, finished.loaded.run.model.name_or_path

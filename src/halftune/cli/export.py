@@ -10,6 +10,7 @@ config.json names it. Nothing is written when the merged model answers different
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from halftune.core import log
@@ -26,12 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Finds the run and plans without torch; then merges, checks and writes."""
+    from halftune.export.output import check_output
     from halftune.model.finished import open_run
 
     log.configure()
+    output = Path(os.path.expanduser(args.output))
     finished = open_run(args.run, args.overrides)
+    check_output(finished, output, force=args.force)
 
     from halftune.export.merged import export_run
 
-    print(export_run(finished, args.output.expanduser(), args.dtype, force=args.force).describe())
+    print(export_run(finished, output, args.dtype, force=args.force).describe())
     return 0

@@ -38,7 +38,7 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
     if show:
         traceback.print_exception(error)
     if known is None:
-        print(f"halftune {verb}: {_bug(error, verb, shown=show)}", file=sys.stderr)
+        print(f"halftune {verb}: {_bug(error, shown=show)}", file=sys.stderr)
         return BUG
     text = str(known)
     print(text if "\n" in text else f"halftune {verb}: {text}", file=sys.stderr)
@@ -61,7 +61,7 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
     return None
 
 
-def _bug(error: Exception, verb: str, *, shown: bool) -> str:
+def _bug(error: Exception, *, shown: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if f"{os.sep}halftune{os.sep}" in frame.filename]
     last = (ours or frames)[-1]
@@ -70,17 +70,21 @@ def _bug(error: Exception, verb: str, *, shown: bool) -> str:
     where = f"{Path(last.filename).name}:{last.lineno}"
     if shown:
         return f"{where}: {what} · please report it with the traceback above"
-    file = _keep(error, verb)
+    file = _keep(error)
     if file is None:
         traceback.print_exception(error)
         return f"{where}: {what} · please report it with the traceback above"
     return f"{where}: {what} · please report it with {file}, which holds the traceback (--traceback prints it)"
 
 
-def _keep(error: Exception, verb: str) -> Path | None:
+def _keep(error: Exception) -> Path | None:
     """Writes the traceback with what is needed to understand it; None where no folder can be written."""
     said = [f"halftune {__version__} · Python {platform.python_version()} · {platform.platform()}"]
-    said += [f"command: {' '.join([verb, *sys.argv[1:]])}", "", "".join(traceback.format_exception(error))]
+    said += [
+        f"command: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "",
+        "".join(traceback.format_exception(error)),
+    ]
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (_own_folder, lambda: Path(tempfile.gettempdir()) / "halftune-errors"):
         try:

@@ -16,6 +16,7 @@ from halftune.config.shape import Path
 from halftune.core.table import did_you_mean
 
 BUILTIN = "builtin:"
+EFFECTIVE = os.access in os.supports_effective_ids  # whether rights can be asked for as whom we act
 DATA_ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".rst", ".py")
 WEIGHT_ENDINGS = (".gguf", ".bin", ".pt", ".pth", ".safetensors", ".ckpt")
 
@@ -65,10 +66,10 @@ def _file(at: Path, path: str) -> Iterator[Finding]:
         yield Finding(at, f"unknown kind of file: {path}", f"known endings: {known} (each also with .gz)")
     elif not os.path.isfile(path):
         yield Finding(at, f"{path} is a pipe or a device, and data is read more than once", "write it into a file")
+    elif not os.access(path, os.R_OK, effective_ids=EFFECTIVE):
+        yield Finding(at, f"the file {path} may not be read", "change its permissions")
     elif os.path.getsize(path) == 0:
         yield Finding(at, f"the file {path} is empty", "fill it, or name another one")
-    elif not os.access(path, os.R_OK):
-        yield Finding(at, f"the file {path} may not be read", "change its permissions")
 
 
 def _ending(path: str) -> str:
@@ -146,12 +147,15 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Finding]:
         yield Finding(at, "is no path", "for example runs/my-first-run")
         return
     path = os.path.abspath(name)
+    if long := [part for part in path.split(os.sep) if len(os.fsencode(part)) > 255]:
+        yield Finding(at, f"a name of {len(long[0])} characters is too long for a folder", "shorten it")
+        return
     existing = path
     while not os.path.lexists(existing) and existing != os.path.dirname(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
         yield Finding(at, f"{existing} is a file, not a folder", "choose another folder")
-    elif context.look_at_files and not os.access(existing, os.W_OK | os.X_OK):
+    elif context.look_at_files and not os.access(existing, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
         yield Finding(at, f"{existing} may not be written", "choose another folder")
     model = os.path.abspath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):

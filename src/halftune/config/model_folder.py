@@ -37,6 +37,8 @@ def check_weights(folder: Path) -> None:
     if pickles := pickles_in(folder):
         what = f"the weights are pickles ({pickles[0]}), which can run code when they are loaded"
         raise ModelError(what, where=where, remedy=f"if you trust them: {model_command(folder)}")
+    if (folder / "model.safetensors").is_file():
+        raise ModelError("it holds no weight", where=f"{folder}/model.safetensors", remedy="copy or download it again")
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     what = f"no weights in model.safetensors{f' (there is {others[0]})' if others else ''}, nor in files of an index"
     raise ModelError(what, where=where, remedy="copy or download the model again")

@@ -13,6 +13,12 @@ from halftune.core.errors import HalftuneError
 SENTENCES: tuple[tuple[str, str, str, bool], ...] = (
     (r"expected a single document", "a second document starts here (---)", "one recipe per file", False),
     (
+        r"expected '<document start>'",
+        "text follows a value that is whole",
+        "is this the right file? A recipe is YAML",
+        False,
+    ),
+    (
         r"could not find expected ':'",
         "this line is no 'key: value'",
         "write a colon and a space after the key",

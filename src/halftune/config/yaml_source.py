@@ -28,6 +28,7 @@ HEX = re.compile(r"0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?")
 WORDS: dict[str, Any] = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 NULLS = ("", "~", "null", "Null", "NULL")
+_DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH + 1}}}")
 TAG = "tag:yaml.org,2002:"
 
 
@@ -92,6 +93,9 @@ def read_text(path: FilePath) -> str:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
+        if path.is_symlink():
+            what = f"is a link to {path.readlink()}, which is not there"
+            raise ConfigError(what, where=label, remedy="mend the link") from None
         raise ConfigError("no such file", where=label, remedy=_neighbours(path)) from None
     except IsADirectoryError:
         raise ConfigError("is a folder, not a YAML file", where=label, remedy=_recipes_in(path)) from None
@@ -171,6 +175,8 @@ def parse_value(text: str, tree: Tree, path: Path, place: Place) -> Any:
 
 
 def _compose(text: str, label: str) -> Node | None:
+    if _DEEP.search(text):  # the parser takes a second to give up on what no recipe holds
+        raise ConfigError([syntax_error(RecursionError(), text, label)])
     try:
         loader = yaml.SafeLoader(text)
         try:

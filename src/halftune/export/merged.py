@@ -10,10 +10,11 @@ from halftune.config.safetensors_headers import main_format, read_headers
 from halftune.core.atomic import whole_folder
 from halftune.core.errors import ModelError
 from halftune.core.formats import Format
+from halftune.export.output import check_output
 from halftune.model.finished import FinishedRun
 from halftune.model.locate import locate
 from halftune.model.merge import Merge, merge_adapter, round_model
-from halftune.model.save import write_model
+from halftune.model.save import save_tokenizer, write_model
 from halftune.model.tokenizer import load_tokenizer
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
@@ -67,7 +68,7 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
     Raises:
         ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
     """
-    _check_output(run, output, force=force)
+    check_output(run, output, force=force)
     own = main_format(read_headers(locate(run.result)))
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
     source = "as asked" if dtype else _source(run, own)
@@ -82,7 +83,7 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
                 shutil.copytree(run.final, partial, dirs_exist_ok=True)
             else:
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
-                load_tokenizer(run.result).save_pretrained(partial)
+                save_tokenizer(load_tokenizer(run.result), partial)
     except OSError as error:
         raise ModelError(f"cannot write: {error}", where=str(output), remedy="choose another --output") from error
     return Export(output, stored, source, merge)
@@ -93,20 +94,3 @@ def _source(run: FinishedRun, own: str | None) -> str:
     if own not in FORMATS:
         return f"as the run saves; the checkpoint is {own or 'in no one format'}, which is not written"
     return "the base checkpoint's own" if run.is_adapter else "as the run saved it"
-
-
-def _check_output(run: FinishedRun, output: Path, *, force: bool) -> None:
-    """Refuses to write over what is there, unless it is an earlier model and ``force`` says so.
-
-    Raises:
-        ModelError: with what is in the way.
-    """
-    if output.resolve() in (run.folder.resolve(), *run.final.resolve().parents, run.final.resolve()):
-        raise ModelError("the output folder is the run's own", where=str(output), remedy="choose another --output")
-    if output.is_file():
-        raise ModelError("the output is a file", where=str(output), remedy="choose a folder")
-    if output.is_dir() and any(output.iterdir()):
-        if not (output / "config.json").is_file():
-            raise ModelError("the folder holds other things", where=str(output), remedy="choose an empty or new one")
-        if not force:
-            raise ModelError("there is a model already", where=str(output), remedy="--force replaces it")

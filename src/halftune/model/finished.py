@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from halftune.config.finding import looks_local
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import ModelFacts, read_model_facts
+from halftune.config.model_folder import check_adapter, read_json
 from halftune.config.overrides import COMMAND_LINE
 from halftune.config.run import RunConfig
 from halftune.config.shipped import find
@@ -65,16 +68,39 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> FinishedRun:
         ModelError: there is no run, or it has no result yet.
         HalftuneError: the configuration cannot be carried out on this machine.
     """
-    folder = _folder(Path(target).expanduser())
+    folder = _folder(Path(os.path.expanduser(target)))
     loaded = load_run(folder, overrides, look_at_files=False)  # the data it was trained on need not be here
     final = folder / "final"
     is_adapter = (final / "adapter_config.json").is_file()
     if not is_adapter and not (final / "config.json").is_file():
         remedy = f"train it to the end: train --config {folder / 'config.yaml'}"
         raise ModelError("the run has no result yet (final/)", where=str(folder), remedy=remedy)
+    if is_adapter:
+        _check_base(loaded, final)
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
     plan = _plan(loaded, read_model_facts(section), folder)
     return FinishedRun(loaded, folder, plan, is_adapter)
+
+
+def _check_base(loaded: LoadedConfig, final: Path) -> None:
+    """Makes sure that a run's adapter is of the run's model, where both have names that do not depend on a folder.
+
+    Raises:
+        ModelError: it is of another model, or its files are missing or damaged.
+    """
+    check_adapter(final)
+    base, ours = read_json(final / "adapter_config.json").get("base_model_name_or_path"), loaded.run.model.name_or_path
+    if (
+        not isinstance(base, str)
+        or base == ours
+        or any(looks_local(name) or Path(name).is_dir() for name in (base, ours))
+    ):
+        return
+    what = f"the adapter was trained on {base}, and the run's model is {ours}"
+    if loaded.origins["model.name_or_path"] == COMMAND_LINE:
+        log.warning("%s: %s", final, what)
+    else:
+        raise ModelError(what, where=str(final), remedy=f"model.name_or_path={base}, or the adapter that belongs to it")
 
 
 def _plan(loaded: LoadedConfig, facts: ModelFacts, folder: Path) -> Plan:

@@ -39,7 +39,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         check_code(folder, model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises nothing more precise
         first = str(error).strip().split("\n")[0]
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
         if "trust_remote_code" in str(error):

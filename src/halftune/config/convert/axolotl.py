@@ -184,19 +184,23 @@ def _adapter(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     pretrain = draft.take("pretraining_dataset")
-    sources, notes, texts = [], [], bool(pretrain)
+    sources, notes, kinds = [], [], {True} if pretrain else set[bool]()
     for key, ours in (("datasets", "data.train"), ("test_datasets", "data.eval")):
         entries = draft.take(key) or (pretrain if key == "datasets" else None)
         if entries is None:
             continue
         read = [_source(entry) for entry in ([entries] if isinstance(entries, str | dict) else entries)]
         sources, notes = [source for source, _ in read], [note for _, note in read if note]
-        texts = texts or any(source.get("format") == "text" for source in sources)
+        kinds |= {source.get("format") == "text" for source in sources} if not pretrain else set()
         name = "pretraining_dataset" if pretrain and key == "datasets" else key
         if notes:
             draft.changed(name, ours, sources, "; ".join(dict.fromkeys(notes)))
         else:
             draft.translated(name, ours, sources)
+    if len(kinds) > 1:
+        why = "some sources are type completion, where every token is trained, and some hold conversations"
+        raise draft.refuse("datasets", f"{why}; halftune trains one kind in a run: make a recipe of each")
+    texts = True in kinds
     draft.put("method.type", "pretrain" if texts else "sft")
     on_inputs = draft.take("train_on_inputs")
     if on_inputs is not None and not texts:

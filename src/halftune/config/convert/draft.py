@@ -122,7 +122,9 @@ class Draft:
 
     def refuse(self, key: str, what: str) -> ConfigError:
         """The error for something that cannot be translated at all."""
-        return ConfigError(f"{key}: {self.source.get(key)} cannot be converted: {what}")
+        value = self.source.get(key)
+        shown = f"{key}: {value}" if isinstance(value, str | int | float) else key
+        return ConfigError(f"{shown} cannot be converted: {what}")
 
     def finish(self) -> None:
         """Accounts for the keys that nobody knew."""

@@ -236,6 +236,11 @@ def periods(draft: Draft, *, evaluates: bool, per_steps: bool = True) -> None:
             draft.translated("eval_steps", "training.eval_steps", draft.get("training.eval_steps"))
         else:
             draft.none("eval_steps", "evaluation is not in steps")
+    _saves(draft)
+    draft.default("training.save_steps", 500 if per_steps else "epoch", "save_steps")
+
+
+def _saves(draft: Draft) -> None:
     strategy = draft.take("save_strategy")
     if strategy is not None:
         table = {"no": "end", False: "end", "epoch": "epoch", "steps": 500}
@@ -246,4 +251,3 @@ def periods(draft: Draft, *, evaluates: bool, per_steps: bool = True) -> None:
         if "save_steps" in draft.left and strategy != "steps":
             draft.none("save_steps", f"save_strategy is {strategy}")
     whole_steps(draft, "save_steps", "training.save_steps")
-    draft.default("training.save_steps", 500 if per_steps else "epoch", "save_steps")

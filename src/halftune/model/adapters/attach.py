@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from halftune.config.adapter import AdapterSection
 from halftune.config.model_folder import check_adapter
+from halftune.config.safetensors_headers import read_header
 from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.mixtures import as_made, targets_as_written
@@ -27,7 +28,9 @@ ADAPTERS: dict[str, str] = {
 }
 
 
-def attach_adapter(model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int) -> torch.nn.Module:
+def attach_adapter(
+    model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int, *, revision: str | None = None
+) -> torch.nn.Module:
     """The model ready for training: what is trained requires a gradient, in ``plan.precision.trainable``.
 
     Args:
@@ -35,11 +38,15 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterSection, plan: Plan, 
         adapter: which adapter.
         plan: gives the dtypes.
         seed: of the adapter's first weights; the global random state is left alone.
+        revision: of the base model, written into the adapter's config.
 
     Raises:
         ConfigError: the adapter does not fit this model; says what would.
     """
-    return table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+    adapted = table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+    if isinstance(adapted, PeftModel):
+        adapted.peft_config["default"].revision = revision
+    return adapted
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
@@ -62,5 +69,21 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
         first = str(error).strip().split("\n")[0]
         remedy = "check that adapter and base model belong together"
         raise ModelError(f"the adapter does not load: {first}", where=str(folder), remedy=remedy) from error
+    _check_whole(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()
+
+
+def _check_whole(adapted: PeftModel, folder: Path) -> None:
+    """Makes sure that the adapter's file holds its weights, all and only: peft leaves those that it misses random.
+
+    Raises:
+        ModelError: names how many are missing or left over, and the first.
+    """
+    stored = set(read_header(folder / "adapter_model.safetensors"))
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    for kind, names in (("missing from its file", wanted - stored), ("without a place in this model", stored - wanted)):
+        if names:
+            what = f"{len(names)} of the adapter's weights are {kind}, first {min(names)}"
+            remedy = "check that adapter and base model belong together"
+            raise ModelError(what, where=str(folder), remedy=remedy)

@@ -1,0 +1,44 @@
+"""Compares the headers of a checkpoint with the weights that its architecture has, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from halftune.config.model_weights import Tensor
+from halftune.core.errors import ModelError
+
+SAME_NAMES = 0.9  # share of names that must be as expected before one that is not there counts as missing
+
+
+def check_complete(
+    headers: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Sequence[Tensor], *, where: str
+) -> None:
+    """Refuses a checkpoint that lacks weights, or has them in another shape: loaded, they would be random numbers.
+
+    Only where the files use the names of the model's code; transformers renames those of some other checkpoints on the
+    way, and says at load what it did not find.
+
+    Args:
+        headers: tensor name → (dtype, shape), of all weight files.
+        tensors: what the architecture has.
+        where: the folder, for the error.
+
+    Raises:
+        ModelError: names how many are missing or of another shape, and the first.
+    """
+    expected = dict(_named(tensors))
+    missing = [name for name in expected if name not in headers]
+    if len(missing) > (1 - SAME_NAMES) * len(expected):
+        return
+    other = [name for name, shape in expected.items() if name in headers and headers[name][1] != shape]
+    for kind, names in (("missing", missing), ("of another shape than config.json says", other)):
+        if names:
+            count = "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
+            what = f"{count} {kind}, first {names[0]}: loaded, they would be random numbers"
+            raise ModelError(what, where=where, remedy="copy or download the checkpoint again, or check config.json")
+
+
+def _named(tensors: Sequence[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for tensor in tensors:
+        for layer in tensor.layers or ("",):
+            yield tensor.name.replace("*", str(layer), 1), tensor.shape

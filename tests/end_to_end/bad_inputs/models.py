@@ -1,0 +1,217 @@
+"""Models, tokenizers and adapters that cannot be loaded as asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from bad_inputs.case import RECIPE, SMALL, Case, model_folder, safetensors, weights_of, with_model
+
+OURS = with_model()
+REMOTE = 'org/model", trust_remote_code: true'
+LORA = "adapter: {type: lora, target_modules: [%s]}\n"
+
+
+def edited(name: str, old: str, new: str) -> None:
+    """A whole checkpoint with one file changed."""
+    path = model_folder() / name
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def cut() -> None:
+    path = model_folder() / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def pointer() -> None:
+    (model_folder() / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def without_shard() -> None:
+    folder = model_folder()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def pickled() -> None:
+    folder = model_folder()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def without(name: str) -> None:
+    (model_folder() / name).unlink()
+
+
+def without_weight() -> None:
+    folder, weights = model_folder(num_hidden_layers=4), weights_of({**SMALL, "num_hidden_layers": 4})
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    (folder / "model.safetensors").write_bytes(safetensors(weights))
+
+
+def with_code(entry: str) -> None:
+    folder = model_folder()
+    config = {**SMALL, "model_type": "mystery", "auto_map": {"AutoModelForCausalLM": entry}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_mystery.py").write_text("print('this must never run')\n")
+
+
+def an_adapter() -> None:
+    Path("model").mkdir()
+    Path("model/adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def real(**settings: object) -> None:
+    """A real small checkpoint with a tokenizer whose settings are changed; None removes one."""
+    from halftune.model.builtin import materialize
+
+    shutil.copytree(materialize("qwen2-tiny"), "model")
+    path = Path("model/tokenizer_config.json")
+    values = {**json.loads(path.read_text()), **settings}
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def without_template() -> None:
+    real(chat_template=None)
+    Path("model/chat_template.jinja").unlink(missing_ok=True)
+
+
+def broken_tokenizer() -> None:
+    real()
+    path = Path("model/tokenizer.json")
+    values = json.loads(path.read_text())
+    values["model"]["merges"] = [["no", "such"]]
+    path.write_text(json.dumps(values))
+
+
+CASES = (
+    Case("a model folder that is missing", OURS.replace('"model"', "./model"), says=("no such folder", "x.yaml:1")),
+    Case("a model that is a file", RECIPE.replace("builtin:qwen2-tiny", "rows.jsonl"), says=("is a file",)),
+    Case("a folder without config.json", OURS, make=lambda: Path("model").mkdir(), says=("no config.json",)),
+    Case("an adapter instead of a model", OURS, make=an_adapter, says=("holds an adapter", "base model")),
+    Case(
+        "config.json that is damaged",
+        OURS,
+        make=lambda: edited("config.json", "{", "{,"),
+        code=3,
+        says=("config.json:1", "not valid JSON"),
+    ),
+    Case(
+        "config.json with a size that is text",
+        OURS,
+        make=lambda: edited("config.json", '"hidden_size": 8', '"hidden_size": "8"'),
+        code=3,
+        says=("hidden_size",),
+    ),
+    Case("an encoder", OURS, make=lambda: model_folder(model_type="bert"), code=3, says=("is an encoder",)),
+    Case(
+        "a model type that nobody knows",
+        OURS,
+        make=lambda: model_folder(model_type="lama"),
+        code=3,
+        says=("did you mean llama",),
+    ),
+    Case(
+        "a weight file that is cut off",
+        OURS,
+        make=cut,
+        code=3,
+        says=("model/model.safetensors", "not a whole safetensors file"),
+    ),
+    Case("a pointer of git-lfs instead of weights", OURS, make=pointer, code=3, says=("git lfs pull",)),
+    Case("a shard that is missing", OURS, make=without_shard, code=3, says=("1 of 2 weight files", "00002-of-00002")),
+    Case(
+        "a weight that is missing",
+        OURS,
+        make=without_weight,
+        code=3,
+        says=("1 weight is missing", "layers.1.mlp.up_proj"),
+    ),
+    Case(
+        "weights of another shape",
+        OURS,
+        make=lambda: edited("config.json", '"vocab_size": 32', '"vocab_size": 64'),
+        code=3,
+        says=("another shape",),
+    ),
+    Case("no weights", OURS, make=lambda: without("model.safetensors"), code=3, says=("no weights",)),
+    Case("weights as pickles", OURS, make=pickled, code=3, says=("pytorch_model.bin", "python -c", "save_pretrained")),
+    Case(
+        "no tokenizer",
+        OURS,
+        make=lambda: model_folder(tokenizer=None),
+        code=3,
+        says=("no tokenizer", "model.tokenizer"),
+    ),
+    Case(
+        "a tokenizer that is damaged JSON",
+        OURS,
+        make=lambda: model_folder(tokenizer='{"model":\n ['),
+        code=3,
+        says=("tokenizer.json:2",),
+    ),
+    Case(
+        "a tokenizer that does not load",
+        OURS,
+        make=broken_tokenizer,
+        code=3,
+        needs_torch=True,
+        says=("the tokenizer does not load",),
+    ),
+    Case(
+        "no chat template",
+        OURS,
+        make=without_template,
+        needs_torch=True,
+        says=("no chat template", "model.chat_template"),
+    ),
+    Case(
+        "a checkpoint with code of its own",
+        OURS,
+        make=lambda: with_code("modeling_mystery.M"),
+        code=3,
+        says=("Python code", "trust_remote_code"),
+    ),
+    Case(
+        "code from another repository",
+        OURS.replace('"model"', '"model", trust_remote_code: true'),
+        make=lambda: with_code("other/repository--modeling_mystery.M"),
+        code=3,
+        says=("other/repository", "which nothing pins"),
+    ),
+    Case(
+        "code from the hub without a revision",
+        RECIPE.replace('builtin:qwen2-tiny"', REMOTE),
+        says=("without a revision", "40 hexadecimal"),
+    ),
+    Case(
+        "code from the hub at a branch",
+        RECIPE.replace('builtin:qwen2-tiny"', REMOTE + ", revision: main"),
+        says=("branch or a tag",),
+    ),
+    Case(
+        "a hub id without a network",
+        RECIPE.replace("builtin:qwen2-tiny", "org/no-such-model"),
+        code=3,
+        says=("org/no-such-model", "hub is out of reach"),
+    ),
+    Case(
+        "a target module that is absent",
+        RECIPE + LORA % "q_prog",
+        says=("adapter.target_modules", "did you mean q_proj"),
+    ),
+    Case(
+        "one of two target modules absent",
+        RECIPE + LORA % "q_proj, w_proj",
+        says=("adapter.target_modules", "'w_proj'"),
+    ),
+    Case(
+        "nothing to train",
+        RECIPE + LORA.replace("[%s]", '"nothing_.*"'),
+        says=("adapter.target_modules", "no module matches"),
+    ),
+    Case("an empty list of targets", RECIPE + LORA % "", says=("target_modules", "names no module")),
+)

@@ -1,0 +1,198 @@
+"""Run folders, output folders, and the verbs that read what a run has left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from bad_inputs.case import RECIPE, ROW, Case
+
+RUN = "trained"
+
+
+def a_run(adapter: str = "lora") -> Path:
+    """A finished run of the builtin model in ``trained``, kept for the other cases of this process."""
+    kept = Path(os.environ["HALFTUNE_BAD_INPUT_RUNS"]) / adapter
+    if not kept.is_dir():
+        from halftune import cli
+
+        text = RECIPE.replace("output_dir: run", f"output_dir: {kept}") + f"adapter: {adapter}\n"
+        Path("made.yaml").write_text(text)
+        Path("rows.jsonl").write_text(ROW)
+        assert cli._run("train", ["--config", "made.yaml"]) == 0
+    shutil.copytree(kept, RUN)
+    Path(RUN, "resolved.yaml").write_text(Path(RUN, "resolved.yaml").read_text().replace(str(kept), RUN))
+    return Path(RUN)
+
+
+def damaged(name: str, how: str) -> None:
+    path = a_run() / name
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-40])
+    else:
+        path.write_text(how)
+
+
+def pickled_adapter() -> None:
+    final = a_run() / "final"
+    (final / "adapter_model.safetensors").rename(final / "adapter_model.bin")
+
+
+def wrong_base() -> None:
+    path = a_run() / "resolved.yaml"
+    path.write_text(path.read_text().replace("builtin:qwen2-tiny", "builtin:llama-tiny"))
+
+
+def strangers() -> None:
+    Path("run").mkdir()
+    Path("run/thesis.tex").write_text("ten years of work")
+
+
+def another_run() -> None:
+    a_run()
+    Path("x.yaml").write_text(RECIPE.replace("output_dir: run", f"output_dir: {RUN}") + "  learning_rate: 0.1\n")
+
+
+def used_run() -> None:
+    a_run()
+    Path("x.yaml").write_text(RECIPE.replace("output_dir: run", f"output_dir: {RUN}") + "  resume: never\n")
+
+
+def output(name: str) -> str:
+    return RECIPE.replace("output_dir: run", f"output_dir: {name}")
+
+
+CHAT, EXPORT = f"chat {RUN} --prompt x", f"export {RUN} --output out"
+CASES = (
+    Case(
+        "an output folder that holds other things",
+        make=strangers,
+        says=("run", "thesis.tex", "output_dir"),
+        needs_torch=True,
+    ),
+    Case("an output folder with another run", make=another_run, says=(RUN, "learning_rate"), needs_torch=True),
+    Case("an output folder with a run, and `resume: never`", make=used_run, says=(RUN, "never"), needs_torch=True),
+    Case("an output folder that is a file", output("rows.jsonl"), says=("x.yaml:7", "is a file")),
+    Case("an output folder below a file", output("rows.jsonl/run"), says=("x.yaml:7", "is a file")),
+    Case(
+        "an output folder that may not be written",
+        output("locked/run"),
+        make=lambda: os.mkdir("locked", 0o555),
+        unprivileged=True,
+        says=("x.yaml:7", "may not be written"),
+    ),
+    Case(
+        "a data file that may not be read",
+        RECIPE.replace("rows.jsonl", "secret.jsonl"),
+        make=lambda: os.close(os.open("secret.jsonl", os.O_CREAT | os.O_WRONLY, 0o000)),
+        unprivileged=True,
+        says=("x.yaml:4", "secret.jsonl"),
+    ),
+    Case("an output folder with a name too long", output("r" * 300), says=("x.yaml:7", "too long")),
+    Case("a checkpoint that is not there", RECIPE + "  resume: run/checkpoint-9\n", says=("no such checkpoint",)),
+    Case(
+        "a cache folder that is a file",
+        environment={"HALFTUNE_CACHE": "rows.jsonl"},
+        code=3,
+        needs_torch=True,
+        says=("HALFTUNE_CACHE",),
+    ),
+    Case("chat with no such folder", command="chat gone", code=3, says=("gone", "no such run folder")),
+    Case("chat with a folder that is no run", command="chat .", code=3, says=("not a run folder",)),
+    Case(
+        "chat with a recipe that was not trained",
+        command="chat x.yaml",
+        code=3,
+        says=("has not been trained", "train --config"),
+    ),
+    Case(
+        "chat with nothing on standard input",
+        make=a_run,
+        command=f"chat {RUN} --prompt -",
+        says=("standard input",),
+        needs_torch=True,
+    ),
+    Case(
+        "chat where the adapter is gone",
+        make=lambda: damaged("final/adapter_model.safetensors", "gone"),
+        command=CHAT,
+        code=3,
+        needs_torch=True,
+        says=("adapter_model.safetensors",),
+    ),
+    Case(
+        "chat where the adapter is cut off",
+        make=lambda: damaged("final/adapter_model.safetensors", "cut"),
+        command=CHAT,
+        code=3,
+        needs_torch=True,
+        says=("adapter_model.safetensors", "not a whole"),
+    ),
+    Case(
+        "chat where the adapter is a pickle",
+        make=pickled_adapter,
+        command=CHAT,
+        code=3,
+        needs_torch=True,
+        says=("adapter_model.bin", "python -c", "save_file"),
+    ),
+    Case(
+        "chat where the adapter's config is damaged",
+        make=lambda: damaged("final/adapter_config.json", '{"r":\n}'),
+        command=CHAT,
+        code=3,
+        needs_torch=True,
+        says=("adapter_config.json:2",),
+    ),
+    Case(
+        "chat where the adapter is of another model",
+        make=wrong_base,
+        command=CHAT,
+        code=3,
+        needs_torch=True,
+        says=("adapter",),
+    ),
+    Case(
+        "chat with a recipe in the run that is damaged",
+        make=lambda: damaged("resolved.yaml", "model: ["),
+        command=CHAT,
+        needs_torch=True,
+        says=("resolved.yaml:1",),
+    ),
+    Case("export of no run", command="export gone --output out", code=3, says=("no such run folder",)),
+    Case(
+        "export onto a file",
+        make=a_run,
+        command=f"export {RUN} --output rows.jsonl",
+        code=3,
+        needs_torch=True,
+        says=("rows.jsonl", "is a file"),
+    ),
+    Case(
+        "export into a folder with other things",
+        make=lambda: (a_run(), strangers()),
+        command=f"export {RUN} --output run",
+        code=3,
+        needs_torch=True,
+        says=("holds other things",),
+    ),
+    Case(
+        "export into the run's own folder",
+        make=a_run,
+        command=f"export {RUN} --output {RUN}/final",
+        code=3,
+        needs_torch=True,
+        says=("the run's own",),
+    ),
+    Case(
+        "export of an adapter of another model",
+        make=wrong_base,
+        command=EXPORT,
+        code=3,
+        needs_torch=True,
+        says=("adapter",),
+    ),
+)
