@@ -84,7 +84,9 @@ def segment_attention(
     lengths = _lengths.of(cu_seq_lens)
     assert query.shape[0] == 1, "a packed row is a batch of one"
     if not sum(lengths) == query.shape[2] == key.shape[2]:
-        what = f"{type(module).__name__} attends to {key.shape[2]} keys where samples of a packed row have {sum(lengths)}"
+        what = (
+            f"{type(module).__name__} attends to {key.shape[2]} keys where samples of a packed row have {sum(lengths)}"
+        )
         raise ModelError(what, remedy="data.packing: false")
     if sliding_window is not None and not is_causal:
         raise ModelError("a sliding window without causality cannot be packed", remedy="data.packing: false")

@@ -12,10 +12,12 @@ from transformers import AutoConfig
 
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
+from halftune.config.training import TrainingSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.fused import fuse
 from halftune.model.load import load_model
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
@@ -25,6 +27,7 @@ from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Run
 from halftune.train.checkpoint import Trained
 from halftune.train.feed import Feed
+from halftune.train.memory import keep_freed_memory
 from halftune.train.optim import make_optimizer
 from halftune.train.processes import make_accelerator
 from halftune.train.random_state import seed_everything
@@ -63,6 +66,9 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     model.to(accelerator.device)
+    fuse_layers(model, config.training, accelerator.device)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     if config.training.torch_compile:
         model.compile()
     wrapped: nn.Module = accelerator.prepare_model(model)
@@ -84,6 +90,18 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     )
     run = Run(config, plan, folder, model, tokenizer, accelerator.device, accelerator.is_main_process, total, per_epoch)
     return Session(accelerator, run, data, feed, eval_feed, wrapped, trained)
+
+
+def fuse_layers(model: nn.Module, training: TrainingSection, device: torch.device) -> None:
+    """Computes the layers that an operator knows by that operator, where the config asks for it; says what was done."""
+    if training.fused_layers is False:
+        log.info("fused layers: none, training.fused_layers is false")
+    elif training.fused_layers == "auto" and device.type != "cpu":
+        log.info("fused layers: none, auto fuses them on CPUs, where they have been measured")
+    elif training.torch_compile:
+        log.info("fused layers: none, torch.compile fuses them itself")
+    else:
+        log.info("fused layers: %s", fuse(model))
 
 
 def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:

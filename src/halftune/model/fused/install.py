@@ -1,0 +1,154 @@
+"""Finds the layers of a model that an operator computes, proves each kind on random input, and gives them its forward.
+
+Only instances change: their ``forward`` attribute, which ``FusedLayers.remove`` takes away again. Names of weights,
+classes and other models stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
+
+from halftune.model.fused import mlp, norm
+from halftune.model.fused.linear import adapted_weight
+from halftune.model.fused.projections import SHARING, Projections
+
+# What third-party layers raise that want other arguments than one tensor, or other shapes than they seem to.
+_REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+_ROWS, _SIZES = 5, (0.1, 1.0, 10.0)  # of the random inputs
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class FusedLayers:
+    """What was changed in a model.
+
+    Attributes:
+        fused: layers by kind.
+        left: layers of these kinds that keep their own code, by reason.
+    """
+
+    fused: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def give(self, module: nn.Module, forward: Forward, kind: str) -> None:
+        """Gives a module a forward of its own."""
+        module.forward = forward
+        self.modules.append(module)
+        self.fused[kind] += 1
+
+    def remove(self) -> None:
+        """Gives every module the forward of its class back."""
+        for module in self.modules:
+            vars(module).pop("forward", None)
+        self.modules.clear()
+        self.fused.clear()
+
+    def __str__(self) -> str:
+        done = ", ".join(f"{count} {kind}" for kind, count in sorted(self.fused.items())) or "none"
+        left = "".join(f"; {count} {reason}" for reason, count in sorted(self.left.items()))
+        return done + left
+
+
+def fuse(model: nn.Module) -> FusedLayers:
+    """Computes a model's norms, gated feed-forward layers and adapted linear layers by one operator each.
+
+    Where a layer is unusual, now or later (DoRA, dropout, trained base weights, a merged, disabled or second adapter,
+    quantised weights, hooks on its parts, other activations), its own code runs. Draws nothing from the global random
+    state.
+
+    Args:
+        model: with its adapter, in its final dtypes and on its device.
+    """
+    done = FusedLayers()
+    proven: dict[tuple[Any, ...], int | None] = {}
+    inside: set[nn.Module] = set()  # layers that a fused one computes with
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        if candidates := norm.forms(module):
+            forwards = [norm.forward(module, form) for form in candidates]
+            _try(done, module, forwards, proven, "norms", module.get_parameter("weight"))
+        elif candidates := list(mlp.readers(module)):
+            if (weights := candidates[0]()) is None:
+                done.left["feed-forward layers with unusual parts"] += 1
+                continue
+            forwards = [mlp.forward(module.forward, read) for read in candidates]
+            if _try(done, module, forwards, proven, "feed-forward layers", weights[0].weight):
+                inside.update(module.children())
+    for parent in model.modules():
+        _give_projections(done, parent, inside)
+    return done
+
+
+def _give_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Module]) -> None:
+    """Fuses the adapted linear children of a module; query, key and value together."""
+    children = {
+        name: child for name, child in parent.named_children() if type(child) is LoraLinear and child not in inside
+    }
+    usual = {name: child for name, child in children.items() if adapted_weight(child) is not None}
+    done.left["adapted linear layers with unusual parts"] += len(children) - len(usual)
+    done.left += Counter()  # drops zeros
+    together: list[nn.Module] = [usual[name] for name in SHARING if name in usual]
+    groups = [together] if together else []
+    groups += [[child] for name, child in usual.items() if name not in SHARING]
+    for layers in groups:
+        projections = Projections(layers)
+        for index, forward in enumerate([projections.forward_of(index) for index in range(len(layers))]):
+            done.give(layers[index], forward, "adapted linear layers")
+
+
+def _try(
+    done: FusedLayers,
+    module: nn.Module,
+    forwards: list[Forward],
+    proven: dict[tuple[Any, ...], int | None],
+    kind: str,
+    weight: torch.Tensor,
+) -> bool:
+    """Gives a module the first of ``forwards`` that computes what its own does; layers alike are compared once."""
+    sizes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    alike = (type(module), kind, sizes)
+    if alike not in proven:
+        right = (index for index, forward in enumerate(forwards) if _agree(module, forward, weight))
+        proven[alike] = next(right, None)
+    index = proven[alike]
+    if index is None:
+        done.left[f"{kind} that compute something else ({type(module).__name__})"] += 1
+        return False
+    done.give(module, forwards[index], kind)
+    return True
+
+
+@torch.no_grad()
+def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
+    """Whether a forward gives what the module's own gives, on random rows of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
+    training = module.training
+    module.eval()  # without dropout
+    try:
+        for dtype in sorted(dtypes, key=str):
+            for size in _SIZES:
+                x = size * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
+                x = x.to(weight.device, dtype)
+                own, ours = module.forward(x), forward(x)
+                if own.dtype != ours.dtype or own.shape != ours.shape:
+                    return False
+                error = (own.double() - ours.double()).norm() / own.double().norm()
+                if not error <= _TOLERANCE[dtype]:
+                    return False
+    except _REFUSALS:
+        return False
+    finally:
+        module.train(training)
+    return True
