@@ -25,7 +25,7 @@ from halftune.train.validation import evaluate
 log = get_logger(__name__)
 
 # Beside torch's own exception for accelerators: its allocator on a CPU, and the libraries under it.
-_PHRASES = ("not enough memory", "out of memory", "ALLOC_FAILED")
+_PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 _REMEDY = (
     "gradient_checkpointing: true, a shorter data.max_length, adapter: lora, precision: bf16 or a smaller model "
     "(`halftune plan` says what takes the memory)"

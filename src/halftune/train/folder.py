@@ -105,6 +105,30 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
     return RunFolder(path, newest, finished=False)
 
 
+def identity(path: Path) -> tuple[int, int]:
+    """Tells a folder from another one at the same path."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def check_still_there(path: Path, known: tuple[int, int]) -> None:
+    """Called before something is saved: under an unmounted disk there is another folder, or none.
+
+    Raises:
+        TrainingError: the folder is not the one that :func:`identity` gave ``known`` for.
+    """
+    try:
+        gone = identity(path) != known
+    except OSError:
+        gone = True
+    if gone:
+        raise TrainingError(
+            "the run folder has vanished: its disk was unmounted, or the folder was moved or deleted",
+            where=str(path),
+            remedy="put it back and run the same command again: it goes on from the newest checkpoint in there",
+        )
+
+
 def _is_done(path: Path, *, longer: bool) -> bool:
     if finished_at(path) is None:
         return False

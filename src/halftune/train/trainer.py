@@ -26,7 +26,15 @@ from halftune.train.callbacks.base import Phase
 from halftune.train.callbacks.crowd import Crowd
 from halftune.train.callbacks.nonfinite import check_weights
 from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, rotate, save_checkpoint
-from halftune.train.folder import FINISHED, RunFolder, finished_at, open_folder, write_intent
+from halftune.train.folder import (
+    FINISHED,
+    RunFolder,
+    check_still_there,
+    finished_at,
+    identity,
+    open_folder,
+    write_intent,
+)
 from halftune.train.interrupt import Interrupted, Interrupts
 from halftune.train.lock import locked
 from halftune.train.manifest import damage
@@ -78,6 +86,7 @@ class Trainer:
         self.position = position(session.feed)
         self.micro_batch = session.feed.batch.micro_batch  # as planned; memory may ask for less
         self.last_saved = self.last_evaluated = -1
+        self.home = identity(session.run.folder)
 
     def train(self) -> Outcome:
         """The whole run; callbacks are told of its end whatever happens."""
@@ -186,6 +195,7 @@ class Trainer:
         check_weights(run)
         randoms = gather_object([random_state(run.device)])
         if run.is_main:
+            check_still_there(run.folder, self.home)
             folder = save_checkpoint(run.folder, run.step, self.session.trained, self._facts(randoms))
             rotate(run.folder, run.config.training.save_total_limit, run.best[0] if run.best else None)
             self.crowd.tell("on_save", run, folder)
@@ -242,6 +252,7 @@ class Trainer:
         return []
 
     def _write_final(self) -> None:
+        check_still_there(self.run.folder, self.home)
         save_final(self.run.model, self.run.tokenizer, self.run.plan, self.folder.final)
         try:
             write_text(self.run.folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.model.generate import generate_reply
 from halftune.train.callbacks.base import Callback, Phase, Run
@@ -49,10 +49,8 @@ class Samples(Callback):
             )
 
     def _write(self, run: Run, rows: list[dict[str, Any]]) -> None:
-        beside = run.folder / f".{NAME}.writing"
         try:
-            beside.write_text(json.dumps({"samples": rows}, ensure_ascii=False, indent=1), encoding="utf-8")
-            os.replace(beside, run.folder / NAME)
+            write_text(run.folder / NAME, json.dumps({"samples": rows}, ensure_ascii=False, indent=1))
         except OSError as error:
             log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.train.report.answers import answers
 from halftune.train.report.curves import curves
@@ -55,10 +55,8 @@ def write_report(folder: Path, status: Status | None = None) -> Path:
     """
     if status is None:
         status = Status("finished" if (folder / "finished.json").exists() else "unfinished")
-    path, beside = folder / NAME, folder / f".{NAME}.writing"
-    beside.write_text(page(read(folder), status), encoding="utf-8")
-    os.replace(beside, path)
-    return path
+    write_text(folder / NAME, page(read(folder), status))
+    return folder / NAME
 
 
 def page(record: Record, status: Status) -> Html:
