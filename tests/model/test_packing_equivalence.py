@@ -1,7 +1,9 @@
-"""A packed row trains every sample as if it were alone: logits and parameter gradients, family by family."""
+"""A packed row trains every sample as if it were alone: logits and gradients, family by family, backend by backend."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +11,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_model import because, plan
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from halftune.attention import varlen
 from halftune.model.packing_check import packed_row
 from halftune.model.patch import registered_attention
 
 LENGTHS = (11, 1, 19, 6)
 BOUND = 1e-5
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOW = {"sliding_window": 5}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
+LATENT = {
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -27,36 +35,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": ALTERNATING,
     "gemma3_text": ALTERNATING,
     "mistral": WINDOW,
+    "ministral3": {},
+    "phi": {},
     "phi3": WINDOW,
     "gpt_oss": {**ALTERNATING, **EXPERTS},
-    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": EXPERTS,
     "mixtral": EXPERTS,
+    "olmo": {},
     "olmo2": {},
+    "olmo3": ALTERNATING,
+    "olmoe": EXPERTS,
     "smollm3": {},
     "granite": {},
+    "granitemoe": EXPERTS,
+    "cohere": {},
     "cohere2": ALTERNATING,
+    "glm": {},
     "glm4": {},
+    "glm4_moe": {**EXPERTS, **LATENT},
+    "deepseek_v3": {**EXPERTS, **LATENT, "head_dim": 8, "num_key_value_heads": 4},
+    "ernie4_5": {},
+    "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2},
+    "exaone4": ALTERNATING,
+    "hunyuan_v1_dense": {},
+    "seed_oss": {},
+    "starcoder2": {"sliding_window": 5},
+    "gpt_neox": {},
     "gpt2": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
-EAGER = {"gemma2", "gpt_oss"}  # logit capping and sinks
+EAGER = {"gemma2", "gpt_oss"}  # logit capping and sinks: sdpa refuses them
+BACKENDS = {
+    "sdpa": [family for family in FAMILIES if family not in EAGER],
+    "eager": ["llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "qwen3_moe"],
+    "fa2": ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "qwen3_moe", "deepseek_v3"],
+}
+CASES = [(family, backend) for backend, families in BACKENDS.items() for family in families]
 
 
 def model_of(family: str, attention: str) -> Any:
-    kind = family.split()[0]
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **FAMILIES[family],
-    )
+    sizes = {
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
+    config = AutoConfig.for_model(family.split()[0], **{**sizes, **FAMILIES[family]})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
@@ -64,6 +88,40 @@ def model_of(family: str, attention: str) -> Any:
             if parameter.ndim > 1:  # large enough that attention, and any leak, shows
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model.eval()
+
+
+def stand_in(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *longest: int, **options: Any) -> torch.Tensor:
+    """What a varlen kernel computes: causal attention inside each stretch, with window and capping."""
+    rows = []
+    left, _ = options["window"]
+    for start, stop in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        queries, keys, values = (part[start:stop].transpose(0, 1) for part in (q, k, v))
+        groups = queries.shape[0] // keys.shape[0]
+        scores = queries @ keys.repeat_interleave(groups, 0).mT * options["scale"]
+        if options["softcap"]:
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        seen = (distance >= 0) & ((distance <= left) | torch.tensor(left < 0))
+        weights = F.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        rows.append((weights @ values.repeat_interleave(groups, 0)).transpose(0, 1))
+    return torch.cat(rows)
+
+
+@contextmanager
+def packed_by(backend: str) -> Iterator[str]:
+    """The name of an attention that computes packed rows by a backend; kernels that need a GPU have a stand-in."""
+    made = plan()
+    routes = {"fa2": ("fa2", "torch", "torch_varlen")}.get(backend, (backend, "torch", "segments"))
+    softmax, provider, path = map(because, routes)
+    attention = replace(made.attention, softmax=softmax, provider=provider, varlen=path)
+    kernels = dict(varlen._FLASH)
+    varlen._FLASH["torch"] = lambda: stand_in
+    try:
+        batch = replace(made.batch, packing=because(True))
+        with registered_attention(replace(made, attention=attention, batch=batch)) as name:
+            yield name
+    finally:
+        varlen._FLASH.update(kernels)
 
 
 def gradients(model: Any, logits: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -78,14 +136,17 @@ def off_by(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((mine - theirs).detach().norm() / theirs.detach().norm().clamp_min(1e-12))
 
 
-def check(model: Any, set_attention: Any, attention: str) -> None:
-    """Packed by ours against alone by the model's own eager attention."""
-    ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+def check(model: Any, set_attention: Any, attention: str, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """Packed by ours against alone by the model's own eager attention: logits and the gradient of every trained weight.
+
+    What fills a row up is a sample of its own, here the last one of ``lengths``.
+    """
+    ids = torch.randint(3, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     set_attention("eager")
-    alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+    alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
     expected = gradients(model, alone)
     set_attention(attention)
-    packed = list(model(**packed_row(ids, LENGTHS), use_cache=False).logits.split(LENGTHS, 1))
+    packed = list(model(**packed_row(ids, lengths), use_cache=False).logits.split(lengths, 1))
     found = gradients(model, packed)
     assert max(off_by(a, b) for a, b in zip(packed, alone, strict=True)) < BOUND
     assert found.keys() == expected.keys()
@@ -95,32 +156,42 @@ def check(model: Any, set_attention: Any, attention: str) -> None:
         assert float((found[name] - value).norm() / value.norm().clamp_min(1e-3 * whole)) < BOUND, name
 
 
-def packing_plan(softmax: str) -> Any:
-    made = plan()
-    attention = replace(made.attention, softmax=because(softmax), varlen=because("segments"))
-    return replace(made, attention=attention, batch=replace(made.batch, packing=because(True)))
+def adapted(base: Any) -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_alone(family: str) -> None:
-    with registered_attention(packing_plan("eager" if family in EAGER else "sdpa")) as name:
+@pytest.mark.parametrize(("family", "backend"), CASES)
+def test_packed_equals_alone(family: str, backend: str) -> None:
+    """The gradients of all of the model's weights, and then of all of an adapter's."""
+    with packed_by(backend) as name:
         model = model_of(family, name)
         check(model, model.set_attn_implementation, name)
+        check(adapted(model), model.set_attn_implementation, name)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-def test_with_gradient_checkpointing_and_adapters(family: str) -> None:
-    with registered_attention(packing_plan("sdpa")) as name:
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt_oss"])
+def test_with_gradient_checkpointing(family: str) -> None:
+    """Frozen inputs, an adapter, and every layer computed anew in the backward pass from the row's boundaries."""
+    with packed_by("eager" if family in EAGER else "sdpa") as name:
         base = model_of(family, name)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        torch.manual_seed(3)
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        check(get_peft_model(base, config).train(), base.set_attn_implementation, name)
+        check(adapted(base).train(), base.set_attn_implementation, name)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "fa2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_random_lengths(backend: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 24, (12,), generator=generator).tolist()
+    with packed_by(backend) as name:
+        model = model_of("gemma3_text", name)
+        check(model, model.set_attn_implementation, name, (1, *lengths, 1))
 
 
 def test_the_measure_sees_a_leak() -> None:
     """The same comparison, with the boundaries moved by one token."""
-    with registered_attention(packing_plan("sdpa")) as name:
+    with packed_by("sdpa") as name:
         model = model_of("llama", name)
         ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(1))
         alone = model(input_ids=ids[:, 5:], use_cache=False).logits

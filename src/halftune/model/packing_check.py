@@ -30,14 +30,23 @@ _LIMITS = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 8),
     "num_kv_shared_layers": 0,
 }
+# State-space layers: (heads, size of a head, inner width over hidden width, groups), by what their families call them.
+_STATE_SPACE = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand", "mamba_ngroups"),
+    ("mamba_num_heads", "mamba_head_dim", "expand", "n_groups"),
+    ("num_heads", "head_dim", "expand", "n_groups"),
+)
+_NO_HEADS = 64  # hidden size of the copy of a model without attention
 
 # What third-party model code raises where it cannot: its own refusals (ValueError; ImportError for an absent package),
 # torch's shape and kernel errors (RuntimeError with NotImplementedError), a forward that takes no such argument
-# (TypeError), fields or layers that a shrunken config does not have (the lookups), and our own refusals.
+# (TypeError), what it asserts, fields or layers that a shrunken config does not have (the lookups), and our own refusals.
 _REFUSALS = (
     ValueError,
     RuntimeError,
     TypeError,
+    AssertionError,
     AttributeError,
     LookupError,
     ImportError,
@@ -138,15 +147,8 @@ def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
 def shrunken(config: PretrainedConfig) -> dict[str, Any]:
     """The config's values with everything that only costs time made small; flags, kinds of layers, head sizes stay."""
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    kv_heads = values.get("num_key_value_heads") or heads
-    few_kv = min(kv_heads, 2)
-    few = few_kv * min(heads // kv_heads, 2)
-    head_size = values.get("head_dim") or hidden // heads
-    sizes: dict[str, int] = {
-        "num_attention_heads": few,
-        "num_key_value_heads": few_kv,
-        "hidden_size": few * head_size,
+    sizes = {
+        **_widths(config, values),
         "vocab_size": _VOCABULARY,
         "vocab_size_per_layer_input": _VOCABULARY,
         "pad_token_id": 0,
@@ -158,7 +160,30 @@ def shrunken(config: PretrainedConfig) -> dict[str, Any]:
     values |= {name: _limited(values[name], most) for name, most in _LIMITS.items() if name in values}
     sizes["num_hidden_layers"] = len(layers)
     own = config.attribute_map
-    return values | {own.get(name, name): size for name, size in sizes.items() if own.get(name, name) in values}
+    small = values | {own.get(name, name): size for name, size in sizes.items() if own.get(name, name) in values}
+    return small | _state_space_widths(small, sizes["hidden_size"])
+
+
+def _widths(config: PretrainedConfig, values: dict[str, Any]) -> dict[str, int]:
+    """Heads and hidden size: at most two key heads with two query heads each, of the size that they have."""
+    if config.attribute_map.get("num_attention_heads", "num_attention_heads") not in values:
+        return {"hidden_size": _NO_HEADS}
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    kv_heads = values.get("num_key_value_heads") or heads
+    few_kv = min(kv_heads, 2)
+    few = few_kv * min(heads // kv_heads, 2)
+    head_size = values.get("head_dim") or hidden // heads
+    return {"num_attention_heads": few, "num_key_value_heads": few_kv, "hidden_size": few * head_size}
+
+
+def _state_space_widths(values: dict[str, Any], hidden: int) -> dict[str, int]:
+    """As many heads as the inner width of a state-space layer has room for, in one group."""
+    for heads, head_size, expand, groups in _STATE_SPACE:
+        if all(isinstance(values.get(name), int) for name in (heads, head_size, expand, groups)):
+            count = max(1, values[expand] * hidden // values[head_size])
+            inner = {"mamba_d_ssm": count * values[head_size]} if "mamba_d_ssm" in values else {}
+            return {heads: count, groups: 1, **inner}
+    return {}
 
 
 def _of_layers(value: Any, layers: list[int], count: int) -> Any:

@@ -8,6 +8,11 @@ from halftune.config.model_facts import ModelFacts
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 
+# Families whose layers of linear attention, convolution or state-space kind are computed sample by sample, because the
+# linear-attention route is told where the samples of a row end. This is the one place that says so; the check on a copy
+# of the model has the last word. Model types as in config.json (of a model with parts: that of its text part, too).
+BOUNDARIES_HONOURED: frozenset[str] = frozenset()
+
 _ALIBI = {"bloom", "mpt"}
 # Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
 _LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
@@ -34,12 +39,15 @@ def choose_packing(section: PackingSection, facts: ModelFacts, *, trust_remote_c
     if doubt:
         return Choice(False, doubt)
     positions = "learned" if facts.model_type in _LEARNED_POSITIONS else "rotary"
-    return Choice(True, f"softmax attention and {positions} positions keep samples apart; checked again at the start")
+    kept = f"softmax attention and {positions} positions keep samples apart"
+    if facts.linear_layers:
+        kept = f"{facts.linear_layers} of {facts.num_layers} layers carry a state, which starts anew with each sample"
+    return Choice(True, f"{kept}; checked again at the start")
 
 
 def _mixes_samples(facts: ModelFacts) -> str:
     """A way in which information passes from one sample of a row to the next whatever the attention mask says."""
-    if facts.linear_layers:
+    if facts.linear_layers and facts.model_type not in BOUNDARIES_HONOURED:
         return (
             f"{facts.linear_layers} of {facts.num_layers} layers of {facts.model_type} carry a state along the row, "
             "which runs on across samples"
@@ -57,11 +65,13 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
     raw = facts.raw or {}
     if trust_remote_code and raw.get("auto_map"):
         return "the checkpoint's own code is not known to keep samples apart"
-    if raw.get("attention_chunk_size"):
-        return "attention in chunks of the row cuts across samples"
-    if facts.model_type in _LEARNED_POSITIONS:
-        return ""
     text = raw.get("text_config") or raw
+    if text.get("attention_chunk_size"):
+        return "attention in chunks of the row cuts across samples"
+    if text.get("index_topk"):
+        return f"{facts.model_type} chooses the tokens that attention sees from the whole row (index_topk)"
+    if facts.model_type in _LEARNED_POSITIONS or facts.linear_layers:  # a state knows the order of its tokens
+        return ""
     if not any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text):
         return f"{facts.model_type}'s positions are not known to be rotary"
     return ""
