@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"measured steps (after {WARM_UP} that warm up)")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a run may take")
+    parser.add_argument("--quiet", action="store_true", help="the tables only; the lines are in FOLDER all the same")
     return parser.parse_args()
 
 
@@ -108,7 +109,7 @@ def main() -> None:
                     for name in args.only:
                         result = {"round": number, **measure(name, model, precision, packing == "on", args)}
                         results.append(result)
-                        print(json.dumps(result), flush=True)
+                        print(json.dumps(result), file=sys.stderr if args.quiet else sys.stdout, flush=True)
                         with lines.open("a") as file:
                             file.write(json.dumps(result) + "\n")
     print("\n" + (same_work(results) if args.verify else speeds(results)))

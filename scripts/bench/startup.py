@@ -1,6 +1,6 @@
 """What a command costs before it does its work: CPU-seconds of the whole process, median of several runs.
 
-python scripts/bench/startup.py
+python scripts/bench/startup.py        a Markdown table on stdout
 """
 
 from __future__ import annotations
@@ -33,20 +33,26 @@ def cpu_seconds(arguments: list[str], folder: Path) -> float:
 
 def main() -> None:
     """Prints a row per command."""
+    print(f"| command | CPU-s, median of {RUNS} | least … most |\n|---|---:|---:|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rows.jsonl").write_text(ROWS)
         (folder / "x.yaml").write_text(RECIPE)
         (folder / "wrong.yaml").write_text(RECIPE.replace("max_steps", "max_stepz"))
         commands = {
-            "halftune --help": ["--help"],
-            "train, misspelt key": ["train", "--config", "wrong.yaml"],
-            "halftune plan": ["plan", "--config", "x.yaml"],
-            "train, one step of 8 short rows": ["train", "--config", "x.yaml", "training.output_dir=run{run}"],
+            "`halftune --help`": ["--help"],
+            "`train` with a misspelt key: all problems, exit 2": ["train", "--config", "wrong.yaml"],
+            "`halftune plan`": ["plan", "--config", "x.yaml"],
+            "`train`, one step of eight short rows, with report, plot and result": [
+                "train",
+                "--config",
+                "x.yaml",
+                "training.output_dir=run{run}",
+            ],
         }
         for label, arguments in commands.items():
             times = [cpu_seconds([part.format(run=run) for part in arguments], folder) for run in range(RUNS + 1)][1:]
-            print(f"{label:34} {statistics.median(times):6.2f} CPU-s  ({min(times):.2f} … {max(times):.2f})")
+            print(f"| {label} | {statistics.median(times):.2f} | {min(times):.2f} … {max(times):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ def speeds(results: list[Result]) -> str:
         )
         parts.append("|---|---:|---:|---:|---:|---:|---:|---|---:|")
         for name, some in sorted(rows.items(), key=lambda item: -(speed[item[0]] or 0)):
-            ratio = f"{speed[name] / best:.2f}" if speed[name] and best else "–"
+            own = speed[name]
+            ratio = f"{own / best:.2f}" if own and best else "–"
             memory = _median(some, "peak_rss_bytes")
             cells = [
                 name,
-                _number(speed[name], "{:,.0f}"),
+                _number(own, "{:,.0f}"),
                 ratio,
                 _number(_median(some, "step_cpu_seconds"), "{:.3f}"),
                 f"{_number(_median(some, 'real_per_step'), '{:,.0f}')} "
