@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from halftune.core.choice import Choice
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.patch import registered_attention
+from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
 
 LENGTHS = (11, 19, 6)  # longer than the shrunken window, no two alike
@@ -41,7 +42,7 @@ _NO_HEADS = 64  # hidden size of the copy of a model without attention
 
 # What third-party model code raises where it cannot: its own refusals (ValueError; ImportError for an absent package),
 # torch's shape and kernel errors (RuntimeError with NotImplementedError), a forward that takes no such argument
-# (TypeError), what it asserts, fields or layers that a shrunken config does not have (the lookups), and our own refusals.
+# (TypeError), its assertions, fields or layers that a shrunken config does not have (lookups), and our own refusals.
 _REFUSALS = (
     ValueError,
     RuntimeError,
@@ -72,7 +73,8 @@ def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
         try:
             with _silent():
                 model = small_copy(model_config)
-                with registered_attention(_on_cpu(plan, model)) as name:
+                here = _on_cpu(plan, model)
+                with registered_attention(here) as name, routed_linear_layers(model, here):
                     error = packing_error(model, name)
         except _REFUSALS as refusal:
             if not isinstance(refusal, HalftuneError) and _raised_by_us(refusal):
@@ -226,6 +228,7 @@ def _on_cpu(plan: Plan, model: PreTrainedModel) -> Plan:
         softmax=Choice(softmax, why),
         provider=Choice("transformers" if softmax == "eager" else "torch", why),
         varlen=Choice("segments", why),
+        linear=Choice("halftune", why) if plan.attention.linear.value == "fla" else plan.attention.linear,
         guard="off",
     )
     precision = replace(plan.precision, compute=Choice("fp32", why))
