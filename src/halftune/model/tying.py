@@ -16,7 +16,9 @@ def is_tied(model: PreTrainedModel) -> bool:
     embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     if head is None or embedding is None:
         return False
-    return head.weight.data_ptr() == embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape
+    # by storage, not by address: tensors without numbers have no address
+    same = head.weight.untyped_storage()._cdata == embedding.weight.untyped_storage()._cdata
+    return same and head.weight.shape == embedding.weight.shape
 
 
 def name_tying(model: PreTrainedModel) -> None:

@@ -36,7 +36,21 @@ class Weightless(FakeTensorMode):
         kwargs = kwargs or {}
         if _is_real(func, args, kwargs):
             return func(*args, **kwargs)
+        if func in _INDEXED:
+            args = (args[0], _as_numbers(args[1]), *args[2:])
+        if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
+            func, args = torch.ops.aten.index.Tensor, (args[0], _as_numbers([args[1].expand(args[0].shape)]))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __enter__(self) -> Weightless:
+        self._apply = nn.Module._apply
+        nn.Module._apply = _converted
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        nn.Module._apply = self._apply
 
     def strip(self, model: nn.Module) -> None:
         """Takes the numbers from a model's floating parameters; those of its buffers are few and stay."""
@@ -47,6 +61,36 @@ class Weightless(FakeTensorMode):
                     module._parameters[name] = nn.Parameter(
                         self.from_tensor(parameter.detach()), requires_grad=parameter.requires_grad
                     )
+
+
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+def _as_numbers(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices with real masks as the positions that they stand for: a fake mask would have no known length."""
+    known: list[torch.Tensor | None] = []
+    for index in indices:
+        mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        known += list(index.nonzero(as_tuple=True)) if index is not None and mask else [index]
+    return known
+
+
+def _converted(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """``Module._apply`` without its exchange of tensor objects, which fake tensors refuse.
+
+    Parameters keep their identity, so that tied ones stay tied.
+    """
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = fn(parameter)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
 
 
 def _is_real(func: Any, args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,244 @@
+"""Traces a recipe's model under its plan, in training and in conversation, and says what was found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from halftune.attention.contract import ENTRY_POINTS, LINEAR_ENTRY_POINTS, ROTARY_ENTRY_POINT, Call, Operand, violations
+from halftune.config.run import RunConfig
+from halftune.core.errors import DtypeContractError, HalftuneError, ModelError
+from halftune.doctor.inputs import has_towers, inputs_for
+from halftune.doctor.subject import broken, build, last_line, prepare, read_config
+from halftune.model.packing_check import small_copy
+from halftune.plan import Plan
+from halftune.precision.dtypes import torch_dtype
+from halftune.precision.report import check_dtypes
+from halftune.precision.trace.findings import Finding, findings
+from halftune.precision.trace.flash_sinks import flash_attn_importable
+from halftune.precision.trace.tracer import Arrival, Tracer
+from halftune.precision.trace.weightless import NEEDS_VALUES, Weightless
+
+NAME = "halftune_trace"
+TRAIN, CHAT = "train", "chat"
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the trace of a model says.
+
+    Attributes:
+        model, machine: what was traced, for which machine, in words.
+        rules: whose casting rules: ``CUDA`` or ``CPU``.
+        tensors: ``without weights``, ``a small copy with numbers`` or ``real``.
+        calls: traced calls of attention, by phase; of linear attention too.
+        findings: what strayed; those at the loss break nothing.
+        notes: what else the reader must know.
+        seconds: wall time.
+    """
+
+    model: str
+    machine: str
+    compute: str
+    autocast: bool
+    attention: str
+    guard: str
+    rules: str
+    tensors: str
+    calls: dict[str, int]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def broken(self) -> list[Finding]:
+        """Findings that break attention's contract."""
+        return [finding for finding in self.findings if finding.breaks]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        plain = {name: value for name, value in vars(self).items() if name != "findings"}
+        found = [finding.to_dict() for finding in self.findings]
+        return {**plain, "contract_holds": not self.broken, "findings": found}
+
+
+def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination:
+    """Runs one training step and one exchange of a conversation; needs no weights and no GPU.
+
+    Args:
+        config: the recipe.
+        plan: as it would run; ``plan.device`` tells whose casting rules count.
+        real: with numbers, on a small copy of the model, instead of without.
+
+    Raises:
+        HalftuneError: the model's code is broken, or cannot be built; names the line.
+    """
+    begun = time.monotonic()
+    tracer = Tracer(
+        plan.precision,
+        cuda_rules=plan.device.value != "cpu",
+        functions=ENTRY_POINTS,
+        rotary=(ROTARY_ENTRY_POINT,),
+        linear=LINEAR_ENTRY_POINTS,
+    )
+    notes: list[str] = []
+    tensors = "a small copy with numbers" if real else "without weights"
+    with _silent(), _registered(tracer), flash_attn_importable():
+        model_config = read_config(config.model)
+        if real:
+            _small(model_config, config, plan, tracer)
+        else:
+            try:
+                _whole(model_config, config, plan, tracer)
+            except NEEDS_VALUES as needed:
+                at = last_line(needed)
+                notes.append(f"The model's code looks at values{f' ({at})' if at else ''}: traced on a small copy.")
+                tracer.arrivals.clear()
+                tensors = "a small copy with numbers"
+                _small(model_config, config, plan, tracer)
+    found = findings(
+        tracer.arrivals, mode=plan.attention.guard, scale=_scale(plan, tracer), objection=objection, training=TRAIN
+    )
+    notes += _notes(model_config, plan, tracer)
+    return Examination(
+        model=plan.model,
+        machine=plan.machine,
+        compute=plan.precision.compute.value,
+        autocast=plan.precision.autocast.value,
+        attention=plan.attention.softmax.value,
+        guard=plan.attention.guard,
+        rules="CUDA" if tracer.cuda_rules else "CPU",
+        tensors=tensors,
+        calls=_calls(tracer),
+        findings=tuple(found),
+        notes=tuple(notes),
+        seconds=round(time.monotonic() - begun, 2),
+    )
+
+
+def objection(arrival: Arrival) -> str:
+    """What flash-attn would raise if these operands reached it as they are; empty where it takes them."""
+    if arrival.target != "attention" or len(arrival.operands) != 3:
+        return ""
+    shape = (1, 8, 1, 8)
+    q, k, v = (Operand(str(each.dtype).removeprefix("torch."), shape) for each in arrival.operands)
+    return next(violations(Call(q, k, v)), "")
+
+
+def _whole(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer: Tracer) -> None:
+    inputs = inputs_for(model_config)
+    with Weightless() as mode:
+        built = build(model_config, config.model, _attention(plan), torch_dtype(plan.precision.storage.value))
+        model = prepare(built, config, plan, mode)
+        _check(model, plan)
+        _phases(model, {name: _fake(mode, value) for name, value in inputs.items()}, config, tracer)
+
+
+def _small(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer: Tracer) -> None:
+    storage = torch_dtype(plan.precision.storage.value)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_copy(model_config).config
+        except HalftuneError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise broken(error, config.model, None) from error
+        model = prepare(build(small, config.model, _attention(plan), storage), config, plan, None)
+        _check(model, plan)
+        _phases(model, inputs_for(small), config, tracer)
+
+
+def _phases(model: nn.Module, inputs: dict[str, Any], config: RunConfig, tracer: Tracer) -> None:
+    """A training step, then a prompt and the token after it.
+
+    Raises:
+        ModelError: the model's code fails; names the line.
+    """
+    call: Any = model
+    try:
+        with tracer.phase(TRAIN, model, grad=True):
+            logits = call(**inputs, use_cache=False).logits
+            tracer.loss(logits)
+            nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs["input_ids"].flatten()).backward()
+        with tracer.phase(CHAT, model.eval(), grad=False):
+            answered = call(**inputs, use_cache=True)
+            cache = vars(answered).get("past_key_values") or dict(answered).get("past_key_values")
+            if cache is not None:
+                call(input_ids=inputs["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
+    except (*NEEDS_VALUES, HalftuneError):
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        raise broken(error, config.model, None) from error
+
+
+def _check(model: nn.Module, plan: Plan) -> None:
+    """The dtype report's own check, on the model as built."""
+    check_dtypes(model, plan.precision)
+
+
+def _attention(plan: Plan) -> str:
+    return "eager" if plan.attention.provider.value == "model" else NAME
+
+
+def _fake(mode: Weightless, value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return mode.from_tensor(value) if floating else value
+
+
+def _scale(plan: Plan, tracer: Tracer) -> float:
+    """Tokens that a device sees in a step, per traced token."""
+    logits = next((each.operands[0] for each in tracer.arrivals if each.target == "loss"), None)
+    if logits is None:
+        return 1.0
+    return plan.batch.tokens_per_step / max(plan.batch.world_size, 1) / (logits.shape[0] * logits.shape[1])
+
+
+def _calls(tracer: Tracer) -> dict[str, int]:
+    counted: dict[str, int] = {}
+    for arrival in tracer.arrivals:
+        if arrival.target in ("attention", "linear attention"):
+            label = f"{arrival.target}, {arrival.phase}"
+            counted[label] = counted.get(label, 0) + 1
+    return counted
+
+
+def _notes(config: PretrainedConfig, plan: Plan, tracer: Tracer) -> Iterator[str]:
+    targets = {arrival.target for arrival in tracer.arrivals}
+    if "attention" not in targets and "linear attention" not in targets:
+        if plan.attention.provider.value == "model":
+            yield f"{plan.attention.provider.reason[0].upper()}{plan.attention.provider.reason[1:]}: no call was seen."
+        else:
+            yield f"No call of attention was seen: {config.model_type} computes it in code of its own, or has none."
+    if has_towers(config):
+        yield "Only the language model was traced: what its towers take is not known here."
+    if plan.precision.compute.value == "fp32":
+        yield "The plan computes in fp32: there is no shorter format to leave."
+
+
+@contextmanager
+def _registered(tracer: Tracer) -> Iterator[None]:
+    """The trace's attention in transformers' interface, with a mask function that builds none."""
+    AttentionInterface.register(NAME, tracer.attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(NAME, None)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    shown = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    with ExitStack() as stack:
+        stack.callback(transformers_logging.set_verbosity, shown)
+        yield

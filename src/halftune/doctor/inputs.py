@@ -1,0 +1,55 @@
+"""What a traced model is given: token ids with real values, and for models with towers pictures and sound too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+ROWS, TOKENS = 2, 32
+
+
+def inputs_for(config: PretrainedConfig) -> dict[str, Any]:
+    """Arguments of a training forward: ``input_ids`` ``[2, 32]`` or longer, and what else the family's towers take.
+
+    Integers are real; floating inputs are fp32, as processors make them, and fake inside ``Weightless``.
+    """
+    make = _MAKERS.get(config.model_type, _text)
+    return make(config)
+
+
+def has_towers(config: PretrainedConfig) -> bool:
+    """Whether the model has towers besides the language model that ``inputs_for`` gives nothing to."""
+    towers = [name for name in ("vision_config", "audio_config") if vars(config).get(name) is not None]
+    return bool(towers) and config.model_type not in _MAKERS
+
+
+def _text(config: PretrainedConfig) -> dict[str, Any]:
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    return {"input_ids": torch.arange(ROWS * TOKENS).remainder(min(vocabulary, 50)).reshape(ROWS, TOKENS)}
+
+
+def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
+    """One row with a picture of 4 × 4 patches and two seconds of sound."""
+    vision, audio = config.vision_config, config.audio_config
+    merged = 16 // vision.spatial_merge_size**2
+    frames = 200
+    heard = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    named = config.to_dict()
+    edges = [named.get(f"{kind}_{end}_token_id", 5) for kind in ("vision", "audio") for end in ("start", "end")]
+    picture, sound = [config.image_token_id] * merged, [config.audio_token_id] * heard
+    ids = [1, edges[0], *picture, edges[1], 2, edges[2], *sound, edges[3], *range(6, 20)]
+    return {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        "pixel_values": torch.randn(16, patch),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "input_features": torch.randn(1, audio.num_mel_bins, frames),
+        "feature_attention_mask": torch.ones(1, frames, dtype=torch.long),
+    }
+
+
+_MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {"qwen2_5_omni_thinker": _qwen_omni}

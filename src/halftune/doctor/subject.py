@@ -1,0 +1,128 @@
+"""What is traced: a recipe's model, built by its own code from config.json alone, without weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.model import ModelSection
+from halftune.config.model_facts import config_file
+from halftune.core.errors import HalftuneError, ModelError
+from halftune.model.adapters.attach import attach_adapter
+from halftune.config.run import RunConfig
+from halftune.model.handover import hand_over_in_compute_dtype
+from halftune.model.quiet import quiet
+from halftune.plan import Plan
+from halftune.precision.dtypes import stays_fp32, torch_dtype
+from halftune.precision.trace.weightless import Weightless
+
+# Sub-configurations that hold a whole language model with its towers; what else is around them is not trained.
+_WITHIN = ("thinker_config",)
+
+
+def read_config(section: ModelSection) -> PretrainedConfig:
+    """The model's configuration object, its own code imported where it brings some and is trusted.
+
+    Raises:
+        ModelError: config.json or the code beside it cannot be read; names the first line of what went wrong.
+    """
+    name = section.name_or_path
+    if name.startswith("builtin:"):
+        return AutoConfig.for_model(**BUILTIN_MODELS[name.removeprefix("builtin:")])
+    folder = config_file(section).parent
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+    except Exception as error:  # the model's own code may raise anything
+        raise broken(error, section, folder) from error
+    for inner in _WITHIN:
+        if inner in raw and isinstance(vars(config).get(inner), PretrainedConfig):
+            return vars(config)[inner]
+    return config
+
+
+def build(config: PretrainedConfig, section: ModelSection, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with random weights, or inside ``Weightless`` without any.
+
+    Raises:
+        ModelError: the model's code cannot be imported or cannot build it.
+    """
+    remote = section.trust_remote_code
+    try:
+        with quiet():
+            for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+                if type(config) in auto._model_mapping or "auto_map" in vars(config):
+                    return auto.from_config(
+                        config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
+                    )
+            return _by_type(config)._from_config(config, dtype=dtype, attn_implementation=attention)
+    except HalftuneError:
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        raise broken(error, section, None) from error
+
+
+def _by_type(config: PretrainedConfig) -> Any:
+    """The class of transformers that generates text from this kind of configuration, where no auto class knows it."""
+    import importlib
+
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    for name, found in vars(module).items():
+        generates = name.endswith(("ForConditionalGeneration", "ForCausalLM"))
+        if generates and vars(found).get("__annotations__", {}).get("config") in (type(config), type(config).__name__):
+            return found
+    what = f"{config.model_type} is no language model that transformers can build"
+    raise ModelError(what, remedy="model.name_or_path names another kind of model")
+
+
+def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: Weightless | None) -> nn.Module:
+    """The built model as ``load_model`` and ``attach_adapter`` would hand it to training: dtypes, hooks, adapter."""
+    keep = plan.precision.keep_fp32.value
+    storage = torch_dtype(plan.precision.storage.value)
+    listed = model._get_dtype_plan(storage) if plan.precision.storage.value != "fp32" else {}
+    own = re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and (stays_fp32(name, parameter, keep) or own.search(name)):
+            parameter.data = parameter.data.float()
+    model.config.use_cache = False
+    hand_over_in_compute_dtype(model, plan)
+    adapted = attach_adapter(model, config.adapter, plan, config.training.seed)
+    if mode is not None:
+        mode.strip(adapted)
+    return adapted.train()
+
+
+def broken(error: BaseException, section: ModelSection, folder: Path | None) -> HalftuneError:
+    """What went wrong in someone else's code, and on which line of it."""
+    if isinstance(error, HalftuneError):
+        return error
+    first = (str(error).strip().split("\n") or [""])[0] or type(error).__name__
+    remedy = "mend the model's code, or take a revision of it that runs"
+    if "trust_remote_code" in str(error):
+        first = "the checkpoint brings Python code of its own"
+        remedy = "read it, then set model.trust_remote_code: true and model.revision to the commit that you read"
+    elif isinstance(error, ImportError):
+        remedy = "install what it imports, or mend the model's code"
+    where = last_line(error) or (str(folder) if folder else section.name_or_path)
+    return ModelError(f"the model cannot be built: {type(error).__name__}: {first}", where=where, remedy=remedy)
+
+
+def last_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame in the model's own source; a syntax error's own place."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    place, traceback = "", error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        own = Path(file).name.startswith(("modeling_", "configuration_")) and not file.endswith("_utils.py")
+        if (own and "heterogeneity" not in file) or "transformers_modules" in file:
+            place = f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
