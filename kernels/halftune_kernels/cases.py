@@ -139,4 +139,5 @@ _MAKERS: dict[str, Callable[[int, tuple[int, ...], torch.Generator], Case]] = {
     "causal_conv1d": _conv,
     "gated_rms_norm": _norm,
     "ssd": _ssd,
+    "gated_delta_rule": _delta("gated_delta_rule", "halftune_kernels.gated_delta_rule:gated_delta_rule"),
 }

@@ -24,7 +24,7 @@ _COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, 
 _mended = False
 
 
-_KERNEL_FILES = ("triton", "tiles")  # modules of ours that define kernels or parts of them
+_KERNEL_FILES = ("triton", "kernels")  # modules of ours that define kernels or parts of them
 
 
 @contextlib.contextmanager

@@ -54,3 +54,9 @@ def test_causal_conv1d_without_extras() -> None:
     plain = case("causal_conv1d", 16, (0, 5, 20))
     inputs = {name: plain.inputs[name] for name in ("x", "weight")}
     check(dataclasses.replace(plain, inputs=inputs, options=plain.options | {"activation": None}), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 48])
+def test_gated_delta_rule(dtype: torch.dtype, size: int) -> None:
+    check(case("gated_delta_rule", size, (0, 1, 65, 65, 100), seed=size), dtype)
