@@ -85,14 +85,16 @@ def _batch(plan: dict[str, Any], batch: dict[str, Any]) -> Html:
             rows.append((name, _word(tree[name]["value"]), tree[name]["reason"]))
     if "micro_batch" in batch:
         micro, accumulation, world = (batch.get(name, 1) for name in ("micro_batch", "accumulation", "world_size"))
-        rows.append(
-            (
-                "rows per step",
-                _word(micro * accumulation * world),
-                f"{micro} rows × {accumulation} forwards × {world} {'process' if world == 1 else 'processes'}, "
-                f"at most {count(batch.get('tokens_per_step', 0))} tokens",
-            )
-        )
+        split = f"{accumulation} forwards × {world} {'process' if world == 1 else 'processes'}"
+        most = count(batch.get("tokens_per_step", 0))
+        if batch.get("tokens_per_batch") and not _tree(batch, "packing").get("value"):
+            each = f"as many rows as {count(batch['tokens_per_batch'])} tokens hold × {split}"
+            rows.append(("tokens per step", _word(most), f"at most: {each}"))
+        else:
+            each = f"{micro} rows × {split}, at most {most} tokens"
+            rows.append(("rows per step", _word(micro * accumulation * world), each))
+    if _is_choice(batch.get("grouped")) and not _tree(batch, "packing").get("value"):
+        rows.append(("grouping", _word(batch["grouped"]["value"]), batch["grouped"]["reason"]))
     for name, words in (("packing", "packing"), ("gradient_checkpointing", "gradient checkpointing")):
         if _is_choice(batch.get(name)):
             rows.append((words, _word(batch[name]["value"]), batch[name]["reason"]))
