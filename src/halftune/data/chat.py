@@ -96,7 +96,8 @@ class ChatTemplate:
             )  # type: ignore[return-value]
         except TemplateError as error:
             raise RowDropped(f"the chat template refuses it: {str(error)[:200] or type(error).__name__}") from error
-        except (TypeError, KeyError, AttributeError) as error:  # a template that trips over a shape it does not expect
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+            # a template that trips over a shape it does not expect
             raise RowDropped(f"the chat template cannot render it: {str(error)[:200]}") from error
 
     def _frame(self) -> str:

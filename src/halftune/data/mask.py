@@ -193,6 +193,8 @@ def _searched_end(
     template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, index: int, whole: str, start: int
 ) -> int:
     """Where a turn ends that the template writes differently once more turns follow: before the next message."""
+    if index == len(messages) - 1:  # the template writes nothing of it
+        return len(whole)
     ends = [place for place in (whole.find(token, start) for token in template.end_tokens) if place >= 0]
     following = messages[index + 1]["content"].strip().replace(BREAK, "")
     if ends and following and min(ends) < whole.find(following, start):

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from halftune.config.generation import GenerationSection
 from halftune.core.errors import ModelError
+from halftune.model.damage import TEMPLATE_FAULTS, first_line
 from halftune.model.tokenizer import end_of_turn_ids
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
@@ -44,10 +45,13 @@ def generate_reply(
         template_variables: what the chat template is told besides the messages (``model.chat_template_kwargs``).
 
     Raises:
-        ModelError: the conversation is longer than the model's context.
+        ModelError: the template refuses the conversation, no token is left of it, or it is longer than the context.
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    prompt_1T = torch.tensor([_prompt(tokenizer, messages, template_variables or {})], device=causal.device)
+    prompt = _prompt(tokenizer, messages, template_variables or {})
+    if not prompt:
+        raise ModelError("the tokenizer makes no token of it", where=str(tokenizer.name_or_path))
+    prompt_1T = torch.tensor([prompt], device=causal.device)
     length = prompt_1T.shape[1]
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length >= limit:
@@ -71,7 +75,11 @@ def _prompt(
 ) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer(str(messages[-1]["content"]))["input_ids"])
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+    except TEMPLATE_FAULTS as error:
+        what = f"the chat template refuses the conversation: {first_line(error)}"
+        raise ModelError(what, where=str(tokenizer.name_or_path), remedy="see model.chat_template") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

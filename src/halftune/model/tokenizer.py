@@ -15,6 +15,7 @@ from halftune.config.model_folder import check_code, check_tokenizer
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.builtin import chatml_template
+from halftune.model.damage import TEMPLATE_FAULTS, first_line
 from halftune.model.locate import locate_tokenizer
 
 log = get_logger(__name__)
@@ -40,7 +41,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
     except Exception as error:  # the tokenizers library raises nothing more precise
-        first = str(error).strip().split("\n")[0]
+        first = first_line(error)
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
         if "trust_remote_code" in str(error):
             first = "it brings Python code of its own"
@@ -50,7 +51,24 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     _set_pad_token(tokenizer)
     if model.chat_template is not None:
         tokenizer.chat_template = _template(model.chat_template, tokenizer)
+    elif tokenizer.chat_template is not None:
+        _check_template(tokenizer.chat_template, str(folder))
     return tokenizer
+
+
+def _check_template(template: Any, where: str) -> None:
+    """Makes sure that a tokenizer's own template, or each of several by name, can be parsed.
+
+    Raises:
+        ModelError: one cannot.
+    """
+    for text in template.values() if isinstance(template, dict) else [template]:
+        try:
+            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
+        except TEMPLATE_FAULTS as error:
+            remedy = "copy the tokenizer again, or set model.chat_template"
+            what = f"the chat template is not valid Jinja: {first_line(error)}"
+            raise ModelError(what, where=where, remedy=remedy) from error
 
 
 def _set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -81,9 +99,9 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         text = path.read_text(encoding="utf-8")
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         remedy = "write `chatml` or the path of a Jinja file"
-        raise ModelError(f"cannot read the chat template: {error.strerror}", where=asked, remedy=remedy) from error
+        raise ModelError(f"cannot read the chat template: {first_line(error)}", where=asked, remedy=remedy) from error
     except TemplateError as error:
         raise ModelError(f"the chat template is not valid Jinja: {error}", where=asked) from error
     return text
@@ -99,7 +117,12 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template is not None:
         probe = "zq7"
         messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": probe}]
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        try:
+            rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except TEMPLATE_FAULTS as error:
+            what = f"the chat template cannot render a question and its answer: {first_line(error)}"
+            remedy = "copy the tokenizer again, or set model.chat_template"
+            raise ModelError(what, where=str(tokenizer.name_or_path), remedy=remedy) from error
         tail = rendered[rendered.rfind(probe) + len(probe) :] if probe in rendered else ""
         special = set(tokenizer.all_special_ids)
         found += [token for token in tokenizer.encode(tail, add_special_tokens=False) if token in special][:1]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from halftune.config.adapter import AdapterSection
@@ -18,6 +17,7 @@ from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.mixtures import as_made, targets_as_written
 from halftune.model.adapters.weights import cast_adapter
+from halftune.model.damage import DAMAGE, first_line
 from halftune.model.quiet import quiet_peft
 from halftune.plan import Plan
 
@@ -65,10 +65,9 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
             adapted = PeftModel.from_pretrained(
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
             )
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-        first = str(error).strip().split("\n")[0]
+    except DAMAGE as error:
         remedy = "check that adapter and base model belong together"
-        raise ModelError(f"the adapter does not load: {first}", where=str(folder), remedy=remedy) from error
+        raise ModelError(f"the adapter does not load: {first_line(error)}", where=str(folder), remedy=remedy) from error
     _check_whole(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()

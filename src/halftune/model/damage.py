@@ -1,0 +1,27 @@
+"""What libraries raise when a file that they read is damaged: far more than they document."""
+
+from __future__ import annotations
+
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+
+# Around one call of a library on a file of the user's, and nothing else: our own mistakes must not look like damage.
+DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,  # a RecursionError, too
+    ImportError,
+    AssertionError,
+    SafetensorError,
+)
+# The same of a chat template that is rendered: it is a program, and can do whatever a program can.
+TEMPLATE_FAULTS = (TemplateError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

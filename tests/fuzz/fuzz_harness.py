@@ -1,0 +1,66 @@
+"""How fuzzing is done: few inputs, always the same, in the tests; thousands of new ones by ``scripts/fuzz.py``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from hypothesis import HealthCheck, Phase, settings
+
+from halftune.core.errors import HalftuneError
+
+# Share of the inputs that each kind of target gets, and how many it gets in the ordinary run of the tests.
+TOTAL = os.environ.get("HALFTUNE_FUZZ_INPUTS")
+Damage = Callable[[bytes], bytes]
+LIMIT = 10  # seconds for one input; most take milliseconds
+
+
+def budget(share: float, few: int) -> settings:
+    """How many inputs a test throws: ``few``, always the same, or its share of ``HALFTUNE_FUZZ_INPUTS`` new ones."""
+    return settings(
+        max_examples=few if TOTAL is None else max(1, round(share * int(TOTAL))),
+        derandomize=TOTAL is None,
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate),  # a failing input is shown as it is: making it smaller takes long
+        print_blob=TOTAL is not None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class Hang(BaseException):
+    """An input that took too long; no handler in between may take it for an ordinary error."""
+
+
+def _alarm(number: int, frame: FrameType | None) -> None:
+    raise Hang(f"no answer in {LIMIT} seconds")
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Inside, whatever is done ends well or in a HalftuneError with a sentence, and in time."""
+    said: HalftuneError | None = None
+    before = signal.signal(signal.SIGALRM, _alarm)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    try:
+        yield
+    except HalftuneError as error:
+        said = error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert said is None or (str(said).strip() and 1 <= said.exit_code < 70)
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Name → sha256 of every file in a folder, locks apart."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.endswith(".lock")
+    }
