@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "halftune.evaluate": 8,
     "halftune.bench": 8,
     "halftune.launch": 9,
+    "halftune.doctor": 9,
     "halftune_webui": 9,
     "halftune.cli": 10,
 }

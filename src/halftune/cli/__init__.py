@@ -16,6 +16,7 @@ from halftune.core.table import did_you_mean
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("halftune.cli.train", "train from a YAML file: plan, load, train, save, report"),
     "plan": ("halftune.cli.plan", "show every decision about a run and its reason, without loading anything"),
+    "doctor": ("halftune.cli.doctor", "look at the environment, and trace which line promotes a tensor, without a GPU"),
     "data": ("halftune.cli.data", "show the data report and samples with their trained tokens coloured"),
     "bench": ("halftune.cli.bench", "measure how fast recipes train here, beside each other: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.chat", "talk to a run's result, with the adapter on or off"),

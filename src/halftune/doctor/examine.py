@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from halftune.attention.contract import ENTRY_POINTS, LINEAR_ENTRY_POINTS, ROTARY_ENTRY_POINT, Call, Operand, violations
 from halftune.config.run import RunConfig
-from halftune.core.errors import DtypeContractError, HalftuneError, ModelError
+from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import has_towers, inputs_for
 from halftune.doctor.subject import broken, build, last_line, prepare, read_config
 from halftune.model.packing_check import small_copy

@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import config_file
+from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters.attach import attach_adapter
-from halftune.config.run import RunConfig
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.quiet import quiet
 from halftune.plan import Plan

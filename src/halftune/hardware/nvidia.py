@@ -38,6 +38,18 @@ def nvidia_devices() -> tuple[list[Device], list[str]]:
         pynvml.nvmlShutdown()
 
 
+def driver_version() -> str:
+    """Version of the NVIDIA driver; empty where there is none."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        return _text(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _visible(visible: str, handles: list[Any]) -> tuple[list[Any], list[str]]:
     """Applies ``CUDA_VISIBLE_DEVICES`` as CUDA does: numbers or UUID prefixes, up to the first that names no device."""
     chosen: list[Any] = []

@@ -1,0 +1,22 @@
+"""Each of our operators against its reference on this machine, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from halftune.doctor.environment import Finding
+from halftune_kernels.dispatch import OPERATORS, choose
+from halftune_kernels.selfcheck import verdict
+
+
+def check_kernels() -> Iterator[Finding]:
+    """One finding for each operator, by the implementation that a run would take here. Kept on disk once found."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for operator in OPERATORS:
+        backend = choose(operator, device, torch.bfloat16)
+        found = verdict(operator, device, backend.name)
+        what = f"{found.backend}: {found.detail} ({found.seconds:.1f} s; {backend.reason})"
+        remedy = "" if found.passed else f"HALFTUNE_KERNELS_{operator.upper()}=torch, and please report it"
+        yield Finding(f"kernel {operator}", "ok" if found.passed else "fail", what, remedy)

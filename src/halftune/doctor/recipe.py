@@ -1,0 +1,66 @@
+"""A recipe before the doctor: can it be honoured here, has it a chat template, and the trace of its model."""
+
+from __future__ import annotations
+
+import json
+
+from halftune.config.load import LoadedConfig
+from halftune.config.model import ModelSection
+from halftune.config.model_facts import ModelFacts, config_file, facts_from_config, read_model_facts
+from halftune.config.model_types import causal_types
+from halftune.core.errors import HalftuneError, PlanError
+from halftune.doctor.environment import Finding
+from halftune.doctor.examine import Examination, examine
+from halftune.hardware.facts import Hardware
+from halftune.model.tokenizer import load_tokenizer
+from halftune.plan import resolve
+
+_WHOLE_MODELS = ("thinker_config",)
+
+
+def diagnose(
+    loaded: LoadedConfig, machine: Hardware, here: Hardware | None, *, real: bool
+) -> tuple[Examination, list[Finding]]:
+    """Plans for ``machine`` and traces; where ``here`` is given, also says whether this machine could run it.
+
+    Raises:
+        HalftuneError: the machine cannot honour the recipe, or the model cannot be built.
+    """
+    config = loaded.run
+    facts, checks = _facts(config.model)
+    if here is not None and here is not machine:
+        try:
+            resolve(config, here, facts)
+            checks.append(Finding("plan", "ok", "this machine can honour the recipe"))
+        except PlanError as error:
+            checks.append(Finding("plan", "fail", f"on this machine: {error.what}", error.remedy))
+    plan = resolve(config, machine, facts)
+    checks.append(_template(config.model))
+    return examine(config, plan, real=real), checks
+
+
+def _facts(model: ModelSection) -> tuple[ModelFacts, list[Finding]]:
+    """Facts of a causal language model; also of one with towers, which can be traced and not yet trained."""
+    try:
+        return read_model_facts(model), []
+    except HalftuneError as error:
+        if model.name_or_path.startswith("builtin:"):
+            raise
+        raw = json.loads(config_file(model).read_text(encoding="utf-8"))
+        inner = next((raw[name] for name in _WHOLE_MODELS if isinstance(raw.get(name), dict)), raw)
+        if inner.get("model_type") in causal_types() or not isinstance(inner.get("text_config"), dict):
+            raise
+        return facts_from_config(inner, model.name_or_path), [
+            Finding("model", "note", f"it can be traced and not yet trained: {error.what}")
+        ]
+
+
+def _template(model: ModelSection) -> Finding:
+    try:
+        tokenizer = load_tokenizer(model)
+    except HalftuneError as error:
+        return Finding("tokenizer", "note", error.what, error.remedy)
+    if tokenizer.chat_template is None:
+        remedy = "model.chat_template: chatml, for data with conversations"
+        return Finding("chat template", "note", "the tokenizer brings none", remedy)
+    return Finding("chat template", "ok", "the tokenizer's own" if model.chat_template is None else "from the recipe")

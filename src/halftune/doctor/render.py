@@ -1,0 +1,110 @@
+"""The doctor's findings as a page for a terminal, safe at 80 columns."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from halftune.doctor.environment import Finding as Checked
+from halftune.doctor.examine import Examination
+from halftune.precision.trace.findings import Finding
+
+WIDEST = 120
+_MARKS = {"ok": "ok", "note": "!", "fail": "FAIL"}
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def render_environment(checks: Iterable[Checked], width: int | None = None) -> str:
+    """One line for each thing looked at, its remedy under it."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        said = check.what + (f" · {check.remedy}" if check.remedy else "")
+        table.add_row(Text(check.name), Text(_MARKS[check.status]), Text(said))
+    return _printed([Text("Environment"), table], width)
+
+
+def render_examination(found: Examination, width: int | None = None) -> str:
+    """What was traced, then every finding with its line, cause, cost and what the guard does."""
+    autocast = f"autocast {found.compute}" if found.autocast else f"{found.compute}, no autocast"
+    calls = ", ".join(f"{count} × {label}" for label, count in found.calls.items()) or "none"
+    lines = [
+        f"Dtype trace of {found.model}",
+        f"on {found.machine}",
+        f"{autocast}; casting rules of {found.rules}; {found.tensors}; {found.seconds:.1f} s",
+        f"calls: {calls}",
+        "",
+    ]
+    if not found.broken:
+        lines.append("Every tensor arrives at attention in the plan's format." if found.calls else "")
+    for number, finding in enumerate(found.broken, 1):
+        lines += [*_block(number, finding), ""]
+    lines += [line for finding in found.findings if not finding.breaks for line in _at_loss(finding)]
+    lines += [f"! {note}" for note in found.notes]
+    if found.broken:
+        total = sum(finding.bytes_per_step for finding in found.broken)
+        count = len(found.broken)
+        lines.append(
+            f"The contract breaks in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
+            + (f" mends it for {_size(total)} written per step." if found.guard == "cast" else ".")
+        )
+    return _printed([Text(line) for line in lines], width)
+
+
+def _block(number: int, finding: Finding) -> Iterator[str]:
+    site = f" of {finding.site}" if finding.site else ""
+    layers = ", ".join(f"{count} layer{'s' * (count > 1)} in {phase}" for phase, count in finding.layers.items())
+    yield f"{number}. {finding.operand} arrives in {finding.arrives} at {finding.target}{site}: {layers}"
+    if finding.file:
+        yield f"   {finding.op} → {finding.becomes} at {short(finding.file)}:{finding.line}: {finding.cause}"
+        yield f"     {finding.source}"
+        module = f"in {finding.module}; " if finding.module and finding.module != finding.site else ""
+        yield f"   {module}{' and '.join(finding.passes)}"
+    else:
+        yield f"   {finding.op}: {finding.cause}"
+    if finding.raw:
+        yield f"   unguarded: {finding.raw!r}"
+    cost = f", {_size(finding.bytes_per_step)} per step" if finding.bytes_per_step else ""
+    yield f"   guard: {finding.guard}{cost}"
+
+
+def _at_loss(finding: Finding) -> Iterator[str]:
+    place = f"{short(finding.file)}:{finding.line}"
+    yield f"Loss: {finding.operand} arrive in {finding.arrives}: {finding.op} at {place}, {finding.cause}. As meant."
+
+
+def short(file: str) -> str:
+    """A source file as Python finds it: relative to the working folder or to the path that it was imported from."""
+    path = Path(file)
+    roots: Sequence[str] = sorted({os.getcwd(), *(entry for entry in sys.path if entry)}, key=len, reverse=True)
+    for root in roots:
+        if path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return file
+
+
+def _size(count: int) -> str:
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def _printed(parts: Iterable[Text | Table], width: int | None) -> str:
+    columns = width or min(shutil.get_terminal_size((80, 24)).columns, WIDEST)
+    stream = io.StringIO()
+    console = Console(file=stream, width=columns, force_terminal=False, color_system=None, legacy_windows=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
