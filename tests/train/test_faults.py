@@ -30,6 +30,11 @@ from halftune.train.trainer import train
 FLASH_EVERYWHERE = 10**15  # bytes that no machine has
 
 
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     unequal = {"seconds", "eval_seconds", "time", "memory_bytes"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -57,8 +62,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             count["now"] = next(steps)
             return step(self, batches)
 
-        def limited(self: Stepper, batch: Any, model: Any) -> torch.Tensor:
-            loss = forward(self, batch, model)  # dropout has drawn by the time that memory runs out
+        def limited(self: Stepper, batch: Any, model: Any, *rest: Any) -> torch.Tensor:
+            loss = forward(self, batch, model, *rest)  # dropout has drawn by the time that memory runs out
             if model.training == training and len(batch.inputs["input_ids"]) > rows and count["now"] >= from_step:
                 torch.empty(FLASH_EVERYWHERE, dtype=torch.uint8)
             return loss
@@ -148,8 +153,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         now["step"] += 1
         return step(self, batches)
 
-    def poisoned(self: Stepper, batch: Any, model: Any) -> torch.Tensor:
-        loss = forward(self, batch, model)
+    def poisoned(self: Stepper, batch: Any, model: Any, *rest: Any) -> torch.Tensor:
+        loss = forward(self, batch, model, *rest)
         return loss * float("nan") if now["step"] in steps else loss
 
     monkeypatch.setattr(Stepper, "step", counted)

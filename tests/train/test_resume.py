@@ -1,0 +1,269 @@
+"""Going on with a run: which checkpoint is taken, what is refused, and that nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from halftune.core import atomic
+from halftune.core.errors import ConfigError, TrainingError
+from halftune.train.callbacks.loss_plot import LossPlot
+from halftune.train.checkpoint import checkpoints, newest_valid, rotate
+from halftune.train.manifest import MARKER, damage, seal
+from halftune.train.trainer import train
+
+UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
+# Neither saves nor lines of metrics nor evaluations fall together.
+SETTINGS = (
+    "adapter.dropout=0.1",
+    "training.save_steps=2",
+    "training.max_steps=6",
+    "training.logging_steps=4",
+    "data.eval_split=8",
+    "training.eval_steps=3",
+    "training.save_total_limit=9",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in UNEQUAL} for line in lines]
+
+
+def same_end(one: Path, other: Path) -> bool:
+    a, b = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (one, other))
+    return metrics(one) == metrics(other) and a.keys() == b.keys() and all(a[n].equal(b[n]) for n in a)
+
+
+def flip(path: Path, place: float) -> None:
+    """Flips a bit at a share of a file's length."""
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Path]:
+    """Runs that several tests look at."""
+    return {}
+
+
+@pytest.fixture
+def whole(recipe, made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of SETTINGS that nothing happened to."""
+    if "whole" not in made:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        made["whole"] = train(*recipe(*SETTINGS, f"training.output_dir={folder}")).folder
+    return made["whole"]
+
+
+@pytest.fixture
+def stopped(whole: Path, tmp_path: Path) -> Path:
+    """The same run, killed after its last checkpoint and before its result."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "finished.json").unlink()
+    shutil.rmtree(folder / "final")
+    return folder
+
+
+def but(**changes: object) -> tuple[str, ...]:
+    """SETTINGS with other values of ``training``."""
+    kept = tuple(item for item in SETTINGS if item.partition("=")[0].removeprefix("training.") not in changes)
+    return (*kept, *(f"training.{key}={value}" for key, value in changes.items()))
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", "state.json", MARKER])
+def test_every_flipped_bit_and_every_cut_is_seen(tmp_path: Path, name: str) -> None:
+    for index, place in enumerate((0.0, 0.3, 0.999)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for file in ("trainable.safetensors", "optimizer.safetensors", "state.json"):
+            (folder / file).write_bytes(os.urandom(500))
+        seal(folder)
+        assert damage(folder, thorough=True) == ""
+        flip(folder / name, place)
+        assert damage(folder, thorough=True)
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    assert damage(folder, thorough=False)
+    (folder / name).unlink()
+    assert damage(folder, thorough=False)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(recipe, stopped: Path, whole: Path, caplog) -> None:
+    folder = stopped
+    caplog.set_level("INFO")
+    flip(folder / "checkpoint-6" / "optimizer.safetensors", 0.5)
+    (folder / "checkpoint-4" / MARKER).unlink()
+    assert train(*recipe(*SETTINGS)).step == 6
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "checkpoint-6 is no valid checkpoint and is ignored: optimizer.safetensors is not what was written" in said
+    assert "checkpoint-4 is no valid checkpoint and is ignored: checkpoint.json cannot be read: No such file" in said
+    assert f"going on from {folder / 'checkpoint-2'}" in said
+    assert same_end(folder, whole)
+    assert sorted(path.name for path in (folder / "set-aside").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_half_written_things_are_tidied_up_and_an_old_one_comes_back(recipe, stopped: Path, whole: Path) -> None:
+    folder = stopped
+    (folder / "checkpoint-6").rename(folder / ".checkpoint-6.old")  # killed between two renames
+    for name in (".checkpoint-8.writing", ".final.writing"):
+        (folder / name).mkdir()
+        (folder / name / "trainable.safetensors").write_bytes(b"half")
+    (folder / ".report.html.writing").write_text("half")
+    train(*recipe(*SETTINGS))
+    assert same_end(folder, whole)
+    assert not list(folder.glob(".*.writing"))
+    assert newest_valid(folder) == folder / "checkpoint-6"
+
+
+def test_a_named_checkpoint_sets_later_ones_aside(recipe, stopped: Path, whole: Path, caplog) -> None:
+    folder = stopped
+    train(*recipe(*SETTINGS, f"training.resume={folder / 'checkpoint-4'}"))
+    assert same_end(folder, whole)
+    assert [path.name for path in (folder / "set-aside").iterdir()] == ["checkpoint-6"]
+    assert any("moved to" in record.getMessage() for record in caplog.records)
+
+
+def test_a_checkpoint_of_another_folder_must_be_of_the_same_configuration(
+    recipe, stopped: Path, tmp_path: Path
+) -> None:
+    folder = stopped
+    named = f"training.resume={folder / 'checkpoint-4'}"
+    other = f"training.output_dir={tmp_path / 'other'}"
+    with pytest.raises(ConfigError, match=r"adapter\.dropout was 0\.1, now 0\.2"):
+        train(*recipe("adapter.dropout=0.2", *SETTINGS[1:], named, other))
+    assert not (tmp_path / "other" / "resolved.yaml").exists()
+    flip(folder / "checkpoint-4" / "state.json", 0.5)
+    with pytest.raises(TrainingError, match=r"no valid checkpoint: state\.json is not what was written"):
+        train(*recipe(*SETTINGS, named, other))
+
+
+def test_harmless_changes_are_allowed_and_said(recipe, stopped: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    train(*recipe(*but(logging_steps=1, max_steps=7)))
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "which is allowed: training.logging_steps was 4, now 1; training.max_steps was 6, now 7" in said
+
+
+def test_never_leaves_a_used_folder_as_it_is(recipe, stopped: Path) -> None:
+    folder = stopped
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(ConfigError, match="resume is 'never'"):
+        train(*recipe(*SETTINGS, "training.resume=never"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"} == before
+
+
+def test_other_packing_code_is_refused(recipe, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = "halftune.train.feed.Feed.batches"
+    real = __import__("halftune.train.feed", fromlist=["Feed"]).Feed.batches
+    monkeypatch.setattr(batches, lambda self, epoch: list(reversed(real(self, epoch))))
+    with pytest.raises(ConfigError, match="order of the data is not what the run began with"):
+        train(*recipe(*SETTINGS))
+
+
+def test_a_run_that_stopped_early_stays_stopped(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (*SETTINGS[:1], "training.save_steps=1", "training.max_steps=9", "training.logging_steps=4")
+    settings += ("data.eval_split=8", "training.eval_steps=1", "training.early_stopping_patience=2")
+
+    def worse(stepper: Any, model: Any, feed: Any, abandoned: Any) -> float:
+        return 1.0 + next(numbers)
+
+    monkeypatch.setattr("halftune.train.attempt.evaluate", worse)
+    numbers = iter(range(99))
+    folder = train(*recipe(*settings)).folder
+    assert newest_valid(folder) == folder / "checkpoint-3"
+    shutil.copytree(folder, tmp_path / "whole")
+    (folder / "finished.json").unlink()
+    numbers = iter(range(99))
+    assert "stopped early" in train(*recipe(*settings)).message
+    assert same_end(folder, tmp_path / "whole")
+
+
+def test_a_damaged_best_is_not_passed_off_as_the_result(recipe, stopped: Path, whole: Path) -> None:
+    folder = stopped
+    best = json.loads((folder / "checkpoint-6" / "state.json").read_text())["best"][0]
+    assert best == 6
+    on_save, taken = "halftune.train.trainer.load_weights", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_save, lambda *_: taken.append(1))
+        patch.setattr("halftune.train.attempt.evaluate", lambda *_: 99.0)
+        patch.setattr("halftune.train.trainer.damage", lambda *_, **__: "it is broken")
+        assert "NOT the best weights but the last ones" in train(*recipe(*but(load_best="true", max_steps=7))).message
+    assert not taken
+
+
+@pytest.mark.parametrize("text", ["", '{"step": ', "[1]"])
+def test_a_damaged_finished_file_is_no_end(recipe, stopped: Path, whole: Path, text: str) -> None:
+    folder = stopped
+    (folder / "finished.json").write_text(text)
+    assert "trained 6 steps" in train(*recipe(*SETTINGS)).message
+    assert same_end(folder, whole)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"model: [", b"just words"])
+def test_a_damaged_record_of_the_configuration_is_said(recipe, stopped: Path, content: bytes) -> None:
+    folder = stopped
+    (folder / "resolved.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"resolved\.yaml: what the run in this folder is cannot be read"):
+        train(*recipe(*SETTINGS))
+    assert len(checkpoints(folder)) == 3
+
+
+def test_rotation_keeps_the_newest_and_the_best_and_counts_only_whole_ones(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+        seal(folder)
+    (tmp_path / "checkpoint-4" / "state.json").write_text("{")  # damaged: no help to anyone
+    rotate(tmp_path, limit=2, best_step=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-5"]
+    rotate(tmp_path, limit=1, best_step=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-5"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    rename = Path.rename
+
+    def noted(path: Path, target: Path) -> Path:
+        events.append(f"rename {path.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(atomic, "sync", lambda path: events.append(f"sync {path.name}"))
+    monkeypatch.setattr(Path, "rename", noted)
+    for _ in range(2):
+        with atomic.whole_folder(tmp_path / "x") as beside:
+            (beside / "a").write_text("a")
+    first = ["sync a", "sync .x.writing", "rename .x.writing", f"sync {tmp_path.name}"]
+    assert events == [*first, *first[:2], "rename x", *first[2:]]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_that_cannot_be_finished_leaves_what_was_there(tmp_path: Path, there: bool) -> None:
+    target = tmp_path / "x"
+    if there:
+        target.mkdir()
+        (target / "old").write_text("old")
+
+    def broken() -> None:
+        with atomic.whole_folder(target) as beside:
+            (beside / "new").write_text("new")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        broken()
+    assert [path.name for path in tmp_path.rglob("*")] == (["x", "old"] if there else [])

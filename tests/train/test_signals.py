@@ -1,0 +1,262 @@
+"""SIGINT, SIGTERM, SIGHUP at every stage of a run, twice, and ignored; one process at a time in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from halftune.core.errors import ConfigError
+from halftune.train import trainer
+from halftune.train.callbacks.loss_plot import LossPlot
+from halftune.train.callbacks.progress import ProgressLines
+from halftune.train.checkpoint import newest_valid
+from halftune.train.interrupt import Interrupted, Interrupts
+from halftune.train.lock import locked
+from halftune.train.step import Stepper
+from halftune.train.trainer import train
+
+SETTINGS = (
+    "adapter.dropout=0.1",
+    "training.save_steps=4",
+    "training.max_steps=6",
+    "training.logging_steps=4",
+    "data.eval_split=8",
+    "training.eval_steps=3",
+)
+UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Path]:
+    """Runs that several tests look at."""
+    return {}
+
+
+@pytest.fixture
+def whole(recipe, made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody stops."""
+    if "whole" not in made:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        made["whole"] = train(*recipe(*SETTINGS, f"training.output_dir={folder}")).folder
+    return made["whole"]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in UNEQUAL} for line in lines]
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    a, b = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (one, other))
+    assert metrics(one) == metrics(other)
+    assert a.keys() == b.keys()
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
+    step, now = Stepper.step, {"step": 0}
+
+    def acting(self: Stepper, batches: Any) -> Any:
+        now["step"] += 1
+        if now["step"] == number:
+            action()
+        return step(self, batches)
+
+    monkeypatch.setattr(Stepper, "step", acting)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: str(value),
+)
+def test_the_step_is_finished_and_saved(recipe, whole: Path, monkeypatch, number: signal.Signals, code: int) -> None:
+    at_step(monkeypatch, 3, lambda: send(number))
+    loaded, plan = recipe(*SETTINGS)
+    with pytest.raises(Interrupted) as caught:
+        train(loaded, plan)
+    assert caught.value.exit_code == code
+    assert f"stopped by {number.name} after step 3; saved" in str(caught.value)
+    folder = Path(loaded.run.training.output_dir)
+    assert newest_valid(folder) == folder / "checkpoint-3"
+    assert_same_end(train(loaded, plan).folder, whole)
+
+
+def test_an_evaluation_is_left_and_made_up_for(recipe, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, once = Stepper.forward, iter([send])
+
+    def acting(self: Stepper, batch: Any, model: Any, *rest: Any) -> Any:
+        if not model.training:
+            next(once, lambda _: None)(signal.SIGTERM)
+        return forward(self, batch, model, *rest)
+
+    monkeypatch.setattr(Stepper, "forward", acting)
+    # two batches of four rows: the signal comes in the first
+    loaded, plan = recipe(*SETTINGS, "training.per_device_eval_batch_size=4")
+    with pytest.raises(Interrupted, match="after step 3"):
+        train(loaded, plan)
+    folder = Path(loaded.run.training.output_dir)
+    assert not [line for line in metrics(folder) if "eval_loss" in line]
+    found, expected = metrics(train(loaded, plan).folder), metrics(whole)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    assert [line.get("loss") for line in found] == [line.get("loss") for line in expected]
+
+
+def test_before_the_first_step_it_leaves_at_once(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = trainer.build
+
+    def slow(*arguments: Any) -> Any:
+        send(signal.SIGTERM)
+        return build(*arguments)
+
+    monkeypatch.setattr(trainer, "build", slow)
+    loaded, plan = recipe("training.max_steps=1")
+    with pytest.raises(Interrupted, match=r"stopped by SIGTERM before training went on.*nothing was lost") as caught:
+        train(loaded, plan)
+    assert caught.value.exit_code == 143
+    assert [path.name for path in Path(loaded.run.training.output_dir).iterdir()] == [".lock"]
+    monkeypatch.undo()
+    assert train(loaded, plan).step == 1
+
+
+def test_the_final_save_is_finished(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = trainer.save_final
+
+    def acting(*arguments: Any) -> None:
+        send(signal.SIGINT)
+        save(*arguments)
+
+    monkeypatch.setattr(trainer, "save_final", acting)
+    folder = train(*recipe("training.max_steps=1")).folder
+    assert (folder / "finished.json").exists()
+
+
+def test_what_was_ignored_from_the_beginning_stays_ignored(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under nohup, a terminal that closes ends nothing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(monkeypatch, 1, lambda: send(signal.SIGHUP))
+        assert train(*recipe("training.max_steps=2")).step == 2
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_handlers_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in Interrupts.SIGNALS]
+    with Interrupts():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert [signal.getsignal(number) for number in Interrupts.SIGNALS] == before
+
+
+def child(action: Callable[[], Any]) -> int:
+    """Runs something in a forked process; returns its exit code, or minus the signal that ended it."""
+    process = os.fork()
+    if process == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            action()
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_second_signal_leaves_in_the_middle_of_a_save(recipe, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, plan = recipe(*SETTINGS)
+    folder = Path(loaded.run.training.output_dir)
+
+    def impatient() -> None:
+        at_step(monkeypatch, 5, lambda: send(signal.SIGINT))
+        save = trainer.save_checkpoint
+
+        def acting(*arguments: Any) -> Path:
+            if arguments[1] == 5:
+                monkeypatch.setattr("halftune.train.checkpoint.seal", lambda _: send(signal.SIGINT))
+            return save(*arguments)
+
+        monkeypatch.setattr(trainer, "save_checkpoint", acting)
+        train(loaded, plan)
+
+    assert child(impatient) == 130
+    assert (folder / ".checkpoint-5.writing" / "trainable.safetensors").exists()
+    assert newest_valid(folder) == folder / "checkpoint-4"
+    assert_same_end(train(loaded, plan).folder, whole)
+    assert not list(folder.glob(".*.writing"))
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[int]:
+    """A process that holds ``tmp_path/run``."""
+    ready, go = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            with locked(tmp_path / "run"):
+                os.write(go, b".")
+                time.sleep(600)
+        finally:
+            os._exit(1)
+    os.read(ready, 1)
+    yield process
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def test_a_second_run_is_told_who_is_there(recipe, holder: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(*recipe())
+    assert f"another process is training in this folder: process {holder} on {os.uname().nodename}, since 20" in str(
+        caught.value
+    )
+    assert "choose another training.output_dir" in str(caught.value)
+
+
+def test_a_killed_owner_blocks_nobody(recipe, tmp_path: Path) -> None:
+    def die() -> None:
+        with locked(tmp_path / "run"):
+            send(signal.SIGKILL)
+
+    assert child(die) == -signal.SIGKILL
+    assert str(os.getpid()) not in (tmp_path / "run" / ".lock").read_text()
+    assert train(*recipe("training.max_steps=1")).step == 1
+
+
+def test_a_clock_that_jumps_changes_no_duration(recipe, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    now = {"time": time.time()}
+
+    def jumping() -> float:
+        now["time"] -= 3600.0
+        return now["time"]
+
+    monkeypatch.setattr(time, "time", jumping)
+    caplog.set_level("INFO")
+    monkeypatch.setattr("halftune.train.callbacks.chosen", _with_lines())
+    folder = train(*recipe("data.eval_split=8", "training.eval_steps=2", "training.max_steps=4")).folder
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < line[name] < 60 for line in lines for name in ("seconds", "eval_seconds") if name in line)
+    progress = [record.getMessage() for record in caplog.records if "tok/s" in record.getMessage()]
+    assert progress
+    assert not [line for line in progress if "-" in line.split("tok/s")[1]]
+
+
+def _with_lines() -> Callable[..., dict[str, dict]]:
+    from halftune.train.callbacks import chosen
+
+    assert ProgressLines.watches
+    return lambda config, plan: {"progress_lines": {"every": 1}} | chosen(config, plan)
