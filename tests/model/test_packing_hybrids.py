@@ -58,6 +58,7 @@ def test_refused_with_its_reason_or_packed_as_alone(family: str) -> None:
     facts = facts_of(config)
     choice = choose_packing(PackingSection(), facts, trust_remote_code=False)
     made = plan()
+    made = replace(made, attention=replace(made.attention, linear=because("halftune")))
     if choice.value:
         verdict = packing_verdict(config, replace(made, batch=replace(made.batch, packing=because(True))))
         assert verdict.value, verdict.reason
