@@ -207,7 +207,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor, d_final: torch.Tensor | None) -> Any:
-        _, _, segments, cut, want_final = ctx.how
+        _, _, segments, cut, _ = ctx.how
         count = len(ctx.saved_tensors) - sum(ctx.known)
         inputs, saved = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
         states = [next(saved) if known else None for known in ctx.known]
@@ -215,14 +215,14 @@ class _Scan(torch.autograd.Function):
         grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
         d_initial = None
         if ctx.has_initial:  # a sample without rows hands its final state's gradient on
-            d_initial = d_final.clone() if want_final else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
+            d_initial = d_final.clone() if d_final is not None else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
         end = len(states)
         for block in reversed(plan_blocks(segments, heads, *cut, inputs[0].device)):
             wide = block.heads.stop - block.heads.start
             d_state: torch.Tensor | None = None
             for piece in reversed(block.chunks):
                 end -= 1
-                if want_final:
+                if d_final is not None:
                     ended = d_final[block.segments[piece.going : piece.live], block.heads].to(dtype).flatten(0, 1)
                     d_state = ended if d_state is None else torch.cat((d_state, ended))
                 loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]

@@ -223,22 +223,14 @@ FLA = {"flash-linear-attention": "0.6.0"}
 @pytest.mark.parametrize(
     ("machine", "packages", "expected", "says"),
     [
-        ("a100", FLA, "fla", "installed"),
-        ("a100", {}, "torch", "not installed"),
-        ("h200", FLA, "fla", "installed"),
-        (
-            "h200",
-            {**FLA, "triton": "3.6.0"},
-            "torch",
-            "wrong gradients on NVIDIA H200 with Triton 3.6.0 (fixed in 3.7.1)",
-        ),
-        ("h200", {**FLA, "triton": "3.4.0"}, "torch", "wrong gradients"),
-        ("h200", {**FLA, "triton": "3.3.1"}, "fla", "installed"),
-        ("a100", {**FLA, "triton": "3.6.0"}, "fla", "installed"),
-        ("a100+h100", {**FLA, "triton": "3.6.0"}, "torch", "NVIDIA H100"),
-        ("t4", FLA, "torch", "no tensor-core instructions"),
-        ("cpu", FLA, "torch", "needs CUDA"),
-        ("mi300x", FLA, "torch", "needs CUDA"),
+        ("a100", FLA, "halftune", "Triton kernels"),
+        ("a100", {"triton": "3.7.1"}, "halftune", "Triton kernels"),
+        ("h200", {**FLA, "triton": "3.6.0"}, "halftune", "Triton kernels"),
+        ("a100", {**FLA, "triton": "3.5.1"}, "fla", "halftune: Triton 3.5.1 is older than 3.6.0"),
+        ("h200", {**FLA, "triton": "3.5.1"}, "halftune", "torch's matmuls: Triton 3.5.1 is older"),
+        ("t4", FLA, "halftune", "torch's matmuls: Tesla T4: Triton 3.6 to 3.9 emit no tensor-core"),
+        ("cpu", FLA, "halftune", "in chunks"),
+        ("mi300x", FLA, "halftune", "written for NVIDIA GPUs"),
     ],
 )
 def test_linear_layers(machine: str, packages: dict, expected: str, says: str) -> None:
@@ -251,12 +243,35 @@ def test_linear_layers_on_request() -> None:
     hybrid = model("qwen3_5_text", **LINEAR)
     assert route("a100", facts=hybrid, packages=FLA, linear="torch").linear.value == "torch"
     assert route("a100", facts=hybrid, packages=FLA, linear="fla").linear.value == "fla"
-    with pytest.raises(PlanError, match="wrong gradients"):
+    assert route("a100", facts=hybrid, linear="halftune").linear.value == "halftune"
+    with pytest.raises(PlanError, match=r"wrong gradients on NVIDIA H200 with Triton 3.6.0 \(fixed in 3.7.1\)"):
         route("h200", facts=hybrid, packages={**FLA, "triton": "3.6.0"}, linear="fla")
+    for machine, says in (("t4", "no tensor-core instructions"), ("cpu", "needs CUDA"), ("mi300x", "needs CUDA")):
+        with pytest.raises(PlanError, match=says):
+            route(machine, facts=hybrid, packages=FLA, linear="fla")
     with pytest.raises(PlanError, match="not installed"):
         route("a100", facts=hybrid, linear="fla")
     assert route("a100", linear="fla").linear.value == "none"
-    assert "no kernels for the layers of bamba" in route("a100", facts=model("bamba"), packages=FLA).linear.reason
+    with pytest.raises(PlanError, match="no kernels for the layers of bamba"):
+        route("a100", facts=model("bamba"), packages=FLA, linear="fla")
+
+
+@pytest.mark.parametrize("linear", ["auto", "halftune", "fla", "torch"])
+def test_every_rejected_backend_of_linear_layers_has_its_reason(linear: str) -> None:
+    routed = route("a100", facts=model("qwen3_5_text", **LINEAR), packages=FLA, linear=linear)
+    assert {routed.linear.value} | {name for name, _ in routed.rejected_linear} == {"halftune", "fla", "torch"}
+    assert routed.linear.value not in {name for name, _ in routed.rejected_linear}
+    assert all(reason for _, reason in routed.rejected_linear)
+
+
+def test_layers_without_a_way_in_keep_their_own_code() -> None:
+    routed = route("cpu", facts=model("jamba"))
+    assert routed.linear.value == "torch"
+    assert "no way into the layers of jamba" in routed.linear.reason
+    with pytest.raises(PlanError, match="no way into the layers of minimax"):
+        route("cpu", facts=model("minimax"), linear="halftune")
+    wide = model("qwen3_5_text", **{**LINEAR, "linear_key_head_dim": 512})
+    assert "linear_key_head_dim 512 is over 256" in dict(route("cpu", facts=wide).rejected_linear)["halftune"]
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "xlstm"])

@@ -115,11 +115,15 @@ def hybrid() -> ModelFacts:
 def test_packing() -> None:
     assert planned("a100").batch.packing.value is True
     assert planned("a100", data={"packing": False}).batch.packing.value is False
-    off = planned("a100", hybrid()).batch.packing
+    kept = planned("a100", hybrid()).batch.packing
+    assert kept.value is True
+    assert "18 of 24 layers carry a state, which starts anew with each sample" in kept.reason
+    own = {"linear": "torch"}
+    off = planned("a100", hybrid(), attention=own).batch.packing
     assert off.value is False
-    assert "18 of 24 layers of qwen3_5_text carry a state along the row" in off.reason
+    assert "transformers' own code of qwen3_5_text takes a row for one sample" in off.reason
     with pytest.raises(PlanError, match="would mix the samples of a row"):
-        planned("a100", hybrid(), data={"packing": True})
+        planned("a100", hybrid(), attention=own, data={"packing": True})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_packing() -> None:
         ({"model_type": "codegen", "rotary_dim": 8}, "takes a row for one sample", True),
         ({"model_type": "bloom"}, "ALiBi", True),
         ({"model_type": "falcon", "alibi": True}, "ALiBi", True),
-        ({"model_type": "bamba"}, "carry a state", True),
+        ({"model_type": "jamba"}, "carry a state", True),
         ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "in chunks", False),
     ],
 )

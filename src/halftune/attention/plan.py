@@ -17,9 +17,10 @@ class AttentionPlan:
             ``model`` (code of its own, past transformers' attention interface).
         varlen: how packed rows are computed, ``none`` when packing is off: ``segments`` (SDPA or eager per sample,
             CPU and old GPUs), ``torch_varlen``, ``flash_attn_varlen``.
-        linear: backend of linear-attention layers, ``none`` where the model has none: ``fla | torch``.
+        linear: backend of linear-attention layers, ``none`` where the model has none: ``halftune | fla | torch``.
         rejected: (backend, reason) of every backend that was not taken.
         guard: ``cast | strict | off``.
+        rejected_linear: (backend, reason) of every backend of linear-attention layers that was not taken.
     """
 
     softmax: Choice[str]
@@ -28,3 +29,4 @@ class AttentionPlan:
     linear: Choice[str]
     rejected: tuple[tuple[str, str], ...]
     guard: str
+    rejected_linear: tuple[tuple[str, str], ...] = ()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from halftune.attention.backends import (
     BACKENDS,
     FA4_BLACKWELL_HEAD_DIM,
-    LINEAR_FAMILIES,
-    LINEAR_MISCOMPILES,
-    LINEAR_PACKAGES,
     NO_ATTENTION,
     ON_REQUEST,
     OWN_ATTENTION,
     Backend,
 )
 from halftune.attention.contract import silent_hole
+from halftune.attention.linear import route_linear, version_numbers
 from halftune.attention.plan import AttentionPlan
 from halftune.config.attention import AttentionSection
 from halftune.config.model_facts import ModelFacts
@@ -56,14 +53,16 @@ def route_attention(
     if chosen is None:
         raise _impossible(asked, rejected, facts, compute)
     varlen = chosen.varlen if packing else "none"
+    linear = route_linear(section, hardware, facts)
     provider = "model" if facts.model_type in OWN_ATTENTION else chosen.provider
     return AttentionPlan(
         softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, compute)),
         provider=Choice(provider, _PROVIDERS[provider]),
         varlen=Choice(varlen or "none", _VARLEN[varlen]),
-        linear=_linear(section, hardware, facts),
+        linear=linear.chosen,
         rejected=tuple(rejected),
         guard=section.guard,
+        rejected_linear=linear.rejected,
     )
 
 
@@ -74,6 +73,7 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
         PlanError: a backend was asked for, which would have nothing to do.
     """
     why = f"no layer of {facts.model_type} has softmax attention"
+    linear = route_linear(section, hardware, facts)
     if section.backend not in ("auto", "eager"):
         what = f"attention: {section.backend} is not possible: {why}"
         raise PlanError(what, where="attention", remedy="attention: auto")
@@ -81,9 +81,10 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
         softmax=Choice("eager", f"{why}: this is a name only"),
         provider=Choice("model", f"the layers of {facts.model_type} are code of its own"),
         varlen=Choice("none", why),
-        linear=_linear(section, hardware, facts),
+        linear=linear.chosen,
         rejected=tuple((_label(backend), why) for backend in (*BACKENDS, *ON_REQUEST) if backend.name != "eager"),
         guard=section.guard,
+        rejected_linear=linear.rejected,
     )
 
 
@@ -201,44 +202,6 @@ def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, compute: Format
     return f"the fastest with {need}" if chosen.name == "flex" else f"the only one with {need} on {kind}"
 
 
-def _linear(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> Choice[str]:
-    if not facts.linear_layers:
-        return Choice("none", "every layer has softmax attention")
-    objection = _fla_objection(hardware, facts)
-    if section.linear == "fla" and objection:
-        remedy = "attention: {linear: auto} or {linear: torch}" + (
-            ", or install it" if "not installed" in objection else ", or another Triton or device"
-        )
-        raise PlanError(f"attention.linear: fla is not possible: {objection}", where="attention.linear", remedy=remedy)
-    if section.linear == "torch":
-        return Choice("torch", "asked for")
-    if objection:
-        return Choice("torch", f"fla: {objection}")
-    return Choice("fla", "asked for" if section.linear == "fla" else "flash-linear-attention is installed")
-
-
-def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
-    """Why flash-linear-attention cannot be used; empty where it can."""
-    if not facts.model_type.startswith(LINEAR_FAMILIES):
-        return f"has no kernels for the layers of {facts.model_type}"
-    if hardware.kind != "cuda":
-        return f"needs CUDA, the device is {hardware.kind}"
-    if not any(hardware.version(package) for package in LINEAR_PACKAGES):
-        return "flash-linear-attention is not installed"
-    weak = [device for device in hardware.devices if not _ampere(device)]
-    if weak:
-        return f"Triton emits no tensor-core instructions for {weak[0].name}"
-    triton = hardware.version("triton")
-    if triton is None:
-        return "triton is not installed"
-    for device in hardware.devices:
-        for known in LINEAR_MISCOMPILES:
-            inside = not _older(triton, known.triton_low) and _older(triton, known.triton_high)
-            if device.capability and device.capability[0] == known.capability_major and inside:
-                return f"{known.what} on {device.name} with Triton {triton} (fixed in {known.triton_high})"
-    return ""
-
-
 def _ampere(device: Device) -> bool:
     return (device.capability or (0, 0)) >= (8, 0)
 
@@ -253,10 +216,4 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def _older(version: str | None, than: str) -> bool:
-    return version is None or _numbers(version) < _numbers(than)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: ``3.7.1+git5`` → (3, 7, 1)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group(0).split(".")) if match else ()
+    return version is None or version_numbers(version) < version_numbers(than)

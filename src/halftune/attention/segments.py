@@ -99,7 +99,9 @@ def segment_attention(
         def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cut = mask if mask is None else mask[..., : q.shape[2], : q.shape[2]]
             return function(module, q, k, v, cut, dropout=dropout, scaling=scaling, **extras)[0]
-    elif _runs_in_blocks(query, lengths, dropout, is_causal=is_causal, windowed=sliding_window is not None):
+    elif query.shape[-1] == value.shape[-1] and _runs_in_blocks(
+        query, lengths, dropout, is_causal=is_causal, windowed=sliding_window is not None
+    ):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return causal_segments(query[0], key[0], value[0], lengths, scale)[None]
     else:

@@ -17,8 +17,9 @@ class AttentionSection(Section):
     backend: Backend = "auto"
     """Softmax-attention backend. `auto` takes the fastest that device, dtype and model allow; the plan says why."""
 
-    linear: Literal["auto", "fla", "torch"] = "auto"
-    """Backend of linear-attention layers (gated delta rule, SSD …) where the model has them."""
+    linear: Literal["auto", "halftune", "fla", "torch"] = "auto"
+    """Backend of linear-attention layers (gated delta rule, Mamba-2, short convolutions …) where the model has them:
+    halftune's own operators, flash-linear-attention, or transformers' torch code, which cannot pack rows."""
 
     guard: Literal["cast", "strict", "off"] = "cast"
     """An operand that left the planned dtype on its way into attention is cast and logged, raises, or is ignored."""

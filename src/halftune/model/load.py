@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from halftune.config.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
+from halftune.model.damage import DAMAGE, first_line
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
-from halftune.model.patch import register_attention
+from halftune.model.patch import guard_imports_by_hand, register_attention
+from halftune.model.patch_linear import route_linear_layers
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.plan import Plan
@@ -44,7 +45,9 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     storage = torch_dtype(plan.precision.storage.value)
     with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
         loaded, info = _read(folder, model, storage, register_attention(plan))
+    guard_imports_by_hand()
     _check_complete(info, folder)
+    route_linear_layers(loaded, plan)
     _mark_kept(loaded, plan)
     name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)
@@ -107,8 +110,8 @@ def _read(
             output_loading_info=True,
         )
         return loaded
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        first = str(error).strip().split("\n")[0]
+    except DAMAGE as error:
+        first = first_line(error)
         remedy = "check that the folder is a whole causal language model that this transformers version knows"
         if "trust_remote_code" in str(error):
             first = "the checkpoint brings Python code of its own"

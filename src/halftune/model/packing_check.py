@@ -158,10 +158,14 @@ def shrunken(config: PretrainedConfig) -> dict[str, Any]:
         "eos_token_id": 2,
     }
     layers = _kinds_of_layers(config, values)
+    hybrid = values.get("hybrid_layer_ids")
     values = {name: _of_layers(value, layers, config.num_hidden_layers) for name, value in values.items()}
-    values |= {name: _limited(values[name], most) for name, most in _LIMITS.items() if name in values}
-    sizes["num_hidden_layers"] = len(layers)
+    if hybrid is not None:  # numbers of layers, where other configs have one entry for each
+        values["hybrid_layer_ids"] = [new for new, index in enumerate(layers) if index in hybrid]
     own = config.attribute_map
+    limits = {own.get(name, name): most for name, most in _LIMITS.items()}
+    values |= {name: _limited(values[name], most) for name, most in limits.items() if name in values}
+    sizes["num_hidden_layers"] = len(layers)
     small = values | {own.get(name, name): size for name, size in sizes.items() if own.get(name, name) in values}
     return small | _state_space_widths(small, sizes["hidden_size"])
 
@@ -182,9 +186,14 @@ def _state_space_widths(values: dict[str, Any], hidden: int) -> dict[str, int]:
     """As many heads as the inner width of a state-space layer has room for, in one group."""
     for heads, head_size, expand, groups in _STATE_SPACE:
         if all(isinstance(values.get(name), int) for name in (heads, head_size, expand, groups)):
-            count = max(1, values[expand] * hidden // values[head_size])
-            inner = {"mamba_d_ssm": count * values[head_size]} if "mamba_d_ssm" in values else {}
-            return {heads: count, groups: 1, **inner}
+            width = values[expand] * hidden
+            size = min(values[head_size], width)
+            count = width // size
+            more = {"mamba_d_ssm": count * size} if "mamba_d_ssm" in values else {}
+            if "attention_hidden_size" in values:  # attention over the stream and the embeddings, side by side
+                head = 2 * hidden // values["num_attention_heads"]
+                more |= {"attention_hidden_size": 2 * hidden, "attention_head_dim": head}
+            return {heads: count, head_size: size, groups: 1, **more}
     return {}
 
 

@@ -83,6 +83,7 @@ def _attention(plan: Plan) -> list[Row]:
         rows.append(_row("packed rows", attention.varlen))
     if attention.linear.value != "none":
         rows.append(_row("linear layers", attention.linear))
+        rows += [(f"not {name}", "", reason) for name, reason in attention.rejected_linear]
     rows += [(f"not {name}", "", reason) for name, reason in attention.rejected]
     return [*rows, ("guard", attention.guard, _GUARD[attention.guard])]
 

@@ -11,22 +11,28 @@ from halftune.core.errors import PlanError
 # Families whose layers of linear attention, convolution or state-space kind are computed sample by sample, because the
 # linear-attention route is told where the samples of a row end. This is the one place that says so; the check on a copy
 # of the model has the last word. Model types as in config.json (of a model with parts: that of its text part, too).
-BOUNDARIES_HONOURED: frozenset[str] = frozenset()
+_STEMS = (
+    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2"),
+    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba2"),
+)
+BOUNDARIES_HONOURED: frozenset[str] = frozenset(_STEMS) | {f"{stem}_text" for stem in _STEMS}
 
 _ALIBI = {"bloom", "mpt"}
 # Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
 _LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
 
 
-def choose_packing(section: PackingSection, facts: ModelFacts, *, trust_remote_code: bool) -> Choice[bool]:
-    """Decides ``data.packing``.
+def choose_packing(
+    section: PackingSection, facts: ModelFacts, *, trust_remote_code: bool, linear: str = "halftune"
+) -> Choice[bool]:
+    """Decides ``data.packing``; ``linear`` is who computes the linear-attention layers.
 
     Raises:
         PlanError: packing was asked for, and the model would mix the samples of a row.
     """
     if section.enabled is False:
         return Choice(False, "switched off (data.packing)")
-    mixes = _mixes_samples(facts)
+    mixes = _mixes_samples(facts, linear)
     if section.enabled is True:
         if mixes:
             raise PlanError(
@@ -45,13 +51,15 @@ def choose_packing(section: PackingSection, facts: ModelFacts, *, trust_remote_c
     return Choice(True, f"{kept}; checked again at the start")
 
 
-def _mixes_samples(facts: ModelFacts) -> str:
+def _mixes_samples(facts: ModelFacts, linear: str) -> str:
     """A way in which information passes from one sample of a row to the next whatever the attention mask says."""
     if facts.linear_layers and facts.model_type not in BOUNDARIES_HONOURED:
         return (
             f"{facts.linear_layers} of {facts.num_layers} layers of {facts.model_type} carry a state along the row, "
             "which runs on across samples"
         )
+    if facts.linear_layers and linear == "torch":
+        return f"transformers' own code of {facts.model_type} takes a row for one sample (attention.linear: torch)"
     raw = facts.raw or {}
     if raw.get("alibi") or facts.model_type in _ALIBI:
         return f"{facts.model_type} takes positions from distances along the row (ALiBi)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halftune.attention.linear import route_linear
 from halftune.attention.plan import AttentionPlan
 from halftune.attention.route import route_attention
 from halftune.config.model_facts import ModelFacts
@@ -60,7 +61,9 @@ def _rows(
     config: RunConfig, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan
 ) -> tuple[Choice[bool], AttentionPlan]:
     """Packing and attention, which hang together: not every backend keeps samples of one row apart."""
-    packing = choose_packing(config.data.packing, facts, trust_remote_code=config.model.trust_remote_code)
+    linear = route_linear(config.attention, hardware, facts).chosen.value
+    remote = config.model.trust_remote_code
+    packing = choose_packing(config.data.packing, facts, trust_remote_code=remote, linear=linear)
     if not packing.value:
         return packing, route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
     try:

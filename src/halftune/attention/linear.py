@@ -1,0 +1,154 @@
+"""The only place that chooses who computes linear-attention, state-space and convolution layers, with its reasons."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import halftune_kernels
+from halftune.attention.backends import LINEAR_FAMILIES, LINEAR_MISCOMPILES, LINEAR_PACKAGES
+from halftune.config.attention import AttentionSection
+from halftune.config.model_facts import ModelFacts
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.hardware.facts import Hardware
+from halftune_kernels.gate import OLDEST_TRITON, rows_for
+
+_DELTA, _KDA, _SSD = ("causal_conv1d", "gated_delta_rule"), ("causal_conv1d", "kda"), ("causal_conv1d", "ssd")
+# Families of transformers whose layers call functions that can be replaced, and our operators behind them. All of them
+# are told where the samples of a packed row end. The others (Mamba-1, MiniMax, RWKV-4, xLSTM …) keep their own loops.
+ROUTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), _DELTA),
+    **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
+    **dict.fromkeys(("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), _SSD),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
+}
+_HEAD_SIZES = ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim")
+_LARGEST_HEAD = 256
+
+
+class LinearRoute(NamedTuple):
+    """Who computes the linear-attention layers.
+
+    Attributes:
+        chosen: ``halftune | fla | torch``, ``none`` where the model has no such layer.
+        rejected: (backend, reason) of every one that was not taken.
+    """
+
+    chosen: Choice[str]
+    rejected: tuple[tuple[str, str], ...]
+
+
+def operators_of(model_type: str) -> tuple[str, ...]:
+    """Our operators for the layers of a family; empty where there is no way into them."""
+    return ROUTED.get(model_type.removesuffix("_text"), ())
+
+
+def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> LinearRoute:
+    """Chooses who computes the linear-attention layers.
+
+    Args:
+        section: what was asked for (``attention.linear``).
+        hardware: where it runs.
+        facts: the model.
+
+    Raises:
+        PlanError: what was asked for cannot compute this model's layers on this machine.
+    """
+    if not facts.linear_layers:
+        return LinearRoute(Choice("none", "every layer has softmax attention"), ())
+    own, fla, slow = _own_objection(facts), _fla_objection(hardware, facts), _slow(hardware, facts)
+    objections = {"halftune": own, "fla": fla, "torch": ""}
+    asked = section.linear
+    if asked != "auto" and objections[asked]:
+        ways = "attention: {linear: auto} or {linear: torch}"
+        way = ", or install it" if "not installed" in fla and asked == "fla" else ", or another Triton or device"
+        what = f"attention.linear: {asked} is not possible: {objections[asked]}"
+        raise PlanError(what, where="attention.linear", remedy=ways + (way if asked == "fla" else ""))
+    if asked != "auto":
+        chosen, why = asked, "asked for"
+    elif not own and (fla or not slow):
+        chosen, why = "halftune", _speed(hardware, slow)
+    elif not fla:
+        chosen, why = "fla", f"flash-linear-attention is installed; halftune: {own or slow}"
+    else:
+        chosen, why = "torch", f"transformers' own code; halftune: {own}; fla: {fla}"
+    left = [(name, why_not or _not_taken(name, chosen, asked)) for name, why_not in objections.items()]
+    return LinearRoute(Choice(chosen, why), tuple(entry for entry in left if entry[0] != chosen))
+
+
+def _speed(hardware: Hardware, slow: str) -> str:
+    if hardware.kind == "cpu":
+        return "own operators, in chunks, with backward passes of their own"
+    return f"own operators in torch's matmuls: {slow}" if slow else "own operators, Triton kernels"
+
+
+def _not_taken(name: str, chosen: str, asked: str) -> str:
+    if asked != "auto":
+        return f"{asked} was asked for"
+    return "one token or one chunk at a time, several times slower" if name == "torch" else f"{chosen} comes first"
+
+
+def _own_objection(facts: ModelFacts) -> str:
+    if not operators_of(facts.model_type):
+        return f"no way into the layers of {facts.model_type}"
+    raw = facts.raw or {}
+    text = raw.get("text_config") or raw
+    for name in _HEAD_SIZES:
+        if int(text.get(name) or 0) > _LARGEST_HEAD:
+            return f"{name} {text[name]} is over {_LARGEST_HEAD}"
+    return ""
+
+
+def _slow(hardware: Hardware, facts: ModelFacts) -> str:
+    """Why our operators would run without Triton kernels on a GPU; empty where they need none or have them."""
+    if hardware.kind == "cpu":
+        return ""
+    if hardware.kind != "cuda":
+        return f"the kernels are written for NVIDIA GPUs, the device is {hardware.kind}"
+    operators = operators_of(facts.model_type)
+    for operator in operators:
+        if not (Path(halftune_kernels.__file__).parent / operator / "triton.py").exists():
+            return f"{operator} has no Triton kernel yet"
+    version = hardware.version("triton")
+    if version is None:
+        return "Triton is not installed"
+    numbers = version_numbers(version)
+    if numbers < OLDEST_TRITON:
+        return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    for device in hardware.devices:
+        major, minor = device.capability or (0, 0)
+        for row in (row for operator in operators for row in rows_for(operator, 10 * major + minor, numbers)):
+            if row.verdict == "refuse":
+                return f"{device.name}: {row.reason}"
+    return ""
+
+
+def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
+    """Why flash-linear-attention cannot be used; empty where it can."""
+    if not facts.model_type.startswith(LINEAR_FAMILIES):
+        return f"has no kernels for the layers of {facts.model_type}"
+    if hardware.kind != "cuda":
+        return f"needs CUDA, the device is {hardware.kind}"
+    if not any(hardware.version(package) for package in LINEAR_PACKAGES):
+        return "flash-linear-attention is not installed"
+    weak = [device for device in hardware.devices if (device.capability or (0, 0)) < (8, 0)]
+    if weak:
+        return f"Triton emits no tensor-core instructions for {weak[0].name}"
+    triton = hardware.version("triton")
+    if triton is None:
+        return "triton is not installed"
+    for device in hardware.devices:
+        for known in LINEAR_MISCOMPILES:
+            low, high = version_numbers(known.triton_low), version_numbers(known.triton_high)
+            inside = low <= version_numbers(triton) < high
+            if device.capability and device.capability[0] == known.capability_major and inside:
+                return f"{known.what} on {device.name} with Triton {triton} (fixed in {known.triton_high})"
+    return ""
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``3.7.1+git5`` → (3, 7, 1)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group(0).split(".")) if match else ()

@@ -1,0 +1,259 @@
+"""Puts our operators where transformers' linear-attention layers call theirs; nothing is forked, all can be undone.
+
+Every mixer of transformers looks its functions up in its modeling module at call time, so the module's globals are
+rebound, once, when a model is loaded. It concerns every model of that family in the process: the functions compute the
+same, and they keep the samples of a packed row apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
+from halftune.model.patch import current_guard
+from halftune.plan import Plan
+from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from halftune_kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from halftune_kernels.kda import kda, kda_step
+from halftune_kernels.ssd import mamba2_chunk_scan, mamba2_selective_state_update
+
+log = get_logger(__name__)
+
+Function = Callable[..., Any]
+_SILU = (None, "silu", "swish")
+# Models whose forward drops arguments that it does not name, and the part of them that would hand them on.
+_FORGETFUL = {"Mamba2ForCausalLM": "backbone"}
+_HANDS_ON = "halftune_hands_on_boundaries"
+_originals: dict[tuple[ModuleType, str], Function] = {}
+
+
+def boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Where the samples of a packed row end, from what a layer hands on: not all of them rename ``cu_seq_lens_q``."""
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            return {"cu_seqlens": kwargs[name]}
+    return {} if kwargs.get("seq_idx") is None else {"seq_idx": kwargs["seq_idx"]}
+
+
+def _chunked(operator: Function) -> Function:
+    def chunked(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return operator(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **boundaries(kwargs),
+        )
+
+    return chunked
+
+
+def _recurrent(operator: Function, step: Function) -> Function:
+    whole = _chunked(operator)
+
+    def recurrent(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        norm = use_qk_l2norm_in_kernel
+        if initial_state is None or query.shape[1] != 1 or torch.is_grad_enabled():
+            kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
+            return whole(query, key, value, g, beta, use_qk_l2norm_in_kernel=norm, **kwargs)
+        state = initial_state.to(torch.float32, copy=True)
+        one = [operand[:, 0] for operand in (query, key, value, g, beta)]
+        out = step(*one, state, use_qk_l2norm_in_kernel=norm)[:, None]
+        return out, state if output_final_state else None
+
+    return recurrent
+
+
+def _convolution(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    known = activation in _SILU
+    out = causal_conv1d_fn(hidden_states, weight, bias, activation=activation if known else None, **boundaries(kwargs))
+    assert isinstance(out, torch.Tensor)
+    return out if known else ACT2FN[str(activation)](out)
+
+
+def _next_convolution(
+    hidden_states: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    known = activation in _SILU
+    out = causal_conv1d_update(hidden_states, conv_state, weight, bias, activation if known else None)
+    return out if known else ACT2FN[str(activation)](out)
+
+
+def _scan(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    names = ("chunk_size", "D", "z", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states")
+    given = {name: kwargs[name] for name in names if name in kwargs}
+    return mamba2_chunk_scan(hidden_states, *args, **given, **boundaries(kwargs))
+
+
+def _next_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = {name: kwargs[name] for name in ("D", "z", "dt_bias", "dt_softplus") if name in kwargs}
+    return mamba2_selective_state_update(state, *args, **given)
+
+
+def _no_fused_mixer(*args: Any, **kwargs: Any) -> None:
+    """None sends a layer on to its separate steps: the fused one reads raw weights, past LoRA and quantisation."""
+
+
+_CONVOLUTIONS: dict[str, Function] = {"causal_conv1d_fn": _convolution, "causal_conv1d_update": _next_convolution}
+_DELTA: dict[str, Function] = {
+    "torch_chunk_gated_delta_rule": _chunked(gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": _recurrent(gated_delta_rule, gated_delta_rule_step),
+    "chunk_kimi_delta_attention": _chunked(kda),
+    "recurrent_kimi_delta_attention": _recurrent(kda, kda_step),
+}
+_MAMBA2: dict[str, Function] = {
+    "mamba2_chunk_scan": _scan,
+    "mamba2_selective_state_update": _next_state,
+    "mamba2_split_conv1d_scan_combined": _no_fused_mixer,
+}
+
+
+def _with_boundaries(original: Function) -> Function:
+    """fla's function, told where samples end also by layers that do not rename the boundaries."""
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, **boundaries({**kwargs, "seq_idx": None})})
+
+    return told
+
+
+def route_linear_layers(model: nn.Module, plan: Plan) -> None:
+    """Rebinds the functions that the model's linear-attention layers call, as ``plan.attention.linear`` says.
+
+    ``torch`` and ``none`` leave, or put back, transformers' own. Models of other families are not touched.
+    """
+    modules = _modeling_modules(model)
+    restore_linear_layers(modules)
+    backend = plan.attention.linear.value
+    if backend not in ("halftune", "fla"):
+        return
+    guard = current_guard()
+    bound: list[str] = []
+    for module in modules:
+        for name, function in {**_CONVOLUTIONS, **_DELTA, **_MAMBA2}.items():
+            if name not in vars(module):
+                continue
+            original = _originals[module, name] = getattr(module, name)
+            if name in _DELTA:
+                routed = guard.operator(
+                    _with_boundaries(original) if backend == "fla" else function, ("query", "key", "value")
+                )
+            else:
+                routed = function
+            setattr(module, name, _named(routed, original))
+            bound.append(name)
+    _hand_on_boundaries(model)
+    if bound:
+        log.info("linear layers: %s computed by %s", ", ".join(sorted(set(bound))), backend)
+
+
+def restore_linear_layers(modules: list[ModuleType] | None = None) -> None:
+    """Puts transformers' functions back, in some modeling modules or in all."""
+    for module, name in [key for key in _originals if modules is None or key[0] in modules]:
+        setattr(module, name, _originals.pop((module, name)))
+
+
+@contextmanager
+def routed_linear_layers(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """``route_linear_layers`` for the length of a block; afterwards every global is as it was before."""
+    modules = _modeling_modules(model)
+    before = [(module, name, value) for module in modules for name, value in vars(module).items() if callable(value)]
+    originals = dict(_originals)
+    try:
+        route_linear_layers(model, plan)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+        _originals.clear()
+        _originals.update(originals)
+
+
+def _hand_on_boundaries(model: nn.Module) -> None:
+    """Hands boundaries on to the layers where the model's own forward drops what it does not know."""
+    for part in model.modules():
+        if type(part).__name__ not in _FORGETFUL or hasattr(part, _HANDS_ON):
+            continue
+        given: dict[str, Any] = {}
+
+        def keep(_: nn.Module, args: Any, kwargs: dict[str, Any], given: dict[str, Any] = given) -> None:
+            given.update(boundaries(kwargs))
+
+        def hand_on(
+            _: nn.Module, args: Any, kwargs: dict[str, Any], given: dict[str, Any] = given
+        ) -> tuple[Any, dict[str, Any]]:
+            return args, {**kwargs, **given}
+
+        def forget(_: nn.Module, args: Any, output: Any, given: dict[str, Any] = given) -> None:
+            given.clear()
+
+        part.register_forward_pre_hook(keep, with_kwargs=True)
+        part.register_forward_hook(forget, always_call=True)
+        inner = part.get_submodule(_FORGETFUL[type(part).__name__])
+        inner.register_forward_pre_hook(hand_on, with_kwargs=True)
+        setattr(part, _HANDS_ON, True)
+
+
+def _modeling_modules(model: nn.Module) -> list[ModuleType]:
+    names = dict.fromkeys(type(part).__module__ for part in model.modules())
+    return [sys.modules[name] for name in names if name.startswith("transformers.models.")]
+
+
+def _named(routed: Function, original: Function) -> Function:
+    """``routed`` with the name that messages know, and errors in its arguments as ours."""
+
+    @functools.wraps(routed)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return routed(*args, **kwargs)
+        except ArgumentError as error:
+            raise ModelError(str(error), remedy="attention: {linear: torch}, and data.packing: false") from error
+
+    called.__name__ = called.__qualname__ = getattr(original, "__name__", type(original).__name__)
+    return called
