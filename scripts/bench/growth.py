@@ -5,8 +5,8 @@
   python scripts/bench/growth.py --lengths 512 --vocabularies 4096 --tokens 4096          a small part of it
 
 A 3 M-parameter Qwen2 (its vocabulary enlarged where asked), LoRA on all linear layers, fp32 on a CPU, rows packed from
-questions on Python's library that come with halftune, ``--tokens`` fed a step. Every case is a process of its own, so
-that its peak memory is its own. The Trainer feeds what it feeds everyone: position ids, no attention mask, all logits.
+documents of Python's library (short and very long ones), ``--tokens`` fed a step. Every case is a process of its own,
+so that its peak memory is its own. The Trainer is fed position ids and no attention mask, and computes all logits.
 A case that would need more than ``--memory`` GiB is ended and noted.
 """
 
@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LENGTHS, VOCABULARIES = (512, 2048, 8192), (4_096, 32_000, 152_000)
 WARM_UP, STEPS, SECONDS = 1, 4, 150.0  # after SECONDS of stepping, what has been measured counts
+LONGEST, CHARACTERS, QUESTION = 24_000, 700_000, 0.6  # of a document, of all; the question's share
 OURS, PLAIN = "halftune", "Trainer + peft"
 
 
@@ -37,7 +38,7 @@ def recipe(length: int, tokens: int, folder: Path) -> dict[str, Any]:
         "model": {"name_or_path": str(folder / "model")},
         "precision": "fp32",
         "adapter": {"type": "lora", "rank": 8, "alpha": 16},
-        "data": {"train": "builtin:python-docs", "max_length": length, "packing": True},
+        "data": {"train": str(folder / "documents.jsonl"), "max_length": length, "packing": True},
         "training": {
             "output_dir": str(folder / "run"),
             "max_steps": 1_000_000,
@@ -47,6 +48,21 @@ def recipe(length: int, tokens: int, folder: Path) -> dict[str, Any]:
         },
         "logging": {"progress": False},
     }
+
+
+def write_documents(path: Path) -> None:
+    """Documents of Python's library, of very different lengths: the first part is the question, the rest the answer."""
+    from halftune.data.builtin.sets import builtin_rows
+
+    taken = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in builtin_rows("stdlib-text").rows:
+            text = row["text"][:LONGEST]
+            cut = int(len(text) * QUESTION)
+            file.write(json.dumps({"prompt": text[:cut], "completion": text[cut:]}) + "\n")
+            taken += len(text)
+            if taken > CHARACTERS:
+                return
 
 
 def write_model(vocabulary: int, folder: Path) -> None:
@@ -70,6 +86,7 @@ def child(framework: str, length: int, vocabulary: int, tokens: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(vocabulary, folder / "model")
+        write_documents(folder / "documents.jsonl")
         file = folder / "recipe.yaml"
         file.write_text(json.dumps(recipe(length, tokens, folder)))
         found = ours(file) if framework == OURS else plain(file)
@@ -86,7 +103,11 @@ def ours(file: Path) -> dict[str, float]:
 
     found = measure({"config": str(file), "overrides": [], "warm_up": WARM_UP, "steps": STEPS})
     steps = found["steps"][WARM_UP:]
-    return {"tokens_per_cpu_second": found["real_per_cpu_second"], "tokens": steps[0]["tokens"], "steps": len(steps)}
+    return {
+        "tokens_per_cpu_second": found["real_per_cpu_second"],
+        "tokens": sum(step["real"] for step in steps) / len(steps),
+        "steps": len(steps),
+    }
 
 
 def plain(file: Path) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Step:
 
 def cpu_seconds() -> float:
     """User and system time of this process, all its threads, and its children that have ended."""
-    return sum(os.times()[:4])
+    return time.process_time() + sum(os.times()[2:4])
 
 
 class Meter(Callback):

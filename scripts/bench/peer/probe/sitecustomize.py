@@ -21,7 +21,7 @@ fed = {"tokens": 0, "real": 0, "steps": 0, "weights": "", "autocast": ""}
 
 def cpu_seconds() -> float:
     """Of this process, all threads, and of its children that have ended."""
-    return sum(os.times()[:4])
+    return time.process_time() + sum(os.times()[2:4])
 
 
 def cpu_of_ancestors() -> float:
