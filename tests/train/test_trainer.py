@@ -265,7 +265,7 @@ def test_overflowing_scaled_gradients_skip_the_update_and_the_schedule(recipe, t
     session.trained.scaler = torch.amp.GradScaler("cpu", init_scale=float(2**127))
     stepper = Trainer(session, RunFolder(tmp_path, None, finished=False), Interrupts()).attempts.stepper
     forward = stepper.forward
-    stepper.forward = lambda batch, model: forward(batch, model) * 1e6  # gradients that the scale carries over the top
+    stepper.forward = lambda batch, model, scale: forward(batch, model, scale) * 1e6  # gradients that the scale carries over the top
     before = {name: value.clone() for name, value in trainable_state(session.run.model).items()}
     (_, batches) = next(session.feed.steps(0, 1))
     metrics = stepper.step(batches)

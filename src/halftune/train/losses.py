@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halftune.data.sample import NO_LABEL
+from halftune.train.head import head_loss_sum, hidden_instead_of_logits, plain_head
 
 # fp32 scratch for a chunk of rows: on a CPU it stays in the cache, elsewhere it is large enough to fill the device.
 _CHUNK_BYTES = {"cpu": 2 << 20}
@@ -27,17 +29,22 @@ _KEEP_NO_RESULT = frozenset(
 )
 
 
-def forward_loss_sum(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_loss_sum(
+    model: nn.Module, batch: Mapping[str, Any], *, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the model and sums the cross-entropy over the labelled tokens.
 
     The model computes logits only at positions that predict a label of some row (where its forward takes
-    ``logits_to_keep``), by its own head: soft-capping, scaling, tied and adapted heads stay its business. A model that
-    returns an auxiliary loss (mixture of experts with ``output_router_logits``) has it added while gradients are taken,
-    with the model's own coefficient and weighted by the number of labels, as transformers does.
+    ``logits_to_keep``), by its own head: soft-capping, scaling, tied and adapted heads stay its business. Where the
+    logits are a linear head's product and nothing else, they are never held together: loss and gradient are taken from
+    a few rows at a time, and the head is not called. A model that returns an auxiliary loss (mixture of experts with
+    ``output_router_logits``) has it added while gradients are taken, with the model's own coefficient and weighted by
+    the number of labels, as transformers does.
 
     Args:
         model: a causal language model, as built or wrapped by peft or for several processes.
         batch: what the collator made, on the model's device; ``labels`` ``[B, T]`` are not shifted, -100 is no label.
+        scale: what the loss will be multiplied with before the backward pass; see ``linear_cross_entropy_sum``.
 
     Returns:
         The sum in nats (fp32 scalar; fp64 for an fp64 model), and the number of labels (int64 scalar). Without any
@@ -53,13 +60,17 @@ def forward_loss_sum(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.
         positions = positions.new_zeros(1)
     targets = targets[:, positions]
     base = _base(model)
-    if _takes_positions(type(base)):
-        outputs = model(**inputs, use_cache=False, logits_to_keep=positions)
-        logits = outputs.logits
-    else:
+    head = None if _is_compiled(model) else plain_head(base, inputs)
+    takes_positions = _takes_positions(type(base))
+    if takes_positions:
+        inputs["logits_to_keep"] = positions
+    with nullcontext() if head is None else hidden_instead_of_logits(head):
         outputs = model(**inputs, use_cache=False)
-        logits = outputs.logits[:, positions]
-    loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten())
+    logits = outputs.logits if takes_positions else outputs.logits[:, positions]
+    if head is None:
+        loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten())
+    else:
+        loss = head_loss_sum(head, logits.flatten(0, 1), targets.flatten(), scale)
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None and torch.is_grad_enabled():
         loss = loss + base.config.get_text_config().router_aux_loss_coef * auxiliary * count
@@ -150,6 +161,11 @@ def _base(model: nn.Module) -> Any:
     base = extract_model_from_parallel(model)
     unwrap = getattr(base, "get_base_model", None)  # peft
     return unwrap() if unwrap is not None else base
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the model runs as a graph, which would not notice that its head is another for a moment."""
+    return extract_model_from_parallel(model)._compiled_call_impl is not None
 
 
 @cache

@@ -69,18 +69,21 @@ class Stepper:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss_sum = self.forward(batch, self.model)
+                loss_sum = self.forward(batch, self.model, scale)
                 self.scaler.scale(loss_sum * scale).backward()
             losses.append(loss_sum.detach())
         local = float(torch.stack(losses).cpu().double().sum())
         return sum_over_processes(self.accelerator, [local])[0] / max(trained, 1)
 
-    def forward(self, batch: MicroBatch, model: nn.Module) -> torch.Tensor:
-        """Sum of the cross-entropy over the labelled tokens of a micro-batch, fp32, under the plan's autocast."""
+    def forward(self, batch: MicroBatch, model: nn.Module, scale: float = 1.0) -> torch.Tensor:
+        """Sum of the cross-entropy over the labelled tokens of a micro-batch, fp32, under the plan's autocast.
+
+        ``scale`` is what the result will be multiplied with before the backward pass.
+        """
         device = self.accelerator.device
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
         with autocast(self.plan.precision, device):
-            return forward_loss_sum(model, inputs)[0]
+            return forward_loss_sum(model, inputs, scale=scale)[0]
 
     def _clip(self) -> float:
         if self.max_grad_norm > 0:

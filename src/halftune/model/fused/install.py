@@ -99,7 +99,7 @@ def _give_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Modul
     done.left["adapted linear layers with unusual parts"] += len(children) - len(usual)
     done.left += Counter()  # drops zeros
     together = [usual[name] for name in SHARING if name in usual]
-    groups: list[list[nn.Module]] = [[*together]] if together else []
+    groups = [together] if together else []
     groups += [[child] for name, child in usual.items() if name not in SHARING]
     for layers in groups:
         projections = Projections(layers)

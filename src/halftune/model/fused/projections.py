@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Projections:
     never about values.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
@@ -35,7 +36,7 @@ class Projections:
                 return own(x, *args, **kwargs)
             if index and x is self._input and index in self._waiting:
                 return self._take(index)
-            asked = self.layers if index == 0 else [layer]
+            asked = self.layers if index == 0 else (layer,)
             outputs = _compute(x, asked)
             if outputs is None:
                 return own(x)
@@ -52,7 +53,7 @@ class Projections:
         return output
 
 
-def _compute(x: torch.Tensor, layers: list[nn.Module]) -> tuple[torch.Tensor, ...] | None:
+def _compute(x: torch.Tensor, layers: Sequence[nn.Module]) -> tuple[torch.Tensor, ...] | None:
     weights: list[AdaptedWeight] = []
     for layer in layers:
         weight = adapted_weight(layer)

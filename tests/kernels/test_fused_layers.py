@@ -1,0 +1,142 @@
+"""Operators of training on a CPU against fp64: forward and every gradient, odd sizes, no worse than separate operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from halftune_kernels import causal_segments, linear_cross_entropy, lora_linear, lora_mlp, rms_norm
+from halftune_kernels.lora_linear import AdaptedWeight
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+BOUND = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+HIDDEN, INNER = 48, 80
+
+
+def layer(outputs: int, inputs: int, *, bias: bool = False, rank: int | None = 8) -> AdaptedWeight:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64) * shape[-1] ** -0.5
+
+    factors = (random(rank, inputs), random(outputs, rank)) if rank else (None, None)
+    return AdaptedWeight(random(outputs, inputs), random(outputs) if bias else None, *factors, scale=1.7)
+
+
+def cast(made: AdaptedWeight, dtype: torch.dtype) -> AdaptedWeight:
+    tensors = [None if tensor is None else tensor.detach().to(dtype, copy=True) for tensor in made[:4]]
+    return AdaptedWeight(*tensors, scale=made.scale)  # type: ignore[arg-type]
+
+
+def results(
+    run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], layers: Sequence[AdaptedWeight], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Output and every gradient, for an incoming gradient that depends on nothing but the shape."""
+    leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in inputs]
+    made = [cast(one, dtype) for one in layers]
+    factors = [factor.requires_grad_() for one in made for factor in (one.a, one.b) if factor is not None]
+    out = run(*leaves, *made)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    out.backward(weight.to(out.dtype))
+    gradients = [leaf.grad for leaf in (*leaves, *factors)]
+    assert all(gradient is not None and gradient.dtype == dtype for gradient in gradients)
+    return [out.detach(), *gradients]  # type: ignore[list-item]
+
+
+def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+def check(ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs, layers, dtype) -> None:
+    """Right to the format's own rounding, and not worse than the separate operations in the same format."""
+    exact = results(plain, inputs, layers, torch.float64)
+    found = errors(results(ours, inputs, layers, dtype), exact)
+    assert max(found) < BOUND[dtype], found
+    if dtype == torch.bfloat16:
+        separate = errors(results(plain, inputs, layers, dtype), exact)
+        assert all(mine <= 1.15 * other for mine, other in zip(found, separate, strict=True)), (found, separate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 63, 2100])
+def test_lora_linear(dtype: torch.dtype, rows: int) -> None:
+    layers = [layer(HIDDEN, HIDDEN, bias=True), layer(16, HIDDEN), layer(24, HIDDEN, rank=None)]
+
+    def ours(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
+        return torch.cat(lora_linear.lora_linear(x, made), -1)
+
+    def plain(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
+        return torch.cat([lora_linear.reference(x, one) for one in made], -1)
+
+    check(ours, plain, [torch.randn(1, rows, HIDDEN, dtype=torch.float64)], layers, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2100])
+def test_lora_mlp(dtype: torch.dtype, rows: int) -> None:
+    layers = [layer(INNER, HIDDEN), layer(INNER, HIDDEN, rank=None), layer(HIDDEN, INNER, bias=True)]
+    inputs = [torch.randn(rows, HIDDEN, dtype=torch.float64)]
+    check(lora_mlp.lora_mlp, lora_mlp.reference, inputs, layers, dtype)
+
+
+def test_lora_mlp_without_gradients_keeps_nothing_and_says_the_same() -> None:
+    layers = [cast(one, torch.float32) for one in (layer(INNER, HIDDEN), layer(INNER, HIDDEN), layer(HIDDEN, INNER))]
+    x = torch.randn(900, HIDDEN)
+    with torch.no_grad():
+        quiet = lora_mlp.lora_mlp(x, *layers)
+    assert torch.equal(quiet, lora_mlp.lora_mlp(x.requires_grad_(), *layers))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(dtype: torch.dtype, offset: float) -> None:
+    x, weight = 3 * torch.randn(2, 500, 33, dtype=torch.float64), torch.randn(33, dtype=torch.float64)
+    check(
+        lambda x, w: rms_norm.rms_norm(x, w, 1e-6, offset=offset),
+        lambda x, w: rms_norm.reference(x, w, 1e-6, offset),
+        [x, weight],
+        [],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(6, 2), (4, 4)])
+def test_causal_segments(dtype: torch.dtype, heads: int, groups: int) -> None:
+    lengths = (63, 1, 130, 64)
+    inputs = [torch.randn(sum(lengths), count, 16, dtype=torch.float64).transpose(0, 1) for count in (heads, groups)]
+    inputs.append(torch.randn(groups, sum(lengths), 16, dtype=torch.float64))
+    check(
+        lambda q, k, v: causal_segments.causal_segments(q, k, v, lengths, 0.3),
+        lambda q, k, v: causal_segments.reference(q, k, v, lengths, 0.3),
+        inputs,
+        [],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.003])
+def test_linear_cross_entropy(dtype: torch.dtype, factor: float) -> None:
+    targets = torch.randint(0, 101, (300,))
+    targets[::7] = -100
+    inputs = [torch.randn(300, 24, dtype=torch.float64), torch.randn(101, 24, dtype=torch.float64)]
+    inputs.append(torch.randn(101, dtype=torch.float64))
+
+    def ours(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        found = linear_cross_entropy.linear_cross_entropy_sum(hidden, weight, targets, bias, scale=factor)
+        return factor * found.to(dtype)
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return factor * linear_cross_entropy.reference(hidden, weight, targets, bias)
+
+    check(ours, plain, inputs, [], dtype)
+
+
+def test_a_scale_that_was_not_told_is_right_too() -> None:
+    hidden, weight = torch.randn(40, 24, requires_grad=True), torch.randn(101, 24)
+    targets = torch.randint(0, 101, (40,))
+    (3 * linear_cross_entropy.linear_cross_entropy_sum(hidden, weight, targets, scale=0.5)).backward()
+    found, hidden.grad = hidden.grad, None
+    (3 * linear_cross_entropy.reference(hidden, weight, targets)).backward()
+    torch.testing.assert_close(found, hidden.grad)
