@@ -25,14 +25,14 @@ class Framework:
         afterwards: further commands in the environment ({python} is its interpreter, {site} its packages).
         command: (environment's folder, job) → arguments; writes the configuration into ``job.out``.
         losses: the folder of a run → its logged training losses.
-        note: what differs from the others, for the table.
+        cannot: number formats that it refuses on a CPU.
     """
 
     packages: tuple[str, ...]
     command: Callable[[Path, Job], list[str]]
     losses: Callable[[Path], list[float]]
     afterwards: tuple[tuple[str, ...], ...] = ()
-    note: str = ""
+    cannot: tuple[str, ...] = ()
 
 
 def _write(path: Path, values: Values) -> Path:
@@ -305,7 +305,7 @@ FRAMEWORKS: dict[str, Framework] = {
         state_losses,
         afterwards=(_WITHOUT_CUDA_BUILDS, ("{python}", "-c", _NO_AUDIO)),
     ),
-    "axolotl": Framework(("axolotl==0.19.0",), axolotl, state_losses),
+    "axolotl": Framework(("axolotl==0.19.0",), axolotl, state_losses, cannot=("bf16",)),
     "torchtune": Framework(
         ("torchtune==0.6.1",),
         torchtune,
