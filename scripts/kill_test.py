@@ -46,8 +46,9 @@ from halftune.train.step import Stepper
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}  # of a line of metrics: differ from run to run
-KILLS_PER_RUN = 5
-PACE = 0.05  # seconds that a step is made to last, so that random times fall into all of its parts
+KILLS_PER_RUN = 7
+FINISHED = "finished before it could be killed"
+PACE = 0.03  # seconds that a step is made to last, so that random times fall into all of its parts
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def recipe(case: Case, room: Path, output: Path) -> tuple[Any, Any]:
         "data": {"train": str(room / "rows.jsonl"), "max_length": 96, "packing": case.packing, "eval_split": 8},
         "training": {
             "output_dir": str(output),
-            "max_steps": 12,
+            "max_steps": 30,
             "per_device_train_batch_size": 4 // case.accumulation,
             "gradient_accumulation_steps": case.accumulation,
             "learning_rate": 1e-3,
@@ -218,7 +219,10 @@ def kill_and_compare(case: Case, room: Path, kills: int, seconds: float, numbers
     loaded, plan = recipe(case, room, folder)
     journal, known = room / f"{case.name}.log", -1
     for _ in range(kills):
-        yield _one_kill(loaded, plan, journal, folder, seconds, numbers)
+        place = _one_kill(loaded, plan, journal, folder, seconds, numbers)
+        yield place
+        if place == FINISHED:
+            break
         newest = newest_valid(folder) if folders(folder) else None
         now = -1 if newest is None else step_of(newest)
         if now < known:
@@ -238,16 +242,16 @@ def _one_kill(loaded: Any, plan: Any, journal: Path, folder: Path, seconds: floa
     """A sitting that ends in a kill; where it finished first, it is taken as not killed."""
     way = numbers.choice(("time", "save", "call"))
     if way == "call":
-        child = sitting(loaded, plan, journal, kill_at_call(numbers.randint(1, 60)))
+        child = sitting(loaded, plan, journal, kill_at_call(numbers.randint(1, 80)))
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
     else:
         child = sitting(loaded, plan, journal, lambda: None)
         if way == "time":
-            killed = kill_after(child, numbers.uniform(0.0, seconds))
+            killed = kill_after(child, numbers.uniform(0.2, 0.8) * seconds)
         else:
             killed = kill_in_save(child, folder, numbers.randint(1, 2), numbers.uniform(0.0, 0.015))
     if not killed:
-        return "finished first"
+        return FINISHED
     if any(folder.glob(".checkpoint-*.writing")):
         return f"{way}: a checkpoint half-written"
     if (folder / "final").exists() or list(folder.glob(".final.writing")):
@@ -282,7 +286,7 @@ def main() -> None:
         kills = min(KILLS_PER_RUN, options.kills - killed)
         found = Counter(kill_and_compare(case, room, kills, whole[case.name], numbers))
         places += found
-        killed += found.total() - found["finished first"]
+        killed += found.total() - found[FINISHED]
         print(f"{killed:4d} kills · {time.monotonic() - began:5.0f} s · {case.name}: bit-identical", flush=True)
     for place, count in sorted(places.items()):
         print(f"{count:4d}  {place}")

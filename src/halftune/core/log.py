@@ -33,7 +33,9 @@ def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    handler = _RunLog(path, encoding="utf-8", delay=True)
+    handler = _RunLog(path, encoding="utf-8", delay=True)  # opened where its failing is dealt with
+    with suppress(OSError):
+        path.touch()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     root = logging.getLogger("halftune")
     root.addHandler(handler)

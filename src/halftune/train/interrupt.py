@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -89,10 +90,21 @@ class _Now(KeyboardInterrupt):
 
 
 def _say(text: str) -> None:
-    # Straight to the descriptor: a handler may interrupt a write of sys.stderr, which must not be entered twice. A
-    # terminal that was closed (SIGHUP) takes nothing any more.
-    with suppress(OSError):
+    # Straight to the descriptor: a handler may interrupt a write of sys.stderr, which must not be entered twice.
+    try:
         os.write(2, text.encode())
+    except OSError:
+        _leave_terminal()
+
+
+def _leave_terminal() -> None:
+    """Every write to a terminal that was closed (SIGHUP) fails, and with the last word the exit code would go."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # not a file or a pipe, which go on to be written
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _show_cursor() -> None:
