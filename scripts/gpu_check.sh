@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA device: the plan for it, every test that needs one, and the quickstart on it.
+# On a machine with a CUDA device: the plan for it, every test that needs one (operators included), the operators' times, and
+# the quickstart on it.
 # Uses the python on PATH if it has halftune's needs already, else makes .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,4 +11,5 @@ export PYTHONPATH="src:kernels:webui${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=
 python -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.__version__, torch.cuda.get_device_name())'
 python -m halftune plan --config configs/quickstart.yaml
 python -m pytest -q -m gpu tests
+python scripts/bench/kernels_gpu.py
 python -m halftune train --config configs/quickstart.yaml "$@"

@@ -31,6 +31,10 @@ class Config:
     depth: int = 64
 
 
+# Shipped choices of a kernel: (largest padded key size, only where a block has over 200 kB of shared memory, cut).
+Rows = tuple[tuple[int, bool, Config], ...]
+
+
 @dataclass(frozen=True)
 class _Stand:
     capability: int

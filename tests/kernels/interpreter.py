@@ -206,7 +206,7 @@ def _assert_mended() -> None:
     assert torch.equal(total, (a.float() @ b.float()).bfloat16().amax(1)), "its reductions are wrong for bfloat16"
 
 
-def _probe(a, b, out, total):  # noqa: ANN001, ANN202
+def _probe(a, b, out, total):
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     x, y = tl.load(a + at), tl.load(b + at)
     product = tl.dot(x, y).to(tl.bfloat16)

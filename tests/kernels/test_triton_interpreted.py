@@ -60,3 +60,33 @@ def test_causal_conv1d_without_extras() -> None:
 @pytest.mark.parametrize("size", [32, 48])
 def test_gated_delta_rule(dtype: torch.dtype, size: int) -> None:
     check(case("gated_delta_rule", size, (0, 1, 65, 65, 100), seed=size), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 48])
+def test_simple_decay(dtype: torch.dtype, size: int) -> None:
+    check(case("ssd", size, (0, 1, 65, 65, 100), seed=size), dtype)
+
+
+def test_simple_decay_without_extras() -> None:
+    plain = case("ssd", 16, (0, 70))
+    inputs = {name: plain.inputs[name] for name in ("q", "k", "v", "g")}
+    check(dataclasses.replace(plain, inputs=inputs, options={}), torch.float32)
+
+
+def test_gated_delta_rule_without_extras() -> None:
+    plain = case("gated_delta_rule", 16, (0, 70))
+    inputs = {name: x for name, x in plain.inputs.items() if name != "initial_state"}
+    inputs["k"] = torch.nn.functional.normalize(inputs["k"], dim=-1)
+    check(dataclasses.replace(plain, inputs=inputs, options={}), torch.float32)
+
+
+def test_gated_delta_rule_of_one_repeated_key() -> None:
+    """Beta 1 and no decay: the inverse by a power series would lose every digit here."""
+    plain = case("gated_delta_rule", 16, (0, 64))
+    inputs = plain.inputs | {
+        "k": plain.inputs["k"][:, :1].expand(-1, 64, -1, -1).contiguous(),
+        "g": torch.full_like(plain.inputs["g"], -1e-6),
+        "beta": torch.ones_like(plain.inputs["beta"]),
+    }
+    check(dataclasses.replace(plain, inputs=inputs), torch.float32)

@@ -137,7 +137,7 @@ def conv_backward_input(
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, initial_states, silu, segments):  # noqa: ANN001
+    def forward(ctx: Any, x, weight, bias, initial_states, silu, segments):
         x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         states = None if initial_states is None else initial_states.contiguous()
@@ -154,7 +154,7 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy):  # noqa: ANN001
+    def backward(ctx: Any, dy):
         x, weight, bias, states = ctx.saved_tensors
         table, how, width = chunk_table(ctx.segments, ROWS * TILES, x.device), ctx.how, weight.shape[1]
         dz = torch.empty_like(x, dtype=torch.float32)

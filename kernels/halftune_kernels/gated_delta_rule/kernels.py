@@ -7,13 +7,17 @@ l = exp(b_C - b), D_ij = exp(b_i - b_j) for i >= j, S the state that enters, B =
     X = B (V - e K S)    N = (T * D) X    O = scale [e Q S + (Q K^T * D) N]    S' = exp(b_C) S + (l K)^T N
 
 Backward, from dO and the leaving state's dS: dN = scale (Q K^T * D)^T dO + l K dS, dX = (T * D)^T dN, dV = B dX,
-dS_entering = exp(b_C) dS + scale (e Q)^T dO - (B e K)^T dX. With dP = scale tril(dO N^T) * D, dM = -tril(dX N^T, -1) * D
-and Y = -dX S^T:
+dS_entering = exp(b_C) dS + scale (e Q)^T dO - (B e K)^T dX. With Y = -dX S^T, dP = scale tril(dO N^T) * D and
+dM = -tril(dX N^T, -1) * D:
+
     dQ = scale e dO S^T + dP K        dK = l N dS^T + dP^T Q + B e Y + B dM K + (B dM)^T K
     dbeta = <dX, V> + <Y, e K> + rowsum(dM * K K^T)
-N and dX are stored (one row of values each per token and head): with them the third kernel needs neither T nor W = T B K
-nor U = T B V, every product there is of tiles read from memory, and no product's result is ever transposed, which is what
-some Triton versions compile wrongly. Exponents are at most 0; sums are fp32.
+
+What does not depend on the state (b, T * D and scale Q K^T * D) is computed for all chunks at once; the scans then hold
+little and wait for little. N and dX are stored, one row of values each per token and head: with them the third backward
+kernel needs neither T nor W = T B K nor U = T B V, every product there is of tiles read from memory, and no product's
+result is ever transposed, which some Triton versions compile wrongly. Norms of q and k are factors of rows and columns,
+so that tiles go from memory to the products as they are. Exponents are at most 0; sums are fp32.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _cut(size: int) -> tuple[int, int, Config]:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, gate, eps, sigmoid, norm_before_gate, group_size):  # noqa: ANN001
+    def forward(ctx: Any, x, weight, gate, eps, sigmoid, norm_before_gate, group_size):
         x, weight = x.contiguous(), weight.contiguous()
         gate = None if gate is None else gate.contiguous()
         rows, channels = x.shape
@@ -128,7 +128,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy):  # noqa: ANN001
+    def backward(ctx: Any, dy):
         x, weight, gate = ctx.saved_tensors
         how, rows = ctx.how, len(x)
         _, tall, config = _cut(how["SIZE"])

@@ -1,0 +1,37 @@
+"""Kernels compile for GPUs that are not here, within their shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halftune_kernels.cases import case
+from halftune_kernels.compile_check import compile_case
+from halftune_kernels.gate import SHARED_MEMORY
+
+SHORT = (0, 80)
+
+
+@pytest.mark.parametrize("capability", [75, 90])
+def test_gated_rms_norm(capability: int) -> None:
+    found = compile_case(case("gated_rms_norm", 128, SHORT), torch.float16, capability)
+    assert [kernel.kernel for kernel in found] == ["norm_forward", "norm_backward"]
+    assert all(kernel.fits and not kernel.spills for kernel in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+@pytest.mark.parametrize("operator", ["gated_rms_norm", "causal_conv1d"])
+def test_elementwise_operators_on_every_gpu(operator: str, capability: int) -> None:
+    found = compile_case(case(operator, 128, SHORT), torch.float32, capability)
+    assert all(kernel.fits and not kernel.spills for kernel in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operator", "capability"), [("gated_delta_rule", 90), ("ssd", 120)])
+def test_operators_with_products(operator: str, capability: int) -> None:
+    """One GPU each; ``scripts/bench/compile_table.py`` compiles all of them."""
+    found = {kernel.kernel: kernel for kernel in compile_case(case(operator, 128, SHORT), torch.bfloat16, capability)}
+    assert all(kernel.fits for kernel in found.values())
+    assert all(found[name].tensor_cores for name in ("scan_forward", "scan_backward", "chunk_backward"))
+    assert not any(found[name].spills for name in ("scan_forward", "scan_backward"))

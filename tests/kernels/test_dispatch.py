@@ -1,0 +1,71 @@
+"""Which implementation runs, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halftune_kernels import gate
+from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.dispatch import choose, expected, has_triton, triton_version
+
+CPU, HALF = torch.device("cpu"), torch.bfloat16
+
+
+def test_a_cpu_gets_the_cpu_path() -> None:
+    backend = choose("ssd", CPU, torch.float32)
+    assert (backend.name, backend.reason) == ("cpu", "the tensors are on the CPU")
+
+
+def test_requests_come_before_variables_and_one_operator_before_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFTUNE_KERNELS", "reference")
+    assert choose("ssd", CPU, HALF).reason == "HALFTUNE_KERNELS=reference"
+    monkeypatch.setenv("HALFTUNE_KERNELS_SSD", "torch")
+    assert choose("ssd", CPU, HALF).reason == "HALFTUNE_KERNELS_SSD=torch"
+    assert choose("causal_conv1d", CPU, HALF).name == "reference"
+    assert choose("ssd", CPU, HALF, "cpu").reason == "asked for"
+    monkeypatch.setenv("HALFTUNE_KERNELS_SSD", "auto")
+    assert choose("ssd", CPU, HALF).name == "reference"
+
+
+def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="operator is 'attention', expected one of"):
+        choose("attention", CPU, HALF)
+    monkeypatch.setenv("HALFTUNE_KERNELS", "cuda")
+    with pytest.raises(ArgumentError, match="HALFTUNE_KERNELS is 'cuda', expected one of 'triton'"):
+        choose("ssd", CPU, HALF)
+
+
+@pytest.mark.parametrize(
+    ("operator", "capability", "version", "dtype", "name", "reason"),
+    [
+        ("gated_delta_rule", 80, (3, 7, 1), HALF, "triton", "sm_80 with Triton 3.7.1"),
+        ("gated_delta_rule", 75, (3, 7, 1), torch.float16, "torch", "no tensor-core instructions"),
+        ("causal_conv1d", 75, (3, 7, 1), torch.float16, "triton", "sm_75"),
+        ("causal_conv1d", 75, (3, 7, 1), HALF, "torch", "no bfloat16"),
+        ("gated_delta_rule", 90, (3, 6, 0), HALF, "triton", "proves itself"),
+        ("gated_delta_rule", 90, (3, 7, 1), HALF, "triton", "warp counts"),
+        ("ssd", 90, (3, 7, 1), HALF, "triton", "sm_90 with Triton"),
+        ("ssd", 100, (3, 7, 1), HALF, "triton", "raced before Triton 3.8"),
+        ("ssd", 100, (3, 8, 0), HALF, "triton", "sm_100 with Triton"),
+        ("ssd", 80, None, HALF, "torch", "not installed"),
+        ("ssd", 80, (3, 5, 1), HALF, "torch", "3.5.1 is older than 3.6.0"),
+        ("ssd", 61, (3, 7, 1), torch.float16, "torch", "older than sm_70"),
+        ("ssd", 80, (3, 7, 1), torch.float64, "torch", "no kernel for torch.float64"),
+    ],
+)
+def test_gpus_that_are_not_here(
+    operator: str, capability: int, version: tuple[int, ...] | None, dtype: torch.dtype, name: str, reason: str
+) -> None:
+    backend = expected(operator, capability, version, dtype)
+    assert backend.name == name
+    assert reason in backend.reason
+
+
+def test_the_gate_covers_operators_that_exist_and_versions_in_order() -> None:
+    for row in gate.ROWS:
+        assert row.capabilities[0] < row.capabilities[1]
+        assert row.versions[0] < row.versions[1]
+    assert has_triton("gated_delta_rule")
+    version = triton_version()
+    assert version is None or version >= gate.OLDEST_TRITON

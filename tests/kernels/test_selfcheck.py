@@ -1,0 +1,72 @@
+"""The self-check finds wrong gradients, and its verdict is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from halftune_kernels import cases, selfcheck, tuning
+from halftune_kernels.launch import Config
+from halftune_kernels.ssd import cpu
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("operator", ["causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule"])
+def test_the_cpu_path_passes(operator: str) -> None:
+    verdict = selfcheck.check(operator, CPU, "cpu", (64,))
+    assert verdict.passed, verdict.detail
+    assert "bound" in verdict.detail
+
+
+def test_a_wrong_gradient_with_a_right_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cpu._chunk_backward
+
+    def wrong(*args: torch.Tensor) -> object:
+        grads, entering = right(*args)  # type: ignore[arg-type]
+        return grads | {"k": grads["k"] * 1.02}, entering
+
+    monkeypatch.setattr(cpu, "_chunk_backward", wrong)
+    verdict = selfcheck.check("ssd", CPU, "cpu", (64,))
+    assert not verdict.passed
+    assert verdict.detail.startswith("d k float32, head size 64: error 2.0e-02")
+
+
+def test_numbers_that_are_not_finite_fail() -> None:
+    assert selfcheck.relative_error(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
+
+
+def test_verdicts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    first = selfcheck.verdict("gated_rms_norm", CPU, "cpu")
+    kept = next((tmp_path / "kernels" / "selfcheck").glob("*.json"))
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("checked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selfcheck, "check", refuse)
+        assert selfcheck.verdict("gated_rms_norm", CPU, "cpu") == first
+    kept.write_text('{"operator": "gated')  # a full disk tore it
+    assert selfcheck.verdict("gated_rms_norm", CPU, "cpu").passed
+
+
+def test_cuts_are_kept_only_if_faster_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    times = iter([10.0, 5.0] + [20.0] * 1000)
+    monkeypatch.setattr(tuning, "_right", lambda *args: True)
+    kept = tuning.tune("ssd", CPU, torch.bfloat16, 64, lambda run: next(times))
+    stored = tuning._measured("ssd", 80, "torch.bfloat16", 64)
+    assert stored == kept
+    assert kept["prepare"] == dataclasses.replace(kept["prepare"], warps=2)
+    monkeypatch.setattr(tuning, "_right", lambda *args: False)
+    times = iter([10.0, 5.0] + [20.0] * 1000)
+    assert tuning.tune("ssd", CPU, torch.bfloat16, 64, lambda run: next(times))["prepare"] == Config(0, 4, 1, 32)
+
+
+def test_every_case_has_all_gradients() -> None:
+    case = cases.case("ssd", 16, (0, 3))
+    assert {f"d {name}" for name in case.inputs} < case.call(torch.float32, CPU, "cpu").keys()
