@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from halftune.attention.contract import ENTRY_POINTS, LINEAR_ENTRY_POINTS, ROTAR
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import has_towers, inputs_for
-from halftune.doctor.subject import broken, build, last_line, prepare, read_config
+from halftune.doctor.subject import broken, build, last_line, prepare, read_config, written_in
 from halftune.model.packing_check import small_copy
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
@@ -107,6 +107,7 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
     found = findings(
         tracer.arrivals, mode=plan.attention.guard, scale=_scale(plan, tracer), objection=objection, training=TRAIN
     )
+    found = [replace(one, file=written_in(one.file, config.model)) for one in found]
     notes += _notes(model_config, plan, tracer)
     return Examination(
         model=plan.model,

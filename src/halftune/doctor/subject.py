@@ -116,7 +116,8 @@ def broken(error: BaseException, section: ModelSection, folder: Path | None) -> 
         remedy = "read it, then set model.trust_remote_code: true and model.revision to the commit that you read"
     elif isinstance(error, ImportError):
         remedy = "install what it imports, or mend the model's code"
-    where = last_line(error) or (str(folder) if folder else section.name_or_path)
+    file, colon, line = last_line(error).rpartition(":")
+    where = f"{written_in(file, section)}{colon}{line}" or (str(folder) if folder else section.name_or_path)
     return ModelError(f"the model cannot be built: {type(error).__name__}: {first}", where=where, remedy=remedy)
 
 
@@ -132,3 +133,11 @@ def last_line(error: BaseException) -> str:
             place = f"{file}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
+
+
+def written_in(file: str, section: ModelSection) -> str:
+    """Where the user finds a source file: transformers runs a checkpoint's code from a copy in its cache."""
+    own = Path(section.name_or_path) / Path(file).name
+    if "transformers_modules" in file and own.is_file() and own.read_bytes() == Path(file).read_bytes():
+        return str(own)
+    return file

@@ -7,6 +7,7 @@ contain "flash": transformers would look such a name up on the hub.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, flash_attention_mask, flex_attention_mask, sdpa_mask
 
+from halftune.attention.contract import ENTRY_POINTS, ROTARY_ENTRY_POINT
 from halftune.attention.varlen import Attention, attention_callable
 from halftune.core.errors import ModelError
 from halftune.plan import Plan
 from halftune.precision.guard import Guard
+from halftune.precision.patched import patch
 
 _MASKS: dict[str, Callable[..., Any]] = {
     "sdpa": sdpa_mask,
@@ -101,6 +104,20 @@ def current_guard() -> Guard:
     if not _current:
         raise ModelError("no attention is registered", remedy="load a model first")
     return _current[-1].guard
+
+
+def guard_imports_by_hand() -> list[str]:
+    """Puts the current guard before flash_attn's functions in every module that imported them by hand.
+
+    Only where something has imported the package: importing it costs seconds, and a model that never asked for it does
+    not call it.
+
+    Returns:
+        ``module.name`` of each place.
+    """
+    if "flash_attn" not in sys.modules:
+        return []
+    return patch(current_guard(), ENTRY_POINTS, (ROTARY_ENTRY_POINT,))
 
 
 def unregister_attention(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from halftune.precision.guard import Guard
-from halftune.precision.rebind import EntryPoint, rebind, rebound
+from halftune.precision.rebind import EntryPoint, installed, rebind, rebound
 
 _in_place: dict[Callable[..., Any], Callable[..., Any]] = {}  # what ``patch`` put there → what was there
 
@@ -52,20 +51,12 @@ def _guarded(
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for entry in functions if guard.mode != "off" else ():
-        if (function := _of(entry)) is not None:
+        if (function := installed(entry)) is not None:
             found[function] = _int32_boundaries(guard.attention(function, entry.operands))
     for entry in rotary if guard.mode != "off" else ():
-        if (function := _of(entry)) is not None:
+        if (function := installed(entry)) is not None:
             found[function] = guard.rotary(function)
     return found
-
-
-def _of(entry: EntryPoint) -> Callable[..., Any] | None:
-    """The function; None where the package, or the function in it, is not there."""
-    try:
-        return vars(importlib.import_module(entry.module)).get(entry.name)
-    except ImportError:
-        return None
 
 
 def _int32_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:

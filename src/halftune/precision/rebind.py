@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,14 @@ class EntryPoint(Protocol):
     def name(self) -> str: ...
     @property
     def operands(self) -> tuple[str, ...]: ...
+
+
+def installed(entry: EntryPoint) -> Callable[..., Any] | None:
+    """The function; None where its package, or the function in it, is not there."""
+    try:
+        return vars(importlib.import_module(entry.module)).get(entry.name)
+    except ImportError:
+        return None
 
 
 def rebind(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halftune.precision.dtypes import plain_name
 from halftune.precision.trace.steps import HALF, Step, first_promotion, shown
 from halftune.precision.trace.tracer import Arrival, Operand
 
@@ -162,4 +163,5 @@ def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
 
 
 def _starred(path: str) -> str:
-    return _INDEX.sub("*", path)
+    """A module's path in the model's own words, layer numbers as ``*``."""
+    return _INDEX.sub("*", plain_name(path))

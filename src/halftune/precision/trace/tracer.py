@@ -17,7 +17,7 @@ from torch import nn
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.plan import PrecisionPlan
-from halftune.precision.rebind import EntryPoint, rebound
+from halftune.precision.rebind import EntryPoint, installed, rebound
 from halftune.precision.trace import flash_sinks
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.recorder import Recorder
@@ -167,9 +167,9 @@ class Tracer:
     def _replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         for entries, target in ((self.functions, "attention"), (self.rotary, "rotary")):
             for entry in entries:
-                module = sys.modules.get(entry.module)
-                if module is not None and entry.name in vars(module):
-                    yield vars(module)[entry.name], self._sink(target, entry, vars(flash_sinks)[entry.name])
+                function = installed(entry)
+                if function is not None:
+                    yield function, self._sink(target, entry, vars(flash_sinks)[entry.name])
         for function, entry in _everywhere(self.linear):
             yield function, self._sink("linear attention", entry, function)
 

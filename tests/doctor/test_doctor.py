@@ -1,0 +1,270 @@
+"""``halftune doctor`` as its user runs it: clean models, foreign models, impossible wishes, broken code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma3TextConfig
+
+from halftune.cli import main
+
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+class StrangerConfig(PretrainedConfig):
+    model_type = "stranger"
+
+    def __init__(self, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=64, **rest):
+        self.hidden_size, self.num_hidden_layers = hidden_size, num_hidden_layers
+        self.num_attention_heads, self.vocab_size = num_attention_heads, vocab_size
+        super().__init__(**rest)
+"""
+MODELING = """
+import torch
+from flash_attn import flash_attn_func as attend
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_stranger import StrangerConfig
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        {q}
+        return self.o_proj(attend(q, k, v, causal=True).flatten(2))
+
+
+class StrangerForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = StrangerConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Attention(config) for _ in range(config.num_hidden_layers))
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids=None, use_cache=None, past_key_values=None, **rest):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return CausalLMOutputWithPast(logits=self.head(x))
+"""
+
+
+def recipe(folder: Path, model: str | dict[str, Any] = "builtin:qwen2-tiny", **sections: Any) -> str:
+    file = folder / "x.yaml"
+    content = {
+        "model": {"name_or_path": model} if isinstance(model, str) else model,
+        "precision": "bf16",
+        "adapter": {"type": "none"},
+        "data": {"train": "builtin:python-docs"},
+        "training": {"output_dir": str(folder / "run")},
+        **sections,
+    }
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", *arguments])
+    said = capsys.readouterr()
+    return int(left.value.code or 0), said.out, said.err
+
+
+def traced(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out, err = doctor(capsys, *arguments, "--json")
+    assert out, err
+    return code, json.loads(out)["trace"]
+
+
+def stranger(folder: Path, q: str = "q = nn.functional.layer_norm(q, q.shape[-1:])") -> Path:
+    folder.mkdir()
+    classes = {
+        "AutoConfig": "configuration_stranger.StrangerConfig",
+        "AutoModelForCausalLM": "modeling_stranger.StrangerForCausalLM",
+    }
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": "stranger", "auto_map": classes, **sizes}))
+    (folder / "configuration_stranger.py").write_text(CONFIGURATION)
+    (folder / "modeling_stranger.py").write_text(MODELING.replace("{q}", q))
+    return folder
+
+
+def code_of(folder: Path) -> dict[str, Any]:
+    return {"name_or_path": str(folder), "trust_remote_code": True, "tokenizer": "builtin:qwen2-tiny"}
+
+
+def test_without_a_recipe_it_looks_at_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = doctor(capsys)
+    assert code == 0
+    for name in ("python", "device", "torch", "flash-attn", "disk", "hub"):
+        assert f"\n {name} " in out
+    assert 'pip install "halftune[flash]"' in " ".join(out.split())
+    assert "Dtype trace" not in out
+
+
+GEMMA3 = Gemma3TextConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    vocab_size=64,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("model", ["qwen2-tiny", "llama-tiny", "qwen3_5-tiny", "gemma3"])
+def test_clean_models_raise_no_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, adapter: str
+) -> None:
+    name = f"builtin:{model}"
+    if model == "gemma3":
+        GEMMA3.save_pretrained(tmp_path / "gemma3")
+        name = str(tmp_path / "gemma3")
+    file = recipe(tmp_path, name, adapter={"type": adapter})
+    code, trace = traced(capsys, "--config", file, "--hardware", "a100")
+    assert code == 0
+    assert trace["contract_holds"]
+    assert [finding for finding in trace["findings"] if finding["breaks"]] == []
+    assert (trace["rules"], trace["tensors"], trace["compute"]) == ("CUDA", "without weights", "bf16")
+    layers = trace["calls"]["attention, train"] + trace["calls"].get("linear attention, train", 0)
+    assert layers == {"qwen2-tiny": 4, "llama-tiny": 4, "qwen3_5-tiny": 4, "gemma3": 3}[model]
+
+
+@pytest.mark.parametrize(
+    ("q", "op", "cause"),
+    [
+        ("q = nn.functional.layer_norm(q, q.shape[-1:])", "layer_norm(bf16)", "autocast's fp32 list"),
+        ("q = q * self.scale", "mul(bf16, fp32)", "type promotion, fp32 from parameter layers.0.scale"),
+        ("q = q.float()", "float(bf16)", "asked for"),
+        ("q = q / q.norm(dim=-1, keepdim=True)", "div(bf16, fp32)", "type promotion, fp32 from norm at"),
+    ],
+)
+def test_a_foreign_model_is_named_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], q: str, op: str, cause: str
+) -> None:
+    folder = stranger(tmp_path / "stranger", q)
+    file = recipe(tmp_path, model=code_of(folder))
+    code, trace = traced(capsys, "--config", file, "--hardware", "a100")
+    assert code == 1
+    (finding,) = [one for one in trace["findings"] if one["breaks"]]
+    lines = (folder / "modeling_stranger.py").read_text().splitlines()
+    (number,) = [at for at, line in enumerate(lines, 1) if line.strip() == q]
+    assert (finding["file"], finding["line"]) == (str(folder / "modeling_stranger.py"), number)
+    assert (finding["operand"], finding["op"], finding["becomes"]) == ("q", op, "fp32")
+    assert finding["cause"].startswith(cause)
+    assert finding["layers"] == {"train": 3, "chat": 3}
+    assert finding["passes"] == ["forward", "backward"]
+    assert finding["raw"] == "FlashAttention only support fp16 and bf16 data type"
+    assert finding["guard"] == "casts q to bf16"
+    tokens = 2048 * 8  # data.max_length × rows, if the defaults stay
+    assert finding["bytes_per_step"] % (3 * 32 * (2 + 4)) == 0
+    assert finding["bytes_per_step"] > 0, tokens
+
+
+def test_the_page_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe(tmp_path, model=code_of(stranger(tmp_path / "stranger")))
+    code, out, _ = doctor(capsys, "--config", file, "--hardware", "a100")
+    said = " ".join(out.split())
+    assert code == 1
+    assert "q arrives in fp32 at attention of layers.*: 3 layers in train, 3 layers in chat" in said
+    assert "layer_norm(bf16) → fp32 at" in said
+    assert "unguarded: 'FlashAttention only support fp16 and bf16 data type'" in said
+    assert "The contract breaks in 1 place; attention.guard: cast mends it for" in said
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_the_cpus_own_rules_hide_it_and_numbers_show_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = recipe(tmp_path, model=code_of(stranger(tmp_path / "stranger")))
+    code, trace = traced(capsys, "--config", file, "--hardware", "cpu")
+    assert (code, trace["rules"], trace["contract_holds"]) == (0, "CPU", True)
+
+
+def test_real_tensors_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, trace = traced(capsys, "--config", recipe(tmp_path), "--hardware", "a100", "--real")
+    assert (code, trace["tensors"], trace["contract_holds"]) == (0, "a small copy with numbers", True)
+
+
+def test_a_model_that_looks_at_values_is_traced_on_a_small_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stranger(tmp_path / "stranger", "q = q.float() if q.sum().item() != 0.5 else q")
+    code, trace = traced(capsys, "--config", recipe(tmp_path, model=code_of(folder)), "--hardware", "a100")
+    assert (code, trace["tensors"]) == (1, "a small copy with numbers")
+    (note,) = [note for note in trace["notes"] if "looks at values" in note]
+    assert "modeling_stranger.py:21" in note
+    (finding,) = [one for one in trace["findings"] if one["breaks"]]
+    assert finding["line"] == 21
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (("modeling_stranger.py", "class Attention", "class Attention("), "SyntaxError"),
+        (("modeling_stranger.py", "import torch\n", "import torch\nimport no_such_package\n"), "no_such_package"),
+        (
+            ("modeling_stranger.py", "super().__init__(config)\n", "super().__init__(config)\n        1 / 0\n"),
+            "division",
+        ),
+        (("modeling_stranger.py", "x = x + layer(x)", "x = x + layer(x)[:, :1, :5]"), "size of tensor"),
+    ],
+)
+def test_broken_code_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: tuple, says: str) -> None:
+    folder = stranger(tmp_path / "stranger", "q = q * 1")
+    name, old, new = damage
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+    code, _, err = doctor(capsys, "--config", recipe(tmp_path, model=code_of(folder)), "--hardware", "a100")
+    assert code == 3
+    assert says in err
+    assert "stranger" in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = doctor(capsys, "--config", recipe(tmp_path, attention={"backend": "sdpaa"}))
+    assert code == 2
+    assert "did you mean sdpa?" in err
+
+
+def test_fa2_where_it_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe(tmp_path, attention={"backend": "fa2"}, precision="fp16")
+    code, _, err = doctor(capsys, "--config", file, "--hardware", "t4")
+    assert code == 2
+    assert "Tesla T4 has 7.5" in err
+    assert err.count("attention: ") >= 3, "what was asked, and ways out"
+    assert "or a device that can" in err
+
+
+def test_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mamba"
+    folder.mkdir()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4, "intermediate_size": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", **sizes}))
+    code, trace = traced(capsys, "--config", recipe(tmp_path, str(folder)), "--hardware", "a100")
+    assert code == 0
+    assert trace["calls"] == {}
+    assert any("no call was seen" in note for note in trace["notes"])
