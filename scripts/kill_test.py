@@ -277,6 +277,7 @@ def main() -> None:
         if killed >= options.kills:
             break
         if case.name not in whole:
+            shutil.rmtree(room / f"{case.name}-whole", ignore_errors=True)
             loaded, plan = recipe(case, room, room / f"{case.name}-whole")
             started = time.monotonic()
             child = sitting(loaded, plan, room / f"{case.name}-whole.log", lambda: None)

@@ -65,10 +65,11 @@ def soak(folder: Path, seconds: float, every: float) -> list[float]:
 
     tree = {
         "model": {"name_or_path": "builtin:qwen2-tiny"},
-        "data": {"train": "builtin:python-docs", "max_length": 256},
+        "data": {"train": "builtin:python-docs", "max_length": 64},
         "training": {
             "output_dir": str(folder),
             "num_train_epochs": 100_000,
+            "per_device_train_batch_size": 1,
             "save_steps": 10**9,  # the clock decides, below
             "logging_steps": 5,
         },
