@@ -200,8 +200,8 @@ def facts_from_config(
     parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
     if headers and not quantization and not isinstance(nested, dict):
         parameters, exact = count_parameters(headers, tied=sizes.tied), True
-    window = _window(text)
-    experts = _first(text, EXPERTS, 0)
+    window = _window(text, where or name)
+    experts = _number(text, EXPERTS, where or name) or 0
     return ModelFacts(
         name_or_path=name,
         model_type=str(raw.get("model_type")),
@@ -218,13 +218,13 @@ def facts_from_config(
         num_parameters_exact=exact,
         linear_layers=_count_linear(model_type, text, sizes.layers),
         sliding_window=window,
-        softcap=text.get("attn_logit_softcapping"),
+        softcap=_number(text, ("attn_logit_softcapping",), where or name),
         sinks=model_type in SINKS,
         attention_dropout=float(_first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)),
         num_experts=experts,
-        num_experts_per_token=_first(text, PER_TOKEN, 0) if experts else 0,
+        num_experts_per_token=(_number(text, PER_TOKEN, where or name) or 0) if experts else 0,
         quantization=quantization,
-        max_position_embeddings=_first(text, ("max_position_embeddings", "n_positions"), None),
+        max_position_embeddings=_number(text, ("max_position_embeddings", "n_positions"), where or name),
         window_layers=_window_layers(text, sizes.layers) if window else 0,
         tensors=tensors,
         raw=raw,
@@ -331,12 +331,20 @@ def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: i
     return value
 
 
+def _number(text: dict[str, Any], keys: tuple[str, ...], where: str) -> Any:
+    """A number that may be absent."""
+    value = _first(text, keys, None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ModelError(f"config.json: {keys[0]} is {value!r}, not a number", where=where, remedy="fetch it again")
+    return value
+
+
 def _dtype(text: dict[str, Any]) -> str | None:
     return FORMATS.get(str(_first(text, ("dtype", "torch_dtype"), "")).removeprefix("torch."))
 
 
-def _window(text: dict[str, Any]) -> int | None:
-    return text.get("sliding_window") or None if text.get("use_sliding_window", True) else None
+def _window(text: dict[str, Any], where: str) -> int | None:
+    return _number(text, ("sliding_window",), where) or None if text.get("use_sliding_window", True) else None
 
 
 def _window_layers(text: dict[str, Any], layers: int) -> int:

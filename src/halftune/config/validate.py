@@ -91,8 +91,8 @@ def _say(tree: Tree, path: Path, details: ErrorDetails) -> HalftuneError:
         return _tag(tree, path, shape, value)
     if kind == "too_short":
         return tree.problem(path, "is empty", "give at least one entry")
-    if shape is None or (kind in ("value_error", "assertion_error") and shape.sections):
-        return tree.problem(path, details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "))
+    if shape is None:
+        return tree.problem(path, details["msg"])
     what, remedy = _mismatch(value, shape, details["msg"])
     return tree.problem(path, what, remedy)
 
