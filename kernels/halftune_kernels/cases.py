@@ -135,9 +135,27 @@ def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torc
     return make
 
 
+def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
+    shape = (1, bounds[-1], 2, size)
+    unit = F.normalize(_normal(generator, *shape), dim=-1)
+    inputs = {
+        "r": _normal(generator, *shape),
+        "w": -0.6065 * torch.sigmoid(_normal(generator, *shape)),
+        "k": _normal(generator, *shape) * size**-0.5,
+        "v": _normal(generator, *shape),
+        "a": -unit,
+        "b": unit * torch.sigmoid(_normal(generator, *shape)),
+        "initial_state": _normal(generator, len(bounds) - 1, 2, size, size),
+    }
+    options = _packed(bounds, output_final_state=True)
+    return Case("rwkv7", "halftune_kernels.rwkv7:rwkv7", inputs, ("w", "initial_state"), options)
+
+
 _MAKERS: dict[str, Callable[[int, tuple[int, ...], torch.Generator], Case]] = {
     "causal_conv1d": _conv,
     "gated_rms_norm": _norm,
     "ssd": _ssd,
     "gated_delta_rule": _delta("gated_delta_rule", "halftune_kernels.gated_delta_rule:gated_delta_rule"),
+    "kda": _delta("kda", "halftune_kernels.kda:kda"),
+    "rwkv7": _rwkv7,
 }

@@ -159,6 +159,8 @@ class _GatedDeltaRule:
         d_beta = (d_right * missing).sum(-1) + gated.sum(-1)
         d_lower.mul_(made.beta)
         d_pairs = torch.addcmul(gated.mul_(made.beta), d_weights, made.products[:, :, :size])
+        # a row with itself does not decay; left in, it would cancel only up to rounding, and drown a small gradient
+        d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
         d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
         d_weights, d_lower = d_weights.sum(1), d_lower.sum(1)
 

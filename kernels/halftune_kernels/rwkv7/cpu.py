@@ -116,6 +116,10 @@ class _GeneralisedDelta:
 
         both = torch.cat((d_out, d_right), 1)
         gradient = torch.bmm(both, values.transpose(1, 2)).view(-1, 2, size, 2, size)
+        # a reads its neighbour's row undecayed: kept apart, or it would cancel in the decay's gradient only up to rounding
+        neighbour = gradient[:, 1].diagonal(offset=-1, dim1=1, dim2=3)
+        near = neighbour.clone()[..., None]  # [U, 2, C - 1, 1]
+        neighbour.zero_()
         d_rows, d_columns = made.decay.products_backward(gradient, made.rows, made.columns)
         d_columns.add_(d_writing.view_as(d_columns) * made.decay.falling)
         d_entering = None
@@ -132,6 +136,8 @@ class _GeneralisedDelta:
         own = gradient[:, 0].diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]  # [U, C, 2, 1]
         d_rows[:, 0] += (own * made.columns.transpose(1, 2)).sum(2)
         d_columns += own.transpose(1, 2) * made.rows[:, :1]
+        d_rows[:, 1, 1:] += (near * made.columns[:, :, :-1]).sum(1)
+        d_columns[:, :, :-1] += near * made.rows[:, 1:, 1:]
         d_r, d_a = d_rows.unbind(1)
         d_k, d_b_rows = d_columns.unbind(1)
         return (d_r * self.scale, d_w, d_k, d_v, d_a, d_b_rows), d_entering

@@ -72,14 +72,21 @@ def _read(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torc
     v_nGCRV = _rows(v, step, groups, dtype)
     if w is not None:
         v_nGCRV = v_nGCRV * _rows(w, step, groups, dtype)[..., None]
-    b_nGCR = _rows(g, step, groups, dtype).cumsum(2)
+    # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
+    b_nGCR = _rows(g, step, groups, dtype).double().cumsum(2)
     rows = b_nGCR.shape[2]
     b_nGRC = b_nGCR.transpose(2, 3)
     above = torch.ones(rows, rows, dtype=torch.bool, device=g.device).triu(1)
-    d_nGRCC = (b_nGRC[..., :, None] - b_nGRC[..., None, :]).masked_fill_(above, -torch.inf).exp_()
+    d_nGRCC = (b_nGRC[..., :, None] - b_nGRC[..., None, :]).to(dtype).masked_fill_(above, -torch.inf).exp_()
     last = b_nGCR[:, :, -1:]
     return _Chunk(
-        q_nGCK, k_nGCK, v_nGCRV, b_nGCR.exp(), (last - b_nGCR).exp(), d_nGRCC, q_nGCK @ k_nGCK.transpose(2, 3)
+        q_nGCK,
+        k_nGCK,
+        v_nGCRV,
+        b_nGCR.exp().to(dtype),
+        (last - b_nGCR).exp().to(dtype),
+        d_nGRCC,
+        q_nGCK @ k_nGCK.transpose(2, 3),
     )
 
 
@@ -179,6 +186,7 @@ def _chunk_backward(
     into_nGCR = (kds_nGCRV * vl_nGCX.view_as(kds_nGCRV)).sum(-1)
     db_nGCR = (qs_nGCX * doe_nGCX).view_as(do_nGCRV).sum(-1) - into_nGCR
     dp_nGRCC.mul_(chunk.a_nGCC[:, :, None])
+    dp_nGRCC.diagonal(dim1=-2, dim2=-1).zero_()  # a row with itself does not decay: it would cancel up to rounding
     db_nGCR += (dp_nGRCC.sum(-1) - dp_nGRCC.sum(-2)).transpose(2, 3)
     decay = chunk.decay_nG1R1
     db_nGCR[:, :, -1] += (s_nGKRV * ds_nGKRV * decay).sum((2, 4)) + into_nGCR.sum(2)
