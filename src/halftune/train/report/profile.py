@@ -44,7 +44,8 @@ def _sentence(found: dict[str, Any]) -> list[Content]:
     words = (
         f"Steps {found['first_step']} to {found['last_step']}, {duration(found['step_seconds'])} each{beside}, "
         f"{duration(found['data_wait_seconds'])} of it between the end of a step and the next forward: waiting for "
-        f"data. Times are each operator's own by the clock, without those it calls. Peak memory {size(found['memory_bytes'])}. "
+        "data. Times are each operator's own by the clock, without those it calls. "
+        f"Peak memory {size(found['memory_bytes'])}. "
     )
     return [words, "The whole trace: ", element("code", found["trace"]), ", for chrome://tracing or ui.perfetto.dev."]
 
