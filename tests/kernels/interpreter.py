@@ -66,6 +66,7 @@ def mend() -> None:
     if not _mended:
         _mend_casts()
         _mend_arithmetic()
+        _mend_products()
         _mend_reductions()
         _mended = True
         _assert_mended()
@@ -153,6 +154,13 @@ def _mend_arithmetic() -> None:
 
         return ternary_op
 
+    for name, make in (("binary_op", binary), ("unary_op", unary), ("ternary_op", ternary)):
+        _replace(builder, name, make)
+
+
+def _mend_products() -> None:
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
     def fma(original: Callable[..., Any]) -> Callable[..., Any]:
         def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
             if not _is_bf16(z):
@@ -168,10 +176,8 @@ def _mend_arithmetic() -> None:
 
         return create_dot
 
-    for name, make in (
-        ("binary_op", binary), ("unary_op", unary), ("ternary_op", ternary), ("create_fma", fma), ("create_dot", dot),
-    ):  # fmt: skip
-        _replace(builder, name, make)
+    _replace(builder, "create_fma", fma)
+    _replace(builder, "create_dot", dot)
 
 
 def _mend_reductions() -> None:

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head as one autograd function: logits, loss and gradient of a few rows at a time.
 
-Shapes: N rows, n rows of a chunk, H hidden size, V vocabulary. The gradients are computed in the forward pass, while the
-logits of a chunk are at hand; the backward pass only scales them. Runs on every device.
+Shapes: N rows, H hidden size, V vocabulary. The gradients are computed in the forward pass, while the logits of a chunk
+are at hand; the backward pass only scales them. Runs on every device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def linear_cross_entropy_sum(
         weight: ``[V, H]``; gets a gradient where it wants one.
         targets: ``[N]`` int64, -100 for none.
         bias: ``[V]`` or None, likewise.
-        scale: what the backward pass will multiply the result with, as far as known: half formats are then rounded once,
-            as the separate operations would round them. Any other factor is right, too.
+        scale: what the backward pass will multiply the result with, as far as known: half formats are then rounded
+            once, as the separate operations would round them. Any other factor is right, too.
 
     Returns:
         A scalar, fp32 or fp64.

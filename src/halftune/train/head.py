@@ -55,7 +55,7 @@ def hidden_instead_of_logits(head: nn.Linear) -> Iterator[None]:
 
 
 def head_loss_sum(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
-    """Sum of the cross-entropy of a head's logits over the rows that have a target; see ``linear_cross_entropy_sum``."""
+    """Sum of the cross-entropy of a head over the rows that have a target; see ``linear_cross_entropy_sum``."""
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_cross_entropy_sum(hidden, head.weight, targets, head.bias, scale=scale)
 

@@ -1,0 +1,173 @@
+"""Fused layers train as the model's own code does, family by family, and leave alone what they do not know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_model import because, plan
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halftune.model.fused import FusedLayers, fuse
+from halftune.model.packing_check import packed_row
+from halftune.model.patch import registered_attention
+from halftune.train.losses import forward_loss_sum
+
+LENGTHS = (70, 9, 130)
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+# family → config changes, and the numbers of layers: norms, feed-forward, adapted linear
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "llama": ({}, (5, 2, 8)),
+    "qwen2": ({}, (5, 2, 8)),
+    "qwen3": ({}, (9, 2, 8)),
+    "mistral": ({"sliding_window": 16}, (5, 2, 8)),
+    "gemma3_text": (SLIDING, (13, 0, 14)),  # its activation is gelu
+    "phi3": ({"sliding_window": 16}, (5, 2, 4)),
+    "gpt_oss": ({**SLIDING, **EXPERTS}, (5, 0, 8)),
+    "qwen3_moe": (EXPERTS, (9, 0, 8)),
+}
+KINDS = ("norms", "feed-forward layers", "adapted linear layers")
+
+
+@pytest.fixture
+def attention(request: pytest.FixtureRequest) -> Iterator[str]:
+    made = plan()
+    if request.node.name.endswith("[gpt_oss]"):  # sinks, which sdpa lacks
+        made = replace(made, attention=replace(made.attention, softmax=because("eager")))
+    with registered_attention(replace(made, batch=replace(made.batch, packing=because(True)))) as name:
+        yield name
+
+
+def adapted(kind: str, changes: dict[str, Any], attention: str, **lora: Any) -> Any:
+    """A tiny model with an adapter that has an effect and norms that are not all ones."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        kind, **{**sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128, "pad_token_id": 0, **changes}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **lora}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+
+
+def batch() -> dict[str, Any]:
+    ids = torch.randint(3, 128, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, ::3] = -100
+    return {**packed_row(ids, LENGTHS), "labels": labels}
+
+
+def trained(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a packed row."""
+    model.zero_grad()
+    loss, _ = forward_loss_sum(model, batch())
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: tuple[float, dict[str, torch.Tensor]], own: tuple[float, dict[str, torch.Tensor]]) -> None:
+    assert found[0] == pytest.approx(own[0], rel=1e-5)
+    assert found[1].keys() == own[1].keys()
+    for name, gradient in own[1].items():
+        assert (found[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def counts(done: FusedLayers) -> tuple[int, ...]:
+    return tuple(done.fused[kind] for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_trains_the_same(kind: str, attention: str) -> None:
+    changes, expected = FAMILIES[kind]
+    model = adapted(kind, changes, attention)
+    names, own = list(model.state_dict()), copy.deepcopy(trained(model))
+    done = fuse(model)
+    assert counts(done) == expected, str(done)
+    assert list(model.state_dict()) == names
+    assert_same(trained(model), own)
+    done.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_bf16_under_autocast_is_as_near_to_fp64_as_the_own_code(attention: str) -> None:
+    model = adapted("qwen2", {}, attention)
+    _, exact = copy.deepcopy(trained(copy.deepcopy(model).double()))
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+    def error() -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, gradients = trained(model)
+        assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+        squares = [((gradients[name] - exact[name]).norm() / exact[name].norm()) ** 2 for name in exact]
+        return float(torch.stack(squares).mean().sqrt())
+
+    own = error()
+    fuse(model)
+    assert error() <= 1.1 * own < 0.1
+
+
+def test_gradient_checkpointing_changes_nothing(attention: str) -> None:
+    model = adapted("qwen2", {}, attention)
+    fuse(model)
+    own = copy.deepcopy(trained(model))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(trained(model), own)
+
+
+UNUSUAL = [{"use_dora": True}, {"lora_dropout": 0.5}, {"lora_bias": True, "bias": "none"}]
+
+
+@pytest.mark.parametrize("lora", UNUSUAL, ids=str)
+def test_unusual_adapters_keep_their_own_code(lora: dict[str, Any], attention: str) -> None:
+    model = adapted("qwen2", {}, attention, **lora)
+    torch.manual_seed(3)
+    own = copy.deepcopy(trained(model))
+    done = fuse(model)
+    assert counts(done) == (5, 0, 0)
+    assert done.left["adapted linear layers with unusual parts"] == 14
+    torch.manual_seed(3)
+    assert_same(trained(model), own)
+
+
+def test_what_becomes_unusual_later_runs_by_its_own_code(attention: str) -> None:
+    model = adapted("qwen2", {}, attention)
+    fuse(model)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(forward_loss_sum(model, batch())[0])
+
+    whole = loss()
+    with model.disable_adapter():
+        base = loss()
+    assert abs(base - whole) > 1e-3 * whole
+    model.merge_adapter()
+    assert loss() == pytest.approx(whole, rel=1e-5)
+    model.unmerge_adapter()
+    seen: list[nn.Module] = []
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    layer.register_forward_hook(lambda module, _inputs, _output: seen.append(module))
+    assert loss() == pytest.approx(whole, rel=1e-5)
+    assert seen == [layer]
+    assert type(model.merge_and_unload()).__name__ == "Qwen2ForCausalLM"
+
+
+def test_trained_base_weights_keep_their_own_code(attention: str) -> None:
+    model = adapted("qwen2", {}, attention).merge_and_unload().requires_grad_(True)
+    own = copy.deepcopy(trained(model))
+    done = fuse(model)
+    assert counts(done) == (5, 0, 0)
+    assert_same(trained(model), own)
