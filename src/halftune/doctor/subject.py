@@ -117,14 +117,24 @@ def broken(error: BaseException, section: ModelSection, folder: Path | None) -> 
     elif isinstance(error, ImportError):
         remedy = "install what it imports, or mend the model's code"
     file, colon, line = last_line(error).rpartition(":")
+    if isinstance(error, SyntaxError):
+        file, colon, line = _unreadable(Path(section.name_or_path)) or file, ":", str(error.lineno)
     where = f"{written_in(file, section)}{colon}{line}" or (str(folder) if folder else section.name_or_path)
     return ModelError(f"the model cannot be built: {type(error).__name__}: {first}", where=where, remedy=remedy)
 
 
+def _unreadable(folder: Path) -> str:
+    """The first Python file of a folder that is none; transformers parses them without a name."""
+    for path in sorted(folder.glob("*.py")):
+        try:
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            return str(path)
+    return ""
+
+
 def last_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the model's own source; a syntax error's own place."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
+    """``file:line`` of the innermost frame in the model's own source."""
     place, traceback = "", error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
