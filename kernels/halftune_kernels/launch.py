@@ -85,6 +85,11 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How products of ``dtype`` are formed: fp32 as three tf32 products, which keeps about 22 bits of 24."""
     return "tf32x3" if dtype == torch.float32 else "ieee"

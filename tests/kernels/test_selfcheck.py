@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("operator", ["causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule"])
 def test_the_cpu_path_passes(operator: str) -> None:
-    verdict = selfcheck.check(operator, CPU, "cpu", (64,))
+    verdict = selfcheck.check(operator, CPU, "cpu", (16,))
     assert verdict.passed, verdict.detail
     assert "bound" in verdict.detail
 
@@ -30,9 +30,9 @@ def test_a_wrong_gradient_with_a_right_output_is_found(monkeypatch: pytest.Monke
         return grads | {"k": grads["k"] * 1.02}, entering
 
     monkeypatch.setattr(cpu, "_chunk_backward", wrong)
-    verdict = selfcheck.check("ssd", CPU, "cpu", (64,))
+    verdict = selfcheck.check("ssd", CPU, "cpu", (16,))
     assert not verdict.passed
-    assert verdict.detail.startswith("d k float32, head size 64: error 2.0e-02")
+    assert verdict.detail.startswith("d k float32, head size 16: error 2.0e-02")
 
 
 def test_numbers_that_are_not_finite_fail() -> None:

@@ -57,13 +57,13 @@ def test_causal_conv1d_without_extras() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("size", [pytest.param(32, marks=pytest.mark.slow), 48])
 def test_gated_delta_rule(dtype: torch.dtype, size: int) -> None:
     check(case("gated_delta_rule", size, (0, 1, 65, 65, 100), seed=size), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("size", [pytest.param(32, marks=pytest.mark.slow), 48])
 def test_simple_decay(dtype: torch.dtype, size: int) -> None:
     check(case("ssd", size, (0, 1, 65, 65, 100), seed=size), dtype)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.launch import Config, power_of_two, start
+from halftune_kernels.launch import Config, ceil_div, power_of_two, start
 from halftune_kernels.segments import Segments, chunk_table
 
 ROWS = 16  # of a tile: 16 x 64 elements over 4 warps, so that no register spills
@@ -145,7 +145,7 @@ class _CausalConv(torch.autograd.Function):
         channels, width = weight.shape
         how = {"D": channels, "W": width, "R": ROWS, "TILES": TILES}
         how["BD"] = min(_CONFIG.width, power_of_two(channels))
-        grid = (len(table), triton.cdiv(channels, how["BD"]))
+        grid = (len(table), ceil_div(channels, how["BD"]))
         y = torch.empty_like(x)
         start(conv_forward, grid, _CONFIG, x, weight, bias, states, y, table, SILU=silu, **how)
         ctx.save_for_backward(x, weight, bias, states)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.gated_delta_rule import kernels
-from halftune_kernels.launch import Config, Rows, dot_precision, power_of_two, start
+from halftune_kernels.launch import Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.segments import Segments, chunk_table, segment_table
 from halftune_kernels.tuning import configuration
 
@@ -73,7 +72,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         final = q.new_empty(segments.count, heads, size, width, dtype=torch.float32) if want_final else None
         o = torch.empty_like(v)
         cut = configuration(CONFIGS, "gated_delta_rule", "scan_forward", q, how["BK"])
-        grid = (triton.cdiv(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width), heads, segments.count)
         given = (q, k, v, b, beta, t, p, rq, rk, o, new, states, initial, final, table, scale)
         start(kernels.scan_forward, grid, cut, *given, V=width, BV=cut.width, **how)
         if keep:
@@ -94,7 +93,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         dv, dx, dstates = torch.empty_like(v), torch.empty_like(v), torch.empty_like(states)
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
         cut = configuration(CONFIGS, "gated_delta_rule", "scan_backward", q, how["BK"])
-        grid = (triton.cdiv(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width), heads, segments.count)
         given = (q, k, b, beta, t, p, rq, rk, do, dv, dx, dstates, dfinal, dinitial, table, scale)
         start(kernels.scan_backward, grid, cut, *given, V=width, BV=cut.width, **how)
 
@@ -109,9 +108,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         rows, tall = q.shape[0] * q.shape[1], max(1, 2048 // how["BK"])
         kept = {name: how[name] for name in ("H", "HV", "K", "BK")} | {"NORM": rq is not None}
-        grid = (triton.cdiv(rows, tall), how["H"], 2)
+        grid = (ceil_div(rows, tall), how["H"], 2)
         start(kernels.reduce_heads, grid, _REDUCE, q, k, dqs, dks, dq, dk, rows, M=tall, **kept)
-        dinitial = None if dinitial is None else dinitial.to(initial.dtype)
+        if dinitial is not None and initial is not None:
+            dinitial = dinitial.to(initial.dtype)
         return dq, dk, dv, dg, dbeta, dinitial, None, None, None, None
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.launch import Config, power_of_two, start
+from halftune_kernels.launch import Config, ceil_div, power_of_two, start
 
 _PROGRAMS = 512  # backward programs: each sums its rows' gradient of the weight, so this many partial sums are added
 _TILE = 2048  # elements of a program's tile
@@ -119,7 +119,7 @@ class _GatedNorm(torch.autograd.Function):
         rows, channels = x.shape
         y = torch.empty_like(x)
         padded, tall, config = _cut(group_size)
-        grid = (triton.cdiv(rows, tall), channels // group_size)
+        grid = (ceil_div(rows, tall), channels // group_size)
         how = {"D": channels, "SIZE": group_size, "S": padded, "M": tall, "SIGMOID": sigmoid, "FIRST": norm_before_gate}
         start(norm_forward, grid, config, x, weight, gate, y, rows, eps, **how)
         ctx.save_for_backward(x, weight, gate)
@@ -132,9 +132,9 @@ class _GatedNorm(torch.autograd.Function):
         x, weight, gate = ctx.saved_tensors
         how, rows = ctx.how, len(x)
         _, tall, config = _cut(how["SIZE"])
-        count = triton.cdiv(rows, tall)
-        tiles = triton.cdiv(count, _PROGRAMS)
-        programs = triton.cdiv(count, tiles) if count else 0
+        count = ceil_div(rows, tall)
+        tiles = ceil_div(count, _PROGRAMS)
+        programs = ceil_div(count, tiles) if count else 0
         dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
         partial = x.new_empty(programs, how["D"], dtype=torch.float32)
         grid = (programs, how["D"] // how["SIZE"])

@@ -6,12 +6,14 @@ import torch
 
 from halftune_kernels.arguments import ArgumentError, Shapes, check_heads, check_same_device, check_same_dtype
 from halftune_kernels.dispatch import module
+from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import find_segments
 from halftune_kernels.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 
 __all__ = ["mamba2_chunk_scan", "mamba2_selective_state_update", "simple_decay", "simple_decay_step"]
 
 
+@without_autocast
 def simple_decay(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -67,6 +69,7 @@ def simple_decay(
     return o, state if output_final_state else None
 
 
+@without_autocast
 def simple_decay_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,6 +110,5 @@ def simple_decay_step(
     q_BHK, k_BHK = (x.to(wide).repeat_interleave(repeat, dim=1) for x in (q, k))
     v_BHV = v.to(wide) if w is None else v.to(wide) * w.to(wide)[..., None]
     state.mul_(g.to(wide).exp()[..., None, None]).add_(k_BHK[..., None] * v_BHV[..., None, :])
-    if scale is None:
-        scale = shapes["K"] ** -0.5
-    return (scale * (q_BHK[..., None, :] @ state).squeeze(-2)).to(v.dtype)
+    o = (q_BHK[..., None, :] @ state).squeeze(-2) * (shapes["K"] ** -0.5 if scale is None else scale)
+    return o.to(v.dtype)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.launch import Config, Rows, dot_precision, power_of_two, start
+from halftune_kernels.launch import Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.segments import Segments, chunk_table, segment_table
 from halftune_kernels.ssd import kernels
 from halftune_kernels.tuning import configuration
@@ -63,7 +62,7 @@ class _SimpleDecay(torch.autograd.Function):
         final = q.new_empty(segments.count, heads, size, width, dtype=torch.float32)
         o = torch.empty_like(v)
         cut = configuration(CONFIGS, "ssd", "scan_forward", q, how["BK"])
-        grid = (triton.cdiv(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width), heads, segments.count)
         given = (q, k, v, w, b, p, o, states, initial, final, table, scale)
         start(kernels.scan_forward, grid, cut, *given, V=width, BV=cut.width, **how)
         if keep:
@@ -82,7 +81,7 @@ class _SimpleDecay(torch.autograd.Function):
         dfinal = None if dfinal is None else dfinal.contiguous()
         chunks, table = chunk_table(segments, CHUNK, q.device), segment_table(segments, CHUNK, q.device)
         cut = configuration(CONFIGS, "ssd", "scan_backward", q, how["BK"])
-        tiles_v, rows = triton.cdiv(width, cut.width), q.shape[0] * q.shape[1]
+        tiles_v, rows = ceil_div(width, cut.width), q.shape[0] * q.shape[1]
         dv, dstates = torch.empty_like(v), torch.empty_like(states)
         dws = None if w is None else q.new_empty(tiles_v, *w.shape, dtype=torch.float32)
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
@@ -99,5 +98,6 @@ class _SimpleDecay(torch.autograd.Function):
         start(kernels.chunk_backward, (len(chunks), heads), cut, *given, V=width, **tiles, **how)
         dq, dk = (x.unflatten(2, (how["G"], -1)).float().sum(3).to(q.dtype) for x in (dqs, dks))
         dw = None if w is None or dws is None else dws.sum(0).to(w.dtype)
-        dinitial = None if dinitial is None else dinitial.to(initial.dtype)
+        if dinitial is not None and initial is not None:
+            dinitial = dinitial.to(initial.dtype)
         return dq, dk, dv, dg, dw, dinitial, None, None
