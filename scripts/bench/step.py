@@ -4,9 +4,8 @@
   python scripts/bench/step.py qwen2-tiny fp32     the cases that contain all of these words
 
 One thread. The variants take turns on the same packed batches in one process (one process a case), so that what else
-the machine does falls on all of them; medians of non-padding tokens per CPU-second. Only the first row has no turns: what
-the allocator is told cannot be taken back. LoRA of rank 8 on all linear layers, the builtin questions and answers packed
-to rows of 512 tokens, eight rows a batch.
+the machine does falls on all of them; medians of non-padding tokens per CPU-second. Only the first row has no turns:
+what the allocator is told cannot be taken back. LoRA of rank 8 on all linear layers, eight rows of 512 tokens a batch.
 """
 
 from __future__ import annotations

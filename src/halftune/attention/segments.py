@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from halftune.core.errors import ModelError
 from halftune_kernels.causal_segments import causal_segments
 
-# Samples up to this long run by our blocks on a CPU: torch's kernel computes the whole square where a sample is shorter
-# than its block of keys, and is as fast as ours above (scripts/bench/step.py).
-_LONGEST_IN_BLOCKS = 1024
+# Rows whose samples are between these lengths run by our blocks on a CPU: torch's kernel computes the whole square
+# where a sample is shorter than its block of keys, and is as fast as ours above; for short samples the calls cost more.
+_MEAN_IN_BLOCKS, _LONGEST_IN_BLOCKS = 256, 1024
 # Queries per call where a window cuts a long sample; smaller blocks cost more in calls than they save.
 _SMALLEST_BLOCK = 128
 
@@ -123,7 +123,10 @@ def _runs_in_blocks(
     query: torch.Tensor, lengths: list[int], dropout: float, *, is_causal: bool, windowed: bool
 ) -> bool:
     plain = is_causal and not windowed and dropout == 0.0
-    return plain and query.device.type == "cpu" and max(lengths) <= _LONGEST_IN_BLOCKS
+    if not plain or query.device.type != "cpu" or max(lengths) > _LONGEST_IN_BLOCKS:
+        return False
+    mean_of_tokens = sum(length * length for length in lengths) / sum(lengths)
+    return mean_of_tokens >= _MEAN_IN_BLOCKS
 
 
 def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, settings: dict[str, Any]) -> torch.Tensor:
