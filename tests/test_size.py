@@ -23,8 +23,8 @@ def test_file(path: Path) -> None:
     assert text.count("\n") <= MAX_FILE, f"{text.count(chr(10))} lines: split it"
     tree = ast.parse(text)
     assert ast.get_docstring(tree), "a module says in one sentence what it is for"
-    if "kernels" in path.parts and path.name == "triton.py":
-        return  # kernels may be long
+    if "kernels" in path.parts and path.name in ("triton.py", "kernels.py"):
+        return  # Triton kernels may be long
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
