@@ -9,17 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_model import checkpoint
+from tiny_model import checkpoint, finished_run
 
-from halftune.config.model_facts import read_model_facts
+from halftune.config.builtin_models import VOCAB_SIZE
+from halftune.config.model_facts import facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
+from halftune.core.errors import PlanError
+from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
+from halftune.infer.session import open_session
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.finished import open_run
 from halftune.model.load import load_model
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
-from halftune.precision.dtypes import autocast
+from halftune.precision.dtypes import CONFIG_NAMES, autocast
 from halftune.precision.report import check_dtypes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -124,3 +129,56 @@ def forward_dtypes(model: torch.nn.Module, plan: Plan) -> set[torch.dtype]:
     for hook in hooks:
         hook.remove()
     return seen
+
+
+FACTS = {
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "intermediate_size": 512,
+}
+CELLS = list(itertools.product(DTYPES, ("auto", "bf16", "fp16", "fp32"), ("none", "lora")))
+
+
+@pytest.mark.parametrize(("own", "precision", "adapter"), CELLS)
+@pytest.mark.parametrize("machine", ["a100", "t4", "cpu"])
+def test_every_cell_is_right_or_refused_before_load(
+    tmp_path: Path, own: str, precision: str, adapter: str, machine: str
+) -> None:
+    """What train, evaluate, chat and export compute in, and what they save, is one plan: never another dtype."""
+    facts = facts_from_config({**FACTS, "dtype": str(DTYPES[own]).removeprefix("torch.")}, "here")
+    run = config(tmp_path, precision, adapter)
+    refused = {("t4", "bf16"), ("cpu", "fp16")}
+    if (machine, precision) in refused:
+        with pytest.raises(PlanError):
+            resolve(run, lookup(machine), facts)
+        return
+    found = resolve(run, lookup(machine), facts).precision
+    auto = {"a100": "bf16", "t4": "fp16", "cpu": "fp32"}[machine]
+    compute = auto if precision == "auto" else precision
+    assert found.compute.value == compute, "whatever the checkpoint's own dtype is"
+    assert found.storage.value == (compute if adapter == "lora" else "fp32")
+    assert found.trainable.value == "fp32"
+    assert found.grad_scaler.value == (compute == "fp16")
+    assert found.autocast.value == (compute != "fp32")
+    assert found.saved.value in (compute, "fp32")
+
+
+@pytest.mark.parametrize(("own", "precision", "adapter"), [*itertools.product(DTYPES, CPU, ("none", "lora"))])
+def test_chat_and_export_compute_as_training_did(tmp_path: Path, own: str, precision: str, adapter: str) -> None:
+    base = checkpoint(tmp_path / "base", DTYPES[own], vocab_size=VOCAB_SIZE)
+    run = open_run(str(finished_run(tmp_path / "run", base, adapter=adapter, precision=precision)))
+    assert run.plan.precision.compute.value == precision
+    session = open_session(run)
+    seen: set[torch.dtype] = set()
+    projections = [m for name, m in session.model.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj"))]
+    for module in projections:
+        module.register_forward_hook(lambda m, args, out: seen.add(out.dtype))
+    session.answer("What is a list?", tuned=True)
+    assert seen == {DTYPES[precision]}
+    written = export_run(run, tmp_path / "exported")
+    stored = {str(t.dtype).removeprefix("torch.") for t in load_file(written.folder / "model.safetensors").values()}
+    assert stored == {CONFIG_NAMES[written.stored]}
+    assert json.loads((written.folder / "config.json").read_text())["dtype"] == CONFIG_NAMES[written.stored]

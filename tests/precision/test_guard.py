@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +192,62 @@ def test_tensors_without_numbers_go_the_same_way(device: str) -> None:
         out, _ = attend(Layer(), *made)
     assert [tensor.dtype for tensor in recorder.got] == [BF16] * 3
     assert out.dtype == F32
+
+
+class Promoting(nn.Module):
+    """A layer whose norm leaves the format on its way to attention."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.inner = Layer()
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = x.float()  # here
+        return self.attend(self.inner, query, x, x)[0]
+
+
+def test_the_first_forward_pass_names_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    guard = Guard("cast", "bf16")
+    _, attend = wrapped(guard)
+    model = Promoting(attend)
+    forward = model.forward
+    guard.watch(model)
+    x = torch.randn(2, 2, 4, 8).to(BF16)
+    with caplog.at_level(logging.WARNING, logger="halftune.precision.guard"):
+        for _ in range(3):
+            model(x)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("  # here"))
+    (record,) = caplog.records
+    said = f"fp32 since {__file__}:{line}: float(bf16), asked for"
+    assert record.message == f"inner: query fp32, key bf16, value bf16 arrive at attention; cast to bf16; {said}"
+    (site,) = guard.report()["sites"]
+    assert (site["casts"], site["promoted"]) == (3, said)
+    assert model.forward == forward, "nothing stays on the model"
+    assert not model._forward_hooks
+    assert not model.inner._forward_hooks
+
+
+def test_an_error_in_the_recorded_pass_leaves_nothing_behind() -> None:
+    guard = Guard("strict", "bf16")
+    _, attend = wrapped(guard)
+    model = Promoting(attend)
+    guard.watch(model)
+    with pytest.raises(DtypeContractError, match=r"fp32 since .*test_guard\.py:\d+: float\(bf16\)"):
+        model(torch.randn(2, 2, 4, 8).to(BF16))
+    assert "forward" not in vars(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("cos", "result"), [(F32, F32), (BF16, F32)])
+def test_rotary_tables_take_the_inputs_dtype(cos: torch.dtype, result: torch.dtype) -> None:
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+        assert x.dtype == cos.dtype == sin.dtype
+        return x * cos + x * sin
+
+    guard = Guard("cast", "bf16")
+    x = torch.randn(4, 8)
+    out = guard.rotary(rotate)(x, torch.ones(8, dtype=cos), sin=torch.ones(8, dtype=cos))
+    assert out.dtype == result
+    assert guard.report()["casts"] == int(cos != F32)
