@@ -52,6 +52,8 @@ SECTIONS = {
         fenced=True,
     ),
     "growth": Section(("scripts/bench/growth.py", "--plot", "docs/images/growth.png")),
+    "step": Section(("scripts/bench/step.py",)),
+    "loss-memory": Section(("scripts/bench/loss_memory.py",)),
     "precision": Section(("scripts/bench/cpu_precision.py",)),
     "memory": Section(("scripts/bench/memory_estimate.py",)),
     "memory-held-out": Section(("scripts/bench/memory_estimate.py", "--held-out")),

@@ -145,14 +145,18 @@ def test_any_square_of_a_band_mask_is_a_shorter_mask() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matches_each_sample_alone_to_the_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_matches_each_sample_alone_to_the_bit(dtype: torch.dtype, blocks: bool, monkeypatch) -> None:
+    monkeypatch.setattr("halftune.attention.segments._MEAN_IN_BLOCKS", 0 if blocks else TOTAL)
     q, k, v = operands(dtype=dtype)
     out = segment_attention(nn.Identity(), q, k, v, bounds())
     start = 0
     for length in LENGTHS:
         part = slice(start, start + length)
-        alone = F.scaled_dot_product_attention(
-            q[:, :, part], k[:, :, part], v[:, :, part], is_causal=True, enable_gqa=True
-        )
+        one = (q[:, :, part], k[:, :, part], v[:, :, part])
+        if blocks:
+            alone = segment_attention(nn.Identity(), *one, bounds([length])).transpose(1, 2)
+        else:
+            alone = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
         assert torch.equal(out[:, part], alone.transpose(1, 2))
         start += length

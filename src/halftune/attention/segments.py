@@ -81,13 +81,8 @@ def segment_attention(
     Raises:
         ModelError: a window without causality.
     """
-    lengths = _lengths.of(cu_seq_lens)
     assert query.shape[0] == 1, "a packed row is a batch of one"
-    if not sum(lengths) == query.shape[2] == key.shape[2]:
-        what = (
-            f"{type(module).__name__} attends to {key.shape[2]} keys where samples of a packed row have {sum(lengths)}"
-        )
-        raise ModelError(what, remedy="data.packing: false")
+    lengths = _lengths_of_row(module, query, key, cu_seq_lens)
     if sliding_window is not None and not is_causal:
         raise ModelError("a sliding window without causality cannot be packed", remedy="data.packing: false")
     if sliding_window is not None and sliding_window >= max(lengths):
@@ -99,9 +94,7 @@ def segment_attention(
         def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cut = mask if mask is None else mask[..., : q.shape[2], : q.shape[2]]
             return function(module, q, k, v, cut, dropout=dropout, scaling=scaling, **extras)[0]
-    elif query.shape[-1] == value.shape[-1] and _runs_in_blocks(
-        query, lengths, dropout, is_causal=is_causal, windowed=sliding_window is not None
-    ):
+    elif is_causal and sliding_window is None and _runs_in_blocks(query, value, lengths, dropout):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return causal_segments(query[0], key[0], value[0], lengths, scale)[None]
     else:
@@ -111,18 +104,24 @@ def segment_attention(
             settings: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": gqa}
             if sliding_window is not None and sliding_window < q.shape[2]:
                 return _windowed(q, k, v, sliding_window, settings).transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **settings)
-            return out.transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **settings).transpose(1, 2)
 
     # split, not slices: its backward is one concatenation, a slice's is a row-sized tensor of zeros per sample
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([one(*part) for part in parts], dim=1)
 
 
-def _runs_in_blocks(
-    query: torch.Tensor, lengths: list[int], dropout: float, *, is_causal: bool, windowed: bool
-) -> bool:
-    plain = is_causal and not windowed and dropout == 0.0
+def _lengths_of_row(module: nn.Module, query: torch.Tensor, key: torch.Tensor, cu_seq_lens: torch.Tensor) -> list[int]:
+    lengths = _lengths.of(cu_seq_lens)
+    if not sum(lengths) == query.shape[2] == key.shape[2]:
+        had, has = key.shape[2], sum(lengths)
+        what = f"{type(module).__name__} attends to {had} keys where samples of a packed row have {has}"
+        raise ModelError(what, remedy="data.packing: false")
+    return lengths
+
+
+def _runs_in_blocks(query: torch.Tensor, value: torch.Tensor, lengths: list[int], dropout: float) -> bool:
+    plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
     if not plain or query.device.type != "cpu" or max(lengths) > _LONGEST_IN_BLOCKS:
         return False
     mean_of_tokens = sum(length * length for length in lengths) / sum(lengths)
