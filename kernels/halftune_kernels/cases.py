@@ -44,8 +44,7 @@ class Case:
         }
         for value in given.values():
             value.requires_grad_()
-        real = torch.device("cpu") if device.type == "meta" else device  # boundaries are read, so they need values
-        options = {k: v.to(real) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
+        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
         out = function(**given, **options, backend=backend)
         outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
         generator = torch.Generator().manual_seed(7)
