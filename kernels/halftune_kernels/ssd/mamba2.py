@@ -37,8 +37,7 @@ def mamba2_chunk_scan(
         hidden_states: x, [B, T, H, P].
         dt: [B, T, H] raw projection, any float dtype; computed in fp32.
         A: [H], negative.
-        B: [B, T, G, N]; H is a multiple of G.
-        C: [B, T, G, N].
+        B, C: [B, T, G, N]; H is a multiple of G.
         chunk_size: the model's; the result does not depend on it, so it is not used.
         D: [H] or [H, P]; no skip if None.
         z: [B, T, H, P] gate; none if None.
@@ -47,9 +46,7 @@ def mamba2_chunk_scan(
         dt_softplus: apply softplus to ``dt``.
         dt_limit: least and greatest step.
         return_final_states: also return the states after each segment, fp32.
-        seq_idx: [B, T] sample numbers.
-        cu_seqlens: [S + 1] boundaries of the samples in a packed row.
-        backend: see `halftune_kernels.dispatch.choose`.
+        seq_idx, cu_seqlens, backend: see `halftune_kernels.ssd.simple_decay`.
 
     Returns:
         y [B, T, H, P] in the dtype of ``hidden_states``; with ``return_final_states`` also [S, H, P, N].
@@ -58,32 +55,13 @@ def mamba2_chunk_scan(
         ArgumentError: an argument does not fit the others.
     """
     del chunk_size
-    shapes = Shapes(_SCAN)
-    for name, tensor, names in (
-        ("hidden_states", hidden_states, "B T H P"), ("dt", dt, "B T H"), ("A", A, "H"), ("B", B, "B T G N"),
-        ("C", C, "B T G N"), ("z", z, "B T H P"), ("dt_bias", dt_bias, "H"),
-        ("D", D, "H P" if D is not None and D.dim() == 2 else "H"),
-    ):  # fmt: skip
-        shapes.check(name, tensor, names)
-    check_heads(_SCAN, "hidden_states", shapes["H"], of="B", groups=shapes["G"])
-    check_same_dtype(_SCAN, hidden_states=hidden_states, B=B, C=C)
-    if initial_states is not None and initial_states.dim() != 4:
-        raise ArgumentError(
-            _SCAN, "initial_states", came=f"of {initial_states.dim()} dimensions", expected="[S, H, P, N]"
-        )
-    step_BTH = _time_step(dt, dt_bias, dt_softplus, dt_limit)
+    _check_scan(hidden_states, dt, A, B, C, D, z, dt_bias, initial_states)
+    d_BTH = _time_step(dt, dt_bias, dt_softplus, dt_limit)
+    start = None if initial_states is None else initial_states.transpose(2, 3)
+    where = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "backend": backend}
+    decay_BTH, final = d_BTH * A.to(d_BTH.dtype), return_final_states
     y, state_SHNP = ssd.simple_decay(
-        C,
-        B,
-        hidden_states,
-        step_BTH * A.to(step_BTH.dtype),
-        w=step_BTH,
-        scale=1.0,
-        initial_state=None if initial_states is None else initial_states.transpose(2, 3),
-        output_final_state=return_final_states,
-        cu_seqlens=cu_seqlens,
-        seq_idx=seq_idx,
-        backend=backend,
+        C, B, hidden_states, decay_BTH, w=d_BTH, scale=1.0, initial_state=start, output_final_state=final, **where
     )
     y = _skip_and_gate(y, hidden_states, D, z)
     return (y, state_SHNP.transpose(2, 3)) if state_SHNP is not None else y
@@ -139,6 +117,32 @@ def mamba2_selective_state_update(
     y = ssd.simple_decay_step(C, B, hidden_states, step_BH * A.to(step_BH.dtype), wide_BHNP, w=step_BH, scale=1.0)
     state.copy_(wide_BHNP.transpose(2, 3))
     return _skip_and_gate(y, hidden_states, D, z)
+
+
+def _check_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+) -> None:
+    shapes = Shapes(_SCAN)
+    for name, tensor, names in (
+        ("hidden_states", hidden_states, "B T H P"), ("dt", dt, "B T H"), ("A", A, "H"), ("B", B, "B T G N"),
+        ("C", C, "B T G N"), ("z", z, "B T H P"), ("dt_bias", dt_bias, "H"),
+        ("D", D, "H P" if D is not None and D.dim() == 2 else "H"),
+    ):  # fmt: skip
+        shapes.check(name, tensor, names)
+    check_heads(_SCAN, "hidden_states", shapes["H"], of="B", groups=shapes["G"])
+    check_same_dtype(_SCAN, hidden_states=hidden_states, B=B, C=C)
+    if initial_states is not None and initial_states.dim() != 4:
+        raise ArgumentError(
+            _SCAN, "initial_states", came=f"of {initial_states.dim()} dimensions", expected="[S, H, P, N]"
+        )
 
 
 def _time_step(
