@@ -59,6 +59,7 @@ def halftune(_: Path, job: Job) -> list[str]:
             "train": str(job.data / "messages.jsonl"),
             "max_length": job.length,
             "packing": job.packed,
+            "cache": False,  # every framework tokenises in every run
         },
         "training": {
             "output_dir": str(job.out / "run"),
