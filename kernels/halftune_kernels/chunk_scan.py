@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments
 
 Tensors = Sequence[torch.Tensor]
@@ -134,6 +135,7 @@ def _chunks(segments: Segments, group: list[int], chunk: int, power_of_two: bool
     return chunks
 
 
+@without_autocast
 def chunk_scan(
     operator: ChunkOperator,
     inputs: Tensors,
@@ -206,6 +208,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @without_autocast
     def backward(ctx: Any, d_out: torch.Tensor, d_final: torch.Tensor | None) -> Any:
         _, _, segments, cut, _ = ctx.how
         count = len(ctx.saved_tensors) - sum(ctx.known)

@@ -221,3 +221,11 @@ def test_gradients_in_a_batch_of_strided_inputs() -> None:
         results.append((o.detach(), gradient))
     for found, truth in zip(*results, strict=True):
         assert relative_error(found, truth) < 1e-5
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS, "ssd", "causal_conv1d"])
+def test_autocast_does_not_reach_inside(operator: str) -> None:
+    """Under autocast, matrix products of an operator that does not switch it off are rounded to half."""
+    plain = case(operator, 16, (0, 100))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_matches(plain, "cpu", torch.float32)

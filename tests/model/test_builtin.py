@@ -16,7 +16,14 @@ from halftune.core.errors import ModelError
 from halftune.model import builtin
 from halftune.model.builtin import materialize
 
-PARAMETERS = {"qwen2-tiny": 3e6, "qwen2-small": 25e6, "llama-tiny": 3.7e6, "qwen3_5-tiny": 3e6}
+PARAMETERS = {
+    "qwen2-tiny": 3e6,
+    "qwen2-small": 25e6,
+    "llama-tiny": 3.7e6,
+    "qwen3_5-tiny": 3e6,
+    "kimi_linear-tiny": 3.4e6,
+    "mamba2-tiny": 2.3e6,
+}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 

@@ -7,12 +7,14 @@ import torch.nn.functional as F
 
 from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_same_device
 from halftune_kernels.dispatch import module
+from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments, find_segments
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 _ACTIVATIONS = (None, "silu", "swish")
 
 
+@without_autocast
 def causal_conv1d_fn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -62,6 +64,7 @@ def causal_conv1d_fn(
     return (y, _final_states(x_BTD, initial_states, shapes["W"], segments)) if return_final_states else y
 
 
+@without_autocast
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,

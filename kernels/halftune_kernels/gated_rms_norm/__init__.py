@@ -6,11 +6,13 @@ import torch
 
 from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_same_device
 from halftune_kernels.dispatch import module
+from halftune_kernels.own_precision import without_autocast
 
 __all__ = ["gated_rms_norm"]
 _NAME = "gated_rms_norm"
 
 
+@without_autocast
 def gated_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -6,11 +6,13 @@ import torch
 
 from halftune_kernels.delta_arguments import check_delta_arguments, check_step_arguments
 from halftune_kernels.dispatch import module
+from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.recurrent_step import delta_rule_step
 
 __all__ = ["kda", "kda_step"]
 
 
+@without_autocast
 def kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,6 +68,7 @@ def kda(
     )
 
 
+@without_autocast
 def kda_step(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,10 +7,12 @@ import torch
 from halftune_kernels.arguments import ArgumentError, Shapes, check_same_device
 from halftune_kernels.delta_arguments import check_delta_arguments
 from halftune_kernels.dispatch import module
+from halftune_kernels.own_precision import without_autocast
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
 
+@without_autocast
 def rwkv7(
     r: torch.Tensor,
     w: torch.Tensor,
@@ -58,6 +60,7 @@ def rwkv7(
     return run(r, w, k, v, a, b, scale, initial_state, segments, want_final=output_final_state)
 
 
+@without_autocast
 def rwkv7_step(
     r: torch.Tensor,
     w: torch.Tensor,

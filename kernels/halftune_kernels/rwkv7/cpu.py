@@ -116,7 +116,7 @@ class _GeneralisedDelta:
 
         both = torch.cat((d_out, d_right), 1)
         gradient = torch.bmm(both, values.transpose(1, 2)).view(-1, 2, size, 2, size)
-        # a reads its neighbour's row undecayed: kept apart, or it would cancel in the decay's gradient only up to rounding
+        # a reads its neighbour's row undecayed: left in, it would cancel in the decay's gradient only up to rounding
         neighbour = gradient[:, 1].diagonal(offset=-1, dim1=1, dim2=3)
         near = neighbour.clone()[..., None]  # [U, 2, C - 1, 1]
         neighbour.zero_()

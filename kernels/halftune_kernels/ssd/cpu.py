@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments, Step, chunk_steps
 
 CHUNK = 64
@@ -138,6 +139,7 @@ class _SimpleDecay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: FunctionCtx, do, dstate):
         q, k, v, g, w, *states = ctx.saved_tensors  # type: ignore[attr-defined]
         scale, segments = ctx.scale, ctx.segments  # type: ignore[attr-defined]

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 
 from halftune_kernels import ssd
 from halftune_kernels.arguments import ArgumentError, Shapes, check_heads, check_same_dtype
+from halftune_kernels.own_precision import without_autocast
 
 _SCAN, _UPDATE = "mamba2_chunk_scan", "mamba2_selective_state_update"
 
 
+@without_autocast
 def mamba2_chunk_scan(
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
@@ -67,6 +69,7 @@ def mamba2_chunk_scan(
     return (y, state_SHNP.transpose(2, 3)) if state_SHNP is not None else y
 
 
+@without_autocast
 def mamba2_selective_state_update(
     state: torch.Tensor,
     hidden_states: torch.Tensor,

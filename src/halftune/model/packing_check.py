@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,7 +188,7 @@ def _state_space_widths(values: dict[str, Any], hidden: int) -> dict[str, int]:
     for heads, head_size, expand, groups in _STATE_SPACE:
         if all(isinstance(values.get(name), int) for name in (heads, head_size, expand, groups)):
             width = values[expand] * hidden
-            size = min(values[head_size], width)
+            size = math.gcd(values[head_size], width)
             count = width // size
             more = {"mamba_d_ssm": count * size} if "mamba_d_ssm" in values else {}
             if "attention_hidden_size" in values:  # attention over the stream and the embeddings, side by side

@@ -1,0 +1,26 @@
+"""Operators decide themselves what is computed in which dtype: autocast would round their sums to half on the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` with autocast off, on whichever device its first tensor is."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        first = next(tensors, None)
+        if first is None or not torch.is_autocast_enabled(first.device.type):
+            return function(*args, **kwargs)
+        with torch.autocast(first.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return called

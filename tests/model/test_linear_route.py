@@ -1,0 +1,127 @@
+"""Our operators stand where transformers' layers call theirs, in this version of transformers, and can be removed."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_linear_packing import FAMILIES, model_of, relative
+from tiny_model import because, plan
+
+from halftune.core.errors import DtypeContractError, ModelError
+from halftune.model.patch import registered_attention
+from halftune.model.patch_linear import boundaries, restore_linear_layers, route_linear_layers, routed_linear_layers
+from halftune.plan import Plan
+
+_DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_KDA = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+_SCAN = ("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined", "mamba2_selective_state_update")
+GLOBALS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), _DELTA),
+    **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
+    **dict.fromkeys(("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), _SCAN),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ()),
+}
+
+
+def a_plan(linear: str, guard: str = "cast") -> Plan:
+    made = plan()
+    return replace(made, attention=replace(made.attention, linear=because(linear), guard=guard))
+
+
+@pytest.mark.parametrize("family", GLOBALS)
+def test_the_globals_exist_in_this_transformers(family: str) -> None:
+    """An upgrade that renames one must fail here, not fall back in silence."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for name in (*GLOBALS[family], "causal_conv1d_fn", "causal_conv1d_update"):
+        assert callable(vars(module)[name])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2", "lfm2", "bamba"])
+def test_every_function_is_rebound_and_comes_back(family: str) -> None:
+    model = model_of(family)
+    stem = family.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{stem}.modeling_{stem}")
+    names = (*GLOBALS[stem], "causal_conv1d_fn", "causal_conv1d_update")
+    before = {name: vars(module)[name] for name in names}
+    with registered_attention(a_plan("halftune")), routed_linear_layers(model, a_plan("halftune")):
+        assert all(vars(module)[name] is not before[name] for name in names)
+    assert all(vars(module)[name] is before[name] for name in names)
+
+
+def test_routing_again_or_to_torch_leaves_nothing_behind() -> None:
+    model = model_of("qwen3_5_text")
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    own = module.torch_chunk_gated_delta_rule
+    with registered_attention(a_plan("halftune")):
+        for _ in range(2):
+            route_linear_layers(model, a_plan("halftune"))
+            assert module.torch_chunk_gated_delta_rule is not own
+        route_linear_layers(model, a_plan("torch"))
+        assert module.torch_chunk_gated_delta_rule is own
+        route_linear_layers(model, a_plan("halftune"))
+        restore_linear_layers()
+    assert module.torch_chunk_gated_delta_rule is own
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2", "bamba", "lfm2"])
+def test_generation_with_a_cache_is_transformers_own(family: str) -> None:
+    model = model_of(family).eval()
+    ids = torch.randint(3, 96, (2, 9))
+
+    def answer() -> Any:
+        settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+        return model.generate(ids, **settings, return_dict_in_generate=True, eos_token_id=None, use_cache=True)
+
+    own = answer()
+    with registered_attention(a_plan("halftune")), routed_linear_layers(model, a_plan("halftune")):
+        ours = answer()
+    assert torch.equal(own.sequences, ours.sequences)
+    assert max(relative(a, b) for a, b in zip(ours.logits, own.logits, strict=True)) < 1e-5
+
+
+def test_boundaries_under_every_name() -> None:
+    bounds, numbers = torch.tensor([0, 3]), torch.tensor([[0, 0, 0]])
+    assert boundaries({"cu_seq_lens_q": bounds, "seq_idx": numbers}) == {"cu_seqlens": bounds}
+    assert boundaries({"cu_seqlens": bounds, "cu_seq_lens_q": None}) == {"cu_seqlens": bounds}
+    assert boundaries({"seq_idx": numbers}) == {"seq_idx": numbers}
+    assert boundaries({"cu_seqlens": None}) == {}
+
+
+def test_strays_are_cast_or_refused_by_the_guard() -> None:
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    model = model_of("qwen3_5_text")
+    q, v, g = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8), -torch.rand(1, 5, 2)
+    given = {"query": q.bfloat16(), "key": q, "value": v.bfloat16(), "g": g, "beta": torch.rand(1, 5, 2)}
+    with registered_attention(a_plan("halftune")), routed_linear_layers(model, a_plan("halftune")):
+        out, _ = module.torch_chunk_gated_delta_rule(**given)
+        assert out.dtype == torch.bfloat16
+    strict = a_plan("halftune", "strict")
+    refused = pytest.raises(DtypeContractError, match="key fp32")
+    with registered_attention(strict), routed_linear_layers(model, strict), refused:
+        module.torch_chunk_gated_delta_rule(**given)
+
+
+def test_a_wrong_argument_is_an_error_of_ours() -> None:
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    model = model_of("qwen3_5_text")
+    q, g = torch.randn(1, 5, 2, 8), -torch.rand(1, 5, 2)
+    made, refused = (
+        a_plan("halftune"),
+        pytest.raises(ModelError, match="cu_seqlens is from 0 to 4, expected from 0 to T"),
+    )
+    with registered_attention(made), routed_linear_layers(model, made), refused:
+        module.torch_chunk_gated_delta_rule(q, q, q, g, g.exp(), cu_seqlens=torch.tensor([0, 4]))
+
+
+def test_every_family_that_is_routed_is_tested() -> None:
+    from halftune.attention.linear import ROUTED
+    from halftune.plan.packing import BOUNDARIES_HONOURED
+
+    assert GLOBALS.keys() == ROUTED.keys()
+    assert {family.removesuffix("_text") for family in FAMILIES} == {
+        family.removesuffix("_text") for family in BOUNDARIES_HONOURED
+    }
