@@ -76,7 +76,7 @@ def matrix() -> list[Case]:
     for number, (precision, adapter, packing) in enumerate(
         itertools.product(("bf16", "fp32"), ("lora", "none"), (True, False))
     ):
-        cases.append(Case(precision, adapter, packing, 0.1 if adapter == "lora" else 0.0, 1 + (number + packing) % 2))
+        cases.append(Case(precision, adapter, packing, 0.1 if adapter == "lora" else 0.0, 1 + number.bit_count() % 2))
     return cases
 
 

@@ -143,7 +143,7 @@ def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.Mon
         "training.max_steps=6",
     )
     measured = iter((0.7, 0.5, 0.6))
-    monkeypatch.setattr("halftune.train.trainer.evaluate", lambda stepper, model, feed, abandoned: next(measured))
+    monkeypatch.setattr("halftune.train.attempt.evaluate", lambda stepper, model, feed, abandoned: next(measured))
     folder = train(loaded, plan).folder
     evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = min((line for line in evaluations if "eval_loss" in line), key=lambda line: line["eval_loss"])
@@ -265,7 +265,9 @@ def test_overflowing_scaled_gradients_skip_the_update_and_the_schedule(recipe, t
     session.trained.scaler = torch.amp.GradScaler("cpu", init_scale=float(2**127))
     stepper = Trainer(session, RunFolder(tmp_path, None, finished=False), Interrupts()).attempts.stepper
     forward = stepper.forward
-    stepper.forward = lambda batch, model, scale: forward(batch, model, scale) * 1e6  # gradients that the scale carries over the top
+    stepper.forward = lambda batch, model, scale: (
+        forward(batch, model, scale) * 1e6
+    )  # gradients that the scale carries over the top
     before = {name: value.clone() for name, value in trainable_state(session.run.model).items()}
     (_, batches) = next(session.feed.steps(0, 1))
     metrics = stepper.step(batches)
