@@ -78,8 +78,8 @@ def test_samples_of_no_length_are_left_out() -> None:
     )
 
 
-def test_a_row_that_the_boundaries_do_not_cover_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="cover"):
+def test_a_row_that_the_boundaries_do_not_cover_is_refused() -> None:
+    with pytest.raises(ModelError, match="samples of a packed row have"):
         segment_attention(nn.Identity(), *operands(), bounds([7, 1]))
 
 
