@@ -100,22 +100,24 @@ def test_a_family_trains_the_same(kind: str, attention: str) -> None:
 
 
 def test_bf16_under_autocast_is_as_near_to_fp64_as_the_own_code(attention: str) -> None:
-    model = adapted("qwen2", {}, attention)
-    _, exact = copy.deepcopy(trained(copy.deepcopy(model).double()))
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
-
-    def error() -> float:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            _, gradients = trained(model)
-        assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-        squares = [((gradients[name] - exact[name]).norm() / exact[name].norm()) ** 2 for name in exact]
-        return float(torch.stack(squares).mean().sqrt())
-
-    own = error()
-    fuse(model)
-    assert error() <= 1.1 * own < 0.1
+    """Over several models: the error of one is a matter of luck."""
+    errors = {"own": 0.0, "fused": 0.0}
+    for seed in range(4):
+        model = adapted("qwen2", {}, attention)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+        _, exact = trained(copy.deepcopy(model).double())
+        for code in errors:
+            done = fuse(model) if code == "fused" else None
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                _, gradients = trained(model)
+            assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+            assert done is None or counts(done) == (5, 2, 8)
+            errors[code] += sum(float((gradients[name] - exact[name]).norm() / exact[name].norm()) for name in exact)
+    assert 0 < errors["fused"] <= errors["own"]
 
 
 def test_gradient_checkpointing_changes_nothing(attention: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
 def hidden_instead_of_logits(head: nn.Linear) -> Iterator[None]:
     """Inside, the head returns its input in the dtype that it would compute in."""
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.to(_computes_in(head))
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        return input.to(_computes_in(head))
 
     head.forward = forward
     try:
@@ -68,7 +68,9 @@ def _computes_in(head: nn.Linear) -> torch.dtype:
 def _returns_what_its_head_returns(base: Any, head: nn.Linear, inputs: Mapping[str, Any]) -> bool:
     """Runs a few tokens and looks whether the model's logits are the very tensor that its head returned."""
     returned: list[torch.Tensor] = []
-    watching = head.register_forward_hook(lambda _module, _inputs, output: returned.append(output))
+    watching = head.register_forward_hook(
+        lambda _module, _inputs, output: returned.append(cast("torch.Tensor", output))
+    )
     device = head.weight.device
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
