@@ -14,6 +14,7 @@ import sys
 
 from halftune.core import log
 from halftune.core.errors import ConfigError
+from halftune.core.startup import quick_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
     log.configure()
     finished = open_run(args.run, args.overrides)
 
-    from halftune.infer.repl import Repl
-    from halftune.infer.session import open_session
+    with quick_imports():
+        from halftune.infer.repl import Repl
+        from halftune.infer.session import open_session
 
     session = open_session(finished)
     session.system, session.tuned = args.system, not args.base

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from halftune.core import log
+from halftune.core.startup import quick_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     finished = open_run(args.run, args.overrides)
     check_output(finished, output, force=args.force)
 
-    from halftune.export.merged import export_run
+    with quick_imports():
+        from halftune.export.merged import export_run
 
     print(export_run(finished, output, args.dtype, force=args.force).describe())
     return 0

@@ -19,6 +19,7 @@ from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
 from halftune.core import log
+from halftune.core.startup import quick_imports
 from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
 from halftune.model.preflight import check_folders
@@ -61,7 +62,8 @@ def train_one(loaded: LoadedConfig) -> None:
     if main:
         print(explain(plan))
 
-    from halftune.train.trainer import train  # torch is imported here, after every check that needs none
+    with quick_imports():  # of torch, after every check that needs none
+        from halftune.train.trainer import train
 
     outcome = train(loaded, plan)
     if main:

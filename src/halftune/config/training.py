@@ -69,8 +69,8 @@ class TrainingSection(Section):
     """Recompute activations in the backward pass; `auto` switches it on when the memory estimate says it must."""
 
     fused_layers: Flag | Literal["auto"] = "auto"
-    """Compute adapted linear layers, gated feed-forward layers and norms by one operator each, where a layer proves to be
-    one that the operators know; `auto` does so on CPUs. The log says how many, and which layers were left alone."""
+    """Compute adapted linear layers, gated feed-forward layers and norms by one operator each, where a layer proves to
+    be one that the operators know; `auto` does so on CPUs. The log says how many, and which were left alone."""
 
     torch_compile: Flag = False
     """Compile the model with torch.compile."""
