@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+def without_autocast(function: F) -> F:
     """``function`` with autocast off, on whichever device its first tensor is."""
 
     @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    def called(*args: Any, **kwargs: Any) -> Any:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         first = next(tensors, None)
         if first is None or not torch.is_autocast_enabled(first.device.type):
@@ -23,4 +23,4 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
         with torch.autocast(first.device.type, enabled=False):
             return function(*args, **kwargs)
 
-    return called
+    return called  # type: ignore[return-value]

@@ -54,6 +54,7 @@ SECTIONS = {
     "growth": Section(("scripts/bench/growth.py", "--plot", "docs/images/growth.png")),
     "step": Section(("scripts/bench/step.py",)),
     "loss-memory": Section(("scripts/bench/loss_memory.py",)),
+    "linear-attention": Section(("scripts/bench/linear_attention.py",)),
     "precision": Section(("scripts/bench/cpu_precision.py",)),
     "memory": Section(("scripts/bench/memory_estimate.py",)),
     "memory-held-out": Section(("scripts/bench/memory_estimate.py", "--held-out")),

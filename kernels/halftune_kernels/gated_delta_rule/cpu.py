@@ -24,7 +24,7 @@ from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
 
 CHUNK = 64
-UNITS = 8  # value heads × samples at once
+UNITS = 16  # value heads × samples at once
 _LEAST = -1e4  # a decay of exp(-1e4) is 0; smaller ones would only cost digits of the others
 
 
@@ -150,19 +150,8 @@ class _GatedDeltaRule:
                 kept = (state[:going] * d_state).unflatten(2, (each, width)).sum((1, 3))
                 d_b[:going, :, -1] += kept * made.whole[:going, 0, :, 0]
 
-        # the products of rows with rows
         d_right = torch.bmm(made.inverse.transpose(1, 2), d_values).view(units, each, size, width)
-        d_weights = torch.bmm(d_o, values.transpose(1, 2)).view_as(made.decay).mul_(made.decay)
-        d_lower = torch.bmm(d_right.flatten(0, 1), values.transpose(1, 2)).view_as(made.decay).mul_(made.decay)
-        d_lower.mul_(_minus_below(size, d_lower.dtype, d_lower.device))
-        gated = d_lower * made.products[:, :, size:]
-        d_beta = (d_right * missing).sum(-1) + gated.sum(-1)
-        d_lower.mul_(made.beta)
-        d_pairs = torch.addcmul(gated.mul_(made.beta), d_weights, made.products[:, :, :size])
-        # a row with itself does not decay; left in, it would cancel only up to rounding, and drown a small gradient
-        d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
-        d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
-        d_weights, d_lower = d_weights.sum(1), d_lower.sum(1)
+        d_weights, d_lower, d_beta = _pairs_backward(made, d_o, values, d_right, missing, d_b)
 
         d_entering = None
         pairs = torch.cat((d_weights, d_lower + d_lower.transpose(1, 2)), 1)
@@ -222,6 +211,29 @@ class _GatedDeltaRule:
             inverse=unit_lower_inverse(lower.flatten(0, 1)),
             beta=by_row,
         )
+
+
+def _pairs_backward(
+    made: _Prepared,
+    d_o: torch.Tensor,
+    values: torch.Tensor,
+    d_right: torch.Tensor,
+    missing: torch.Tensor,
+    d_b: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of Q Kᵀ and K Kᵀ, [U, C, C] each, and of beta [U, G, C]; that of b is added to ``d_b``."""
+    size = made.qk.shape[1] // 2
+    d_weights = torch.bmm(d_o, values.transpose(1, 2)).view_as(made.decay).mul_(made.decay)
+    d_lower = torch.bmm(d_right.flatten(0, 1), values.transpose(1, 2)).view_as(made.decay).mul_(made.decay)
+    d_lower.mul_(_minus_below(size, d_lower.dtype, d_lower.device))
+    gated = d_lower * made.products[:, :, size:]
+    d_beta = (d_right * missing).sum(-1) + gated.sum(-1)
+    d_lower.mul_(made.beta)
+    d_pairs = torch.addcmul(gated.mul_(made.beta), d_weights, made.products[:, :, :size])
+    # a row with itself does not decay; left in, it would cancel only up to rounding, and drown a small gradient
+    d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
+    d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
+    return d_weights.sum(1), d_lower.sum(1), d_beta
 
 
 def _solve(made: _Prepared, right: torch.Tensor) -> torch.Tensor:

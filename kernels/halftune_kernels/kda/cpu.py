@@ -21,7 +21,7 @@ from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
 
 CHUNK = 64
-UNITS = 8  # heads × samples at once
+UNITS = 16  # heads × samples at once
 
 
 def kda(
