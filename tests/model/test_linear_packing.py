@@ -20,8 +20,8 @@ from halftune.plan import Plan
 
 LENGTHS = (11, 1, 70, 6)  # more than one chunk, and a sample of one token
 BOUND = 1e-5
-# In fp32 the gradient of a decay, a sum that nearly cancels, is up to 5e-5 from the truth, packed and alone alike, and as
-# far from each other. A leak shows as 1e-3 and more.
+# In fp32 the gradient of a decay, a sum that nearly cancels, is up to 5e-5 from the truth, packed and alone alike, and
+# as far from each other. A leak shows as 1e-3 and more.
 BOUND_OF_ONE = 5e-5
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 96, "head_dim": 16},
