@@ -232,7 +232,8 @@ def test_a_period_that_is_a_share_of_the_run(tmp_path: Path) -> None:
 
 def test_documents_and_conversations_in_one_axolotl_config_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
-    old = "base_model: a/b\ndatasets:\n  - {path: a, type: alpaca}\n  - {path: b, type: completion}\nmicro_batch_size: 1\n"
+    sets = "datasets:\n  - {path: a, type: alpaca}\n  - {path: b, type: completion}\n"
+    old = f"base_model: a/b\n{sets}micro_batch_size: 1\n"
     path.write_text(old)
     with pytest.raises(ConfigError, match="trains one kind in a run: make a recipe of each"):
         convert_file(path, "axolotl")

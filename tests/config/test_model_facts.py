@@ -78,6 +78,31 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("falcon 40b style", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     ("falcon rw style", "falcon", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
 ]
+# Their sizes have names of their own: the tensors are compared, and through them the sizes.
+STATEFUL: list[tuple[str, str, dict[str, Any]]] = [
+    ("mamba2", "mamba2", {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 12, "n_groups": 2}),
+    (
+        "kimi_linear",
+        "kimi_linear",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            **{"linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 3, "moe_intermediate_size": 24},
+            **{"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
+            **{"num_experts": 3, "num_experts_per_token": 2, "num_shared_experts": 2},
+        },
+    ),
+    (
+        "kimi_linear, queries of low rank",
+        "kimi_linear",
+        {
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+            "mlp_layer_types": ["dense"] * 4,
+            **{"linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "q_lora_rank": 20},
+            **{"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
+        },
+    ),
+]
 
 
 def config_of(model_type: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +110,9 @@ def config_of(model_type: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {**base, "model_type": model_type, **extra}
 
 
-@pytest.mark.parametrize(("model_type", "extra"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("model_type", "extra"), [case[1:] for case in [*CASES, *STATEFUL]], ids=[case[0] for case in [*CASES, *STATEFUL]]
+)
 def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any]) -> None:
     """Name by name and shape by shape, on the meta device."""
     raw = config_of(model_type, extra)
@@ -134,7 +161,7 @@ def test_sizes_are_those_of_transformers(model_type: str, extra: dict[str, Any])
 
 
 def test_every_described_family_is_tested() -> None:
-    assert {case[1] for case in CASES} == {*LLAMA_LIKE, *OTHERS}
+    assert {case[1] for case in [*CASES, *STATEFUL]} == {*LLAMA_LIKE, *OTHERS}
 
 
 @pytest.mark.parametrize("name", BUILTIN_MODELS)

@@ -121,7 +121,7 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_token": 2,
         "num_expert_group": 1,
         "topk_group": 1,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     # 2.3 M parameters; state-space layers only, no attention
     "mamba2-tiny": {

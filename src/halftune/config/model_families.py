@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from halftune.config.model_weights import Family, Sheet, Sizes, Tensor, attention, feed_forward, frame, switched
+from halftune.config.state_families import MAMBA2_DEFAULTS, kimi_linear, mamba2
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 32}
 _LINEAR_MIXER = {
@@ -299,6 +300,8 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any], Sizes], list[Tensor]], dict[st
     "gpt2": (_gpt2, {"tie_word_embeddings": True, "attn_pdrop": 0.1, "vocab_size": 50257}),
     "gpt_neox": (_gpt_neox, {"attention_bias": True}),
     "falcon": (_falcon, {"tie_word_embeddings": True}),
+    "mamba2": (mamba2, MAMBA2_DEFAULTS),
+    "kimi_linear": (kimi_linear, {}),
 }
 
 
