@@ -15,6 +15,7 @@ from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import facts_from_config, read_model_facts
 from halftune.config.model_families import LLAMA_LIKE, OTHERS
+from halftune.config.model_weights import Tensor
 from halftune.core.errors import ModelError
 
 SMALL = {
@@ -201,12 +202,52 @@ def test_headers_count_what_is_on_disk(tmp_path: Path) -> None:
     assert facts.dtype == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "extra"), [case[1:] for case in [*CASES, *STATEFUL]], ids=[case[0] for case in [*CASES, *STATEFUL]]
+)
+def test_a_whole_checkpoint_as_transformers_saves_it_is_never_refused(
+    tmp_path: Path, model_type: str, extra: dict[str, Any]
+) -> None:
+    """GPT-2 keeps its matrices transposed, GPT-NeoX its head under another name; old configs hold only differences."""
+    config = AutoConfig.for_model(**config_of(model_type, {"num_hidden_layers": 4, **extra, "vocab_size": 60}))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    section = ModelSection(name_or_path=str(tmp_path))
+    assert read_model_facts(section).num_parameters_exact
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_diff_dict(), "model_type": model_type}))
+    assert read_model_facts(section).num_parameters_exact
+
+
+def test_a_missing_weight_is_refused_unless_another_could_become_it(tmp_path: Path) -> None:
+    raw = {**SMALL, "model_type": "llama", "num_hidden_layers": 1}
+    section = folder_with(tmp_path, raw)
+    shapes = {name: tensor.shape for tensor in facts_from_config(raw, "x").tensors for name in _names(tensor)}
+    del shapes["lm_head.weight"]
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 weight is missing, first lm_head.weight: loaded, they would be random"):
+        read_model_facts(section)
+    renamed = {**shapes, "embed_out.weight": (300, 64)}
+    save_file({name: torch.zeros(shape) for name, shape in renamed.items()}, tmp_path / "model.safetensors")
+    assert read_model_facts(section).num_layers == 1
+
+
+def _names(tensor: Tensor) -> list[str]:
+    return [tensor.name.replace("*", str(layer)) for layer in tensor.layers or ("",)]
+
+
+def test_the_number_of_layers_is_that_of_their_kinds() -> None:
+    raw = {key: value for key, value in SMALL.items() if key != "num_hidden_layers"}
+    kinds = ["linear_attention", "mlp", "full_attention"]
+    assert facts_from_config({**raw, "model_type": "nemotron_h", "layers_block_type": kinds}, "x").num_layers == 3
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path: Path, own: bool) -> None:
     section = folder_with(tmp_path, {**SMALL, "model_type": "llama", "tie_word_embeddings": True})
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     head = table + (1.0 if own else 0.0)
-    save_file({"model.embed_tokens.weight": table, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    weights = {"model.embed_tokens.weight": table, "lm_head.weight": head, "mtp.fc.weight": torch.zeros(9, 9)}
+    save_file(weights, tmp_path / "model.safetensors")
     facts = read_model_facts(section)
     assert facts.tie_word_embeddings is not own
     assert facts.num_parameters == (2 if own else 1) * 300 * 64
@@ -227,7 +268,7 @@ def test_quantised_weights_without_a_word_about_them_are_refused(tmp_path: Path,
 
 
 def test_fp64_is_told(tmp_path: Path) -> None:
-    save_file({"model.norm.weight": torch.zeros(64, dtype=torch.float64)}, tmp_path / "model.safetensors")
+    save_file({"model.layers.0.w1": torch.zeros(64, dtype=torch.float64)}, tmp_path / "model.safetensors")
     assert read_model_facts(folder_with(tmp_path, {**SMALL, "model_type": "llama"})).dtype == "fp64"
 
 

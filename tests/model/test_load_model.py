@@ -109,7 +109,7 @@ def test_a_damaged_file_and_an_unknown_architecture(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match="does not load"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: not a whole safetensors file: .* bytes by its header"):
         load_model(section(folder), plan())
     (folder / "model.safetensors").write_bytes(whole)
     config = json.loads((folder / "config.json").read_text())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny_model import checkpoint, section
 
+from halftune.config.model_folder import check_adapter
 from halftune.core.errors import ModelError
 from halftune.model.builtin import materialize
 from halftune.model.locate import locate, locate_tokenizer
@@ -47,6 +51,44 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\), which can run code"):
         locate(section(folder))
+
+
+@pytest.mark.parametrize("name", ["model", 'it\'s a "model"; é'])
+def test_the_command_that_converts_a_pickled_model(tmp_path: Path, name: str) -> None:
+    folder = checkpoint(tmp_path / "made")
+    folder = folder.rename(tmp_path / name)
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    load_tokenizer(section("builtin:qwen2-tiny")).save_pretrained(folder)
+    with pytest.raises(ModelError) as refused:
+        locate(section(folder))
+    run_printed(refused.value.remedy)
+    converted = Path(f"{folder}-safetensors")
+    assert locate(section(converted)) == converted
+    found = load_file(converted / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(found[key].equal(weights[key]) for key in weights)
+    assert load_tokenizer(section(converted))("a b").input_ids
+
+
+def test_the_command_that_converts_a_pickled_adapter(tmp_path: Path) -> None:
+    weights = {"a.lora_A.weight": torch.randn(2, 3), "a.lora_B.weight": torch.randn(4, 2).T.contiguous().T}
+    torch.save(weights, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"the adapter is a pickle \(adapter_model.bin\)") as refused:
+        check_adapter(tmp_path)
+    run_printed(refused.value.remedy)
+    check_adapter(tmp_path)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(found[key].equal(weights[key]) for key in weights)
+
+
+def run_printed(remedy: str) -> None:
+    """Does what a shell would do with the printed command, in this process."""
+    python, option, code = shlex.split(remedy.partition(": ")[2])
+    assert (python, option) == ("python", "-c")
+    exec(compile(code, "printed", "exec"), {})
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:

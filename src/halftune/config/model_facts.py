@@ -305,7 +305,7 @@ def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
 
 
 def _sizes(text: dict[str, Any], where: str) -> Sizes:
-    hidden, layers = (_whole(text, keys, where) for keys in (HIDDEN, LAYERS))
+    hidden, layers = _whole(text, HIDDEN, where), _whole(text, LAYERS, where, len(_layer_kinds(text)) or None)
     heads = _whole(text, HEADS, where, 1)
     kv_heads = _whole(text, ("num_key_value_heads", "num_kv_heads"), where, heads)
     head_dim = _whole(text, ("head_dim",), where, hidden // heads)
@@ -321,6 +321,12 @@ def _sizes(text: dict[str, Any], where: str) -> Sizes:
         vocab=_whole(text, ("vocab_size",), where),
         tied=bool(text.get("tie_word_embeddings", False)),
     )
+
+
+def _layer_kinds(text: dict[str, Any]) -> list[Any]:
+    """One entry a layer, where the config lists them: nemotron_h has no number of layers beside them."""
+    kinds = _first(text, ("layers_block_type", "layer_types"), [])
+    return kinds if isinstance(kinds, list) else []
 
 
 def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: int | None = None) -> int:

@@ -30,7 +30,9 @@ _ALL: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"
 LLAMA_LIKE: dict[str, Family] = {
     "llama": Family(**_ALL, mlp_bias="mlp_bias"),
     "granite": Family(**_ALL, mlp_bias="mlp_bias"),
-    "helium": Family(**_ALL, mlp_bias="mlp_bias", defaults={"head_dim": 128, "num_key_value_heads": 20}),
+    "helium": Family(
+        qkv_bias="attention_bias", mlp_bias="mlp_bias", defaults={"head_dim": 128, "num_key_value_heads": 20}
+    ),
     "smollm3": Family(**_ALL, mlp_bias="mlp_bias", defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "ministral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
