@@ -124,6 +124,8 @@ def test_each_site_is_logged_once_and_counted_always(caplog: pytest.LogCaptureFi
             attend(model["first"]["attention"], *operands(F32, F32, BF16))
         attend(model["second"], *operands(F32, F32, BF16))
         attend(model["second"], *operands(BF16, BF16, BF16))
+        assert not caplog.records, "they wait for a forward pass, which tells the line"
+        guard.report()
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "first.attention: query fp32, key fp32, value bf16 arrive at attention; cast to bf16"),
         ("DEBUG", "second: query fp32, key fp32, value bf16 arrive at attention; cast to bf16"),
@@ -226,6 +228,16 @@ def test_the_first_forward_pass_names_the_line(caplog: pytest.LogCaptureFixture)
     assert model.forward == forward, "nothing stays on the model"
     assert not model._forward_hooks
     assert not model.inner._forward_hooks
+
+
+def test_a_model_that_keeps_to_its_plan_is_never_recorded() -> None:
+    guard = Guard("cast", "fp32")
+    _, attend = wrapped(guard)
+    model = Promoting(attend)
+    guard.watch(model)
+    model(torch.randn(2, 2, 4, 8))
+    assert "forward" not in vars(model)
+    assert guard.report()["sites"] == []
 
 
 def test_an_error_in_the_recorded_pass_leaves_nothing_behind() -> None:

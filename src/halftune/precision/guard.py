@@ -63,19 +63,36 @@ class Guard:
         self._logged: set[tuple[str, str, str]] = set()
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._recorder: Recorder | None = None
+        self._watched: Callable[[], nn.Module | None] | None = None  # until its recording is asked for
+        self._pending = False  # the watched model's next forward pass will be recorded
+        self._untold: dict[str, str] = {}  # sites that wait for it, and where their operands were going
 
     def watch(self, model: nn.Module) -> None:
         """Learns the paths of a model's modules, so that sites are named by them. Not needed for the casts.
 
-        The model's next forward pass is recorded, so that what strays in it is reported with the line that promoted it.
+        Once an operand has strayed, the model's next forward pass is recorded, so that the report names the line that
+        promoted it; a model that keeps to its plan is never recorded. In ``strict``, where there is no next pass, the
+        first one is.
         """
         self._paths.update({module: name for name, module in model.named_modules() if name})
         if self.mode != "off":
+            self._watched = weakref.ref(model)
+        if self.mode == "strict":
+            self._record_next()
+
+    def _record_next(self) -> bool:
+        """Sees to it, once, that a forward pass is recorded; says whether that is still to come."""
+        model = self._watched() if self._watched is not None else None
+        self._watched = None
+        if model is not None and model._compiled_call_impl is None:  # a compiled graph would be rebuilt
             self._record_once(model)
+        return self._pending
 
     def _record_once(self, model: nn.Module) -> None:
-        """Puts a recorder around the next call of ``model.forward``; not where a compiled graph would be rebuilt."""
+        """Puts a recorder around the next call of ``model.forward``."""
         forward: Callable[..., Any] = model.forward
+        before = {name: value for name, value in vars(model).items() if name == "forward"}
+        self._pending = True
 
         @functools.wraps(forward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -85,14 +102,13 @@ class Guard:
             if self._recorder is not None or torch.compiler.is_compiling():
                 return forward(*args, **kwargs)
             try:
+                self._pending = False
                 with Recorder(model) as self._recorder:
                     return forward(*args, **kwargs)
             finally:
                 self._recorder = None
 
-        if model._compiled_call_impl is None:
-            before = {name: value for name, value in vars(model).items() if name == "forward"}
-            model.forward = recorded
+        model.forward = recorded
 
     def attention(self, fn: F, operands: Sequence[str] | None = None) -> F:
         """``fn`` behind the guard, with its own signature.
@@ -163,7 +179,13 @@ class Guard:
         return guarded  # type: ignore[return-value]
 
     def report(self) -> dict[str, Any]:
-        """Counters as JSON data: mode, compute, number of casts, one entry for each site. A healthy run has none."""
+        """Counters as JSON data: mode, compute, number of casts, one entry for each site. A healthy run has none.
+
+        Sites that still wait for the line that promotes are logged without it.
+        """
+        for name, target in self._untold.items():
+            self._tell(name, target)
+        self._untold.clear()
         sites = [{"site": name, **vars(site)} for name, site in self._sites.items()]
         casts = sum(site.casts for site in self._sites.values())
         return {"mode": self.mode, "compute": self.compute, "casts": casts, "sites": sites}
@@ -195,17 +217,22 @@ class Guard:
             self._sites[site] = Site(1, arrived, shown(dtype))
         if promoted and not self._sites[site].promoted:
             self._sites[site].promoted = promoted.removeprefix("; ")
-        self._tell(site, target, arrived, shown(dtype), promoted)
+        if self._sites[site].casts == 1 or site in self._untold:
+            if not promoted and self._record_next():
+                self._untold[site] = target
+            else:
+                self._untold.pop(site, None)
+                self._tell(site, target)
         return dtype
 
-    def _tell(self, site: str, target: str, arrived: str, cast_to: str, promoted: str) -> None:
+    def _tell(self, name: str, target: str) -> None:
         """One line for each site; the first of many equal layers is news, the others are for whoever looks."""
-        if self._sites[site].casts > 1:
-            return
-        kind = (arrived, cast_to, promoted)
+        site = self._sites[name]
+        kind = (site.arrived, site.cast_to, site.promoted)
         say = log.debug if kind in self._logged else log.warning
         self._logged.add(kind)
-        say("%s: %s arrive at %s; cast to %s%s", site, arrived, target, cast_to, promoted)
+        since = f"; {site.promoted}" if site.promoted else ""
+        say("%s: %s arrive at %s; cast to %s%s", name, site.arrived, target, site.cast_to, since)
 
     def _explain(self, stray: torch.Tensor) -> str:
         """``; fp32 since file:line …``, where the forward pass is being recorded."""
