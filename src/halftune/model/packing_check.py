@@ -23,6 +23,7 @@ from halftune.plan import Plan
 LENGTHS = (11, 19, 6)  # longer than the shrunken window, no two alike
 TOLERANCE = 1e-5
 _VOCABULARY, _MAX_LAYERS = 128, 8
+_VECTOR_NOISE = 0.1
 # Upper limits of what only costs time; the windows so short that the samples outgrow them.
 _LIMITS = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64),
@@ -141,9 +142,12 @@ def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote
     )
     for parameter in model.parameters():
-        # The usual small initialisation would make attention, and so a leak, too faint to see.
+        # The usual small initialisation would make attention, and so a leak, too faint to see; vectors begin as zeros or
+        # ones, which may switch off what they weigh.
         if parameter.ndim > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data.add_(_VECTOR_NOISE * torch.randn_like(parameter))
     return model.eval()
 
 

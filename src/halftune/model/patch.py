@@ -190,7 +190,7 @@ class Announced:
         return mask_or_none
 
     def attention(self, attend: Attention) -> Attention:
-        """``attend``, which raises ModelError where a packed row arrives without its boundaries."""
+        """``attend``, which raises ModelError where a packed row arrives without boundaries or with a model's mask."""
 
         @functools.wraps(attend)
         def told(
@@ -208,6 +208,11 @@ class Announced:
                 raise ModelError(
                     f"{type(module).__name__} is not told where the samples of a packed row end",
                     remedy="data.packing: false",
+                )
+            if self._row_without_mask and attention_mask is not None:
+                # The backends of packed rows take boundaries and no mask: what the model says with it would be lost.
+                raise ModelError(
+                    f"{type(module).__name__} brings a mask of its own to a packed row", remedy="data.packing: false"
                 )
             return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
