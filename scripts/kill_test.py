@@ -41,7 +41,7 @@ from halftune.core.errors import HalftuneError
 from halftune.hardware.probe import probe
 from halftune.plan import resolve
 from halftune.train.callbacks.loss_plot import LossPlot
-from halftune.train.checkpoint import folders, newest_valid, step_of
+from halftune.train.checkpoint_list import folders, newest_valid, step_of
 from halftune.train.step import Stepper
 from halftune.train.trainer import train
 

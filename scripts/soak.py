@@ -28,7 +28,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import psutil
 import yaml
 
-from halftune.train.checkpoint import folders, step_of
+from halftune.train.checkpoint_list import folders, step_of
 from halftune.train.manifest import damage
 
 

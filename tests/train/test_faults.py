@@ -23,7 +23,7 @@ from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.callbacks.report import Report
-from halftune.train.checkpoint import checkpoints, newest_valid
+from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.step import Stepper
 from halftune.train.trainer import train
 

@@ -17,9 +17,9 @@ from halftune.core.errors import ConfigError
 from halftune.train import trainer
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.progress import ProgressLines
-from halftune.train.checkpoint import newest_valid
+from halftune.train.checkpoint_list import newest_valid
 from halftune.train.interrupt import Interrupted, Interrupts
-from halftune.train.lock import locked
+from halftune.train.lock import check_unlocked, locked
 from halftune.train.step import Stepper
 from halftune.train.trainer import train
 
@@ -37,6 +37,14 @@ UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
 @pytest.fixture(autouse=True)
 def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_foreground() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT ignored, and the program rightly leaves that alone."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +156,15 @@ def test_the_final_save_is_finished(recipe, monkeypatch: pytest.MonkeyPatch) -> 
     assert (folder / "finished.json").exists()
 
 
-def test_what_was_ignored_from_the_beginning_stays_ignored(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under nohup, a terminal that closes ends nothing."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_was_ignored_from_the_beginning_stays_ignored(recipe, monkeypatch, number: signal.Signals) -> None:
+    """Under nohup a terminal that closes ends nothing, nor does Ctrl-C a job that a script has put behind ``&``."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        at_step(monkeypatch, 1, lambda: send(signal.SIGHUP))
+        at_step(monkeypatch, 1, lambda: send(number))
         assert train(*recipe("training.max_steps=2")).step == 2
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_handlers_are_given_back() -> None:
@@ -225,6 +234,15 @@ def test_a_second_run_is_told_who_is_there(recipe, holder: int) -> None:
         caught.value
     )
     assert "choose another training.output_dir" in str(caught.value)
+
+
+def test_a_second_run_is_refused_before_the_wait_for_torch(tmp_path: Path, holder: int) -> None:
+    with pytest.raises(ConfigError, match=f"another process is training in this folder: process {holder} on"):
+        check_unlocked(tmp_path / "run")
+    check_unlocked(tmp_path / "nowhere")
+    with locked(tmp_path / "other"):
+        pass
+    check_unlocked(tmp_path / "other")
 
 
 def test_a_killed_owner_blocks_nobody(recipe, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from halftune.core.errors import ConfigError, TrainingError
 from halftune.model.state import trainable_state
 from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.checkpoint import checkpoints
+from halftune.train.checkpoint_list import checkpoints
 from halftune.train.folder import RunFolder
 from halftune.train.interrupt import Interrupted, Interrupts
 from halftune.train.lock import locked

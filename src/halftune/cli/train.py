@@ -24,6 +24,8 @@ from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
+from halftune.train.folder import check_free
+from halftune.train.lock import check_unlocked
 
 PROFILED = 4  # steps
 
@@ -60,6 +62,8 @@ def train_one(loaded: LoadedConfig) -> None:
     look_over(loaded.run)
     main = os.environ.get("RANK", "0") == "0"
     if main:
+        check_unlocked(Path(loaded.run.training.output_dir))
+        check_free(loaded)
         print(explain(plan))
 
     with quick_imports():  # of torch, after every check that needs none

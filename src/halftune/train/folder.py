@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import ValidationError
@@ -15,11 +16,13 @@ from halftune.config.run import RunConfig
 from halftune.core.atomic import clear_leftovers, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger
-from halftune.data.report import DataReport
 from halftune.plan import Plan, to_dict
-from halftune.train.checkpoint import folders, newest_valid
+from halftune.train.checkpoint_list import folders, newest_valid
 from halftune.train.lock import LOCK
 from halftune.train.manifest import damage
+
+if TYPE_CHECKING:
+    from halftune.data.report import DataReport
 
 log = get_logger(__name__)
 
@@ -80,17 +83,9 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
         TrainingError: the checkpoint named by ``resume``, or all there are, are damaged.
     """
     path, resume = Path(loaded.run.training.output_dir), loaded.run.training.resume
-    if not (path / RESOLVED).exists():
-        _check_empty(path)
+    before, now = check_free(loaded), _flat(loaded.run.model_dump(mode="json"))
+    if before is None:
         return RunFolder(path, _named(resume, loaded), finished=False)
-    if resume == "never":
-        raise ConfigError(
-            "the folder holds a run already and resume is 'never'",
-            where=str(path),
-            remedy="choose another training.output_dir, or delete that folder",
-        )
-    before, now = _recorded(path / RESOLVED), _flat(loaded.run.model_dump(mode="json"))
-    refuse_differences(before, now, path)
     if main:
         clear_leftovers(path)
     if _is_done(path, longer=any(before.get(key) != now[key] for key in LENGTH)):
@@ -103,6 +98,32 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
     if newest is None and main:
         log.info("%s has no checkpoint yet: the run begins anew", path)
     return RunFolder(path, newest, finished=False)
+
+
+def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
+    """Makes sure that this run may use its folder; changes nothing and needs no torch.
+
+    Returns:
+        the configuration of the run that is in there and may go on, or None where the folder is new.
+
+    Raises:
+        ConfigError: the folder holds another run (says what differs) or other things, or ``resume: never`` meets a run.
+        TrainingError: ``resume`` names what is no checkpoint.
+    """
+    path = Path(loaded.run.training.output_dir)
+    _named(loaded.run.training.resume, loaded, thorough=False)
+    if not (path / RESOLVED).exists():
+        _check_empty(path)
+        return None
+    if loaded.run.training.resume == "never":
+        raise ConfigError(
+            "the folder holds a run already and resume is 'never'",
+            where=str(path),
+            remedy="choose another training.output_dir, or delete that folder",
+        )
+    before = _recorded(path / RESOLVED)
+    refuse_differences(before, _flat(loaded.run.model_dump(mode="json")), path)
+    return before
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -163,12 +184,12 @@ def _check_empty(path: Path) -> None:
         )
 
 
-def _named(resume: str, loaded: LoadedConfig) -> Path | None:
+def _named(resume: str, loaded: LoadedConfig, *, thorough: bool = True) -> Path | None:
     """The checkpoint that ``resume`` names, of a run of the same configuration."""
     if resume in ("auto", "never"):
         return None
     path = Path(resume)
-    if wrong := damage(path, thorough=True):
+    if wrong := damage(path, thorough=thorough):
         raise TrainingError(f"resume names {resume}, which is no valid checkpoint: {wrong}", remedy="resume: auto")
     if (path.parent / RESOLVED).is_file():
         now = _flat(loaded.run.model_dump(mode="json"))

@@ -43,11 +43,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(
-                f"another process is training in this folder{_owner(path)}",
-                where=str(path),
-                remedy="wait for it, stop it, or choose another training.output_dir",
-            ) from error
+            raise _taken(path) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -57,6 +53,31 @@ def locked(path: Path) -> Iterator[None]:
             yield
         finally:
             _write(path, "")
+
+
+def check_unlocked(path: Path) -> None:
+    """Makes sure that no other process trains in a folder, which need not exist; the lock is not kept.
+
+    Raises:
+        ConfigError: one does; says which.
+    """
+    try:
+        file = (path / LOCK).open("rb")
+    except OSError:
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _taken(path) from error
+        except OSError:  # no locks here: said where the lock is taken
+            return
+
+
+def _taken(path: Path) -> ConfigError:
+    what = f"another process is training in this folder{_owner(path)}"
+    remedy = "wait for it, stop it, or choose another training.output_dir"
+    return ConfigError(what, where=str(path), remedy=remedy)
 
 
 def _sign(path: Path) -> None:

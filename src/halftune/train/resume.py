@@ -13,7 +13,8 @@ from accelerate.utils import broadcast_object_list
 
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
-from halftune.train.checkpoint import folders, read_state, step_of
+from halftune.train.checkpoint import read_state
+from halftune.train.checkpoint_list import folders, step_of
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
 

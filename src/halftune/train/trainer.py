@@ -25,7 +25,8 @@ from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.base import Phase
 from halftune.train.callbacks.crowd import Crowd
 from halftune.train.callbacks.nonfinite import check_weights
-from halftune.train.checkpoint import PREFIX, load_checkpoint, load_weights, rotate, save_checkpoint
+from halftune.train.checkpoint import load_checkpoint, load_weights, save_checkpoint
+from halftune.train.checkpoint_list import PREFIX, rotate
 from halftune.train.folder import (
     FINISHED,
     RunFolder,

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from bad_inputs.case import RECIPE, ROW, Case
 
+from halftune.config.load import load_config
+from halftune.config.render import resolved_yaml
+
 RUN = "trained"
 
 
@@ -51,14 +54,28 @@ def strangers() -> None:
     Path("run/thesis.tex").write_text("ten years of work")
 
 
+def a_begun_run() -> None:
+    """What a run leaves in ``trained`` before its first checkpoint; made without torch."""
+    Path("x.yaml").write_text(output(RUN))
+    Path(RUN).mkdir()
+    Path(RUN, "resolved.yaml").write_text(resolved_yaml(load_config("x.yaml")))
+
+
 def another_run() -> None:
-    a_run()
+    a_begun_run()
     Path("x.yaml").write_text(RECIPE.replace("output_dir: run", f"output_dir: {RUN}") + "  learning_rate: 0.1\n")
 
 
 def used_run() -> None:
-    a_run()
-    Path("x.yaml").write_text(RECIPE.replace("output_dir: run", f"output_dir: {RUN}") + "  resume: never\n")
+    a_begun_run()
+    Path("x.yaml").write_text(output(RUN) + "  resume: never\n")
+
+
+def half_a_checkpoint() -> None:
+    folder = Path("old/checkpoint-3")
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    Path("x.yaml").write_text(RECIPE + f"  resume: {folder}\n")
 
 
 def output(name: str) -> str:
@@ -71,10 +88,10 @@ CASES = (
         "an output folder that holds other things",
         make=strangers,
         says=("run", "thesis.tex", "output_dir"),
-        needs_torch=True,
     ),
-    Case("an output folder with another run", make=another_run, says=(RUN, "learning_rate"), needs_torch=True),
-    Case("an output folder with a run, and `resume: never`", make=used_run, says=(RUN, "never"), needs_torch=True),
+    Case("an output folder with another run", make=another_run, says=(RUN, "learning_rate")),
+    Case("an output folder with a run, and `resume: never`", make=used_run, says=(RUN, "never")),
+    Case("a checkpoint that is none", make=half_a_checkpoint, says=("old/checkpoint-3", "checkpoint.json", "auto")),
     Case("an output folder that is a file", output("rows.jsonl"), says=("x.yaml:7", "is a file")),
     Case("an output folder below a file", output("rows.jsonl/run"), says=("x.yaml:7", "is a file")),
     Case(

@@ -18,7 +18,7 @@ from halftune.model.state import trainable_state
 from halftune.precision.dtypes import autocast
 from halftune.train.callbacks.base import Callback, Run, StepMetrics
 from halftune.train.callbacks.first_nonfinite import watch
-from halftune.train.checkpoint import checkpoints
+from halftune.train.checkpoint_list import checkpoints
 from halftune.train.losses import forward_loss_sum
 
 MAX_SKIPPED = 30  # the scale starts at 2^16 and halves at each skip: by then it is far below one
