@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,11 @@ from halftune.train.trainer import train
     [
         ("aten::mm", [], "matmul"),
         ("aten::addmm", ["aten::linear", PYTHON], "matmul"),
+        ("aten::addmm_", ["_LoraLinear"], "matmul"),
+        ("aten::baddbmm_", ["_CausalSegmentsBackward"], "attention"),
+        ("_CausalSegments", [], "attention"),
+        ("_LoraMlp", [], "Python"),
+        ("_RmsNormBackward", ["autograd::engine::evaluate_function: _RmsNormBackward"], "Python"),
         ("aten::bmm", ["aten::_scaled_dot_product_attention_math"], "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", [], "attention"),
         ("aten::mul", [], "elementwise"),
@@ -46,14 +52,21 @@ def test_groups(name: str, around: list[str], group: str) -> None:
 
 def test_tables_count_what_lies_in_a_step_and_add_up() -> None:
     a, b = torch.randn(2, 200, 200)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.mm(a, b)  # outside of any step
         for _ in range(2):
             with torch.profiler.record_function(PYTHON):
                 with torch.profiler.record_function(WAIT):
                     torch.sin(a)
                 (a @ b).exp()
-    found = tables(profiler.events() or (), 2)
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    found = tables(profiler.profiler.kineto_results.events(), 2)
+    # the same as torch's own sums
+    by_torch = {row.key: row.self_cpu_time_total for row in profiler.key_averages()}
+    for row in found["operators"]:
+        if row["name"] not in ("aten::mm", "aten::empty", "aten::resolve_conj"):  # also outside of the steps
+            assert row["cpu_seconds"] * 2e6 == pytest.approx(by_torch[row["name"]], rel=1e-3, abs=0.02)
     calls = {row["name"]: row["calls"] for row in found["operators"]}
     assert calls["aten::mm"] == 1
     assert calls["aten::exp"] == 1
@@ -64,6 +77,34 @@ def test_tables_count_what_lies_in_a_step_and_add_up() -> None:
     data = next(row["cpu_seconds"] for row in found["groups"] if row["name"] == "data")
     assert data == pytest.approx(found["data_wait_seconds"], rel=1e-6)
     assert 0 < data < whole
+
+
+class Recorded:
+    """A raw event as the profiler gives it on a machine with a GPU; times in nanoseconds."""
+
+    def __init__(self, name: str, start: int, length: int, *, number: int, caller: int = 0, on: str = "CPU") -> None:
+        self.values = {"name": name, "start_ns": start, "duration_ns": length, "correlation_id": number}
+        thread = 7 if caller else 1  # calls of the driver have the system's number of the thread
+        self.values |= {"linked_correlation_id": caller, "start_thread_id": thread, "end_thread_id": thread}
+        self.values |= {"is_async": False, "device_type": SimpleNamespace(name=on)}
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        return lambda: self.values[name]
+
+
+def test_kernels_count_for_the_operator_that_launched_them() -> None:
+    events = [
+        Recorded(PYTHON, 0, 1000, number=1),
+        Recorded(PYTHON, 100, 2000, number=1, caller=1, on="CUDA"),  # the range as the device sees it
+        Recorded("aten::matmul", 100, 500, number=2),
+        Recorded("aten::mm", 200, 300, number=3),
+        Recorded("cudaLaunchKernel", 250, 100, number=3, caller=3),
+        Recorded("gemm_kernel", 900, 800, number=3, caller=3, on="CUDA"),
+    ]
+    rows = {row["name"]: row for row in tables(events, 1)["operators"]}
+    cpu = {name: round(row["cpu_seconds"] * 1e9) for name, row in rows.items()}
+    assert cpu == {PYTHON: 500, "aten::matmul": 200, "aten::mm": 200, "cudaLaunchKernel": 100}
+    assert {name: row["device_share"] for name, row in rows.items() if row["device_share"]} == {"aten::mm": 1}
 
 
 def test_a_profiled_run(recipe: Callable[..., tuple[Any, Any]], caplog: pytest.LogCaptureFixture) -> None:

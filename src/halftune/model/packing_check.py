@@ -142,8 +142,8 @@ def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote
     )
     for parameter in model.parameters():
-        # The usual small initialisation would make attention, and so a leak, too faint to see; vectors begin as zeros or
-        # ones, which may switch off what they weigh.
+        # The usual small initialisation would make attention, and so a leak, too faint to see; vectors begin as zeros
+        # or ones, which may switch off what they weigh.
         if parameter.ndim > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
         else:

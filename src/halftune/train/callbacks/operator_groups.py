@@ -13,7 +13,7 @@ _AROUND: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(rf"^{WAIT}$"), "data"),
     (re.compile(r"^Optimizer\.|clip_grad|GradScaler"), "optimizer"),
     (re.compile(r"cross_?entropy|nll_?loss|log_?softmax|linear_?loss", re.I), "loss"),
-    (re.compile(r"attention|attn|flash_|varlen|delta_rule", re.I), "attention"),
+    (re.compile(r"attention|attn|flash_|varlen|delta_rule|causal_?segments", re.I), "attention"),
 )
 # The operator itself, the first pattern that is found in its name.
 _ITSELF: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -25,7 +25,7 @@ _ITSELF: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"_foreach_|_fused_(adam|sgd|adagrad)|^aten::(_foreach_norm|linalg_vector_norm)$"), "optimizer"),
     (
         re.compile(
-            r"^aten::(mm|addmm|bmm|baddbmm|addbmm|matmul|linear|einsum|dot|mv|_?conv\w*|mkldnn\w*)$|gemm|::linear"
+            r"^aten::((mm|addmm|bmm|baddbmm|addbmm|addmv|addr)_?|matmul|linear|einsum|dot|mv|_?conv\w*|mkldnn\w*)$|gemm|::linear"
         ),
         "matmul",
     ),
@@ -53,7 +53,7 @@ _ITSELF: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(r"^(aten|halftune|prims)\w*::"), "elementwise"),
     (re.compile(r"^(cuda|hip)[A-Z]"), "launching kernels"),
-    (re.compile(r"^autograd::|Backward\d*$|Function$|AccumulateGrad$"), "Python"),
+    (re.compile(r"^autograd::|^torch::autograd::|Backward\d*$|Function$|^_?[A-Z]\w*$|AccumulateGrad$"), "Python"),
 )
 OTHER = "other"
 

@@ -81,7 +81,7 @@ class Profile(Callback):
         activities = [ProfilerActivity.CPU]
         if run.device.type in ("cuda", "xpu"):
             activities.append(ProfilerActivity.CUDA if run.device.type == "cuda" else ProfilerActivity.XPU)
-        self.profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self.profiler = torch.profiler.profile(activities=activities)
         self.hook = run.model.register_forward_pre_hook(lambda *_: self.waiting.close())
         self.profiler.start()
 
@@ -119,8 +119,14 @@ class Profile(Callback):
             "step_seconds_unprofiled": statistics.median(self.others) if self.others else None,
             "memory_bytes": self.peak,
             "trace": TRACE,
-            **tables(profiler.events() or (), len(self.recorded)),
+            **tables(_raw_events(profiler), len(self.recorded)),
         }
+
+
+def _raw_events(profiler: torch.profiler.profile) -> list[Any]:
+    results = None if profiler.profiler is None else profiler.profiler.kineto_results
+    assert results is not None, "a profiler that was stopped has results"
+    return results.events()
 
 
 def console(found: dict[str, Any], folder: Path) -> str:
@@ -133,8 +139,10 @@ def console(found: dict[str, Any], folder: Path) -> str:
         f"  {word + ' time by group':<42} {'a step':>10} {'share':>7}",
     ]
     lines += [_line(row["name"], row, kind) for row in found["groups"] if row[f"{kind}_share"] >= 0.001]
-    lines.append(f"  {'by operator':<42} {'a step':>10} {'share':>7} {'calls':>8}")
-    lines += [_line(row["name"], row, kind) + f" {row['calls']:8,.0f}" for row in found["operators"][:10]]
+    lines.append(f"  {'by operator':<42} {'a step':>10} {'share':>7} {'calls':>8}  group")
+    lines += [
+        _line(row["name"], row, kind) + f" {row['calls']:8,.0f}  {row['group']}" for row in found["operators"][:10]
+    ]
     lines.append(f"  {folder / TRACE} opens in chrome://tracing or ui.perfetto.dev")
     return "\n".join(lines)
 
