@@ -83,13 +83,14 @@ def _returns_what_its_head_returns(base: Any, head: nn.Linear, inputs: Mapping[s
 def _few_tokens(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The first tokens of the first row, as one sample where the row is packed."""
     few = {}
+    tokens = min(_PROBE, inputs["input_ids"].shape[1])
     for name, value in inputs.items():
         if name.startswith("cu_seq_lens"):
-            few[name] = torch.tensor([0, _PROBE], dtype=value.dtype, device=value.device)
+            few[name] = torch.tensor([0, tokens], dtype=value.dtype, device=value.device)
         elif name.startswith("max_length"):
-            few[name] = _PROBE
+            few[name] = tokens
         else:
-            few[name] = value[:1, :_PROBE]
+            few[name] = value[:1, :tokens]
     if "position_ids" in few:
-        few["position_ids"] = torch.arange(_PROBE, device=few["position_ids"].device)[None]
+        few["position_ids"] = torch.arange(tokens, device=few["position_ids"].device)[None]
     return few

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from halftune.model.fused import mlp, norm
 from halftune.model.fused.linear import adapted_weight
-from halftune.model.fused.projections import SHARING, Projections
+from halftune.model.fused.projections import SHARING, FusedProjection, Projections
 
 # What third-party layers raise that want other arguments than one tensor, or other shapes than they seem to.
 _REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
@@ -39,6 +40,7 @@ class FusedLayers:
     fused: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     def give(self, module: nn.Module, forward: Forward, kind: str) -> None:
         """Gives a module a forward of its own."""
@@ -50,7 +52,10 @@ class FusedLayers:
         """Gives every module the forward of its class back."""
         for module in self.modules:
             vars(module).pop("forward", None)
+        for handle in self.handles:
+            handle.remove()
         self.modules.clear()
+        self.handles.clear()
         self.fused.clear()
 
     def __str__(self) -> str:
@@ -75,14 +80,14 @@ def fuse(model: nn.Module) -> FusedLayers:
     for module in model.modules():
         if "forward" in vars(module):
             continue
-        if candidates := norm.forms(module):
-            forwards = [norm.forward(module, form) for form in candidates]
+        if forms := norm.forms(module):
+            forwards = [norm.FusedNorm(module, form).forward for form in forms]
             _try(done, module, forwards, proven, "norms", module.get_parameter("weight"))
-        elif candidates := list(mlp.readers(module)):
-            if (weights := candidates[0]()) is None:
+        elif candidates := list(mlp.candidates(module)):
+            if (weights := candidates[0].read()) is None:
                 done.left["feed-forward layers with unusual parts"] += 1
                 continue
-            forwards = [mlp.forward(module.forward, read) for read in candidates]
+            forwards = [candidate.forward for candidate in candidates]
             if _try(done, module, forwards, proven, "feed-forward layers", weights[0].weight):
                 inside.update(module.children())
     for parent in model.modules():
@@ -103,8 +108,10 @@ def _give_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Modul
     groups += [[child] for name, child in usual.items() if name not in SHARING]
     for layers in groups:
         projections = Projections(layers)
-        for index, forward in enumerate([projections.forward_of(index) for index in range(len(layers))]):
-            done.give(layers[index], forward, "adapted linear layers")
+        if len(layers) > 1:
+            done.handles += projections.watch(parent)
+        for index, layer in enumerate(layers):
+            done.give(layer, FusedProjection(projections, index).forward, "adapted linear layers")
 
 
 def _try(
@@ -117,7 +124,7 @@ def _try(
 ) -> bool:
     """Gives a module the first of ``forwards`` that computes what its own does; layers alike are compared once."""
     sizes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
-    alike = (type(module), kind, sizes)
+    alike = (type(module), kind, sizes, _settings(module))
     if alike not in proven:
         right = (index for index, forward in enumerate(forwards) if _agree(module, forward, weight))
         proven[alike] = next(right, None)
@@ -129,19 +136,31 @@ def _try(
     return True
 
 
+def _settings(module: nn.Module) -> tuple[str, ...]:
+    """What a module computes with beside weights, its numbers and its activation: may differ from layer to layer."""
+    chosen = [
+        f"{name}={value!r}"
+        for name, value in vars(module).items()
+        if name[0] != "_" and (callable(value) or isinstance(value, (bool, int, float, str)))
+    ]
+    return (*chosen, *(repr(child) for child in module.children() if not any(True for _ in child.parameters())))
+
+
 @torch.no_grad()
 def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
     """Whether a forward gives what the module's own gives, on random rows of several sizes."""
     generator = torch.Generator().manual_seed(0)
     dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
-    training = module.training
+    # The products that an activation sees are of these sizes, whatever the sizes of the weights: small ones look alike.
+    gain = float(weight.double().norm()) / weight.shape[0] ** 0.5 if weight.ndim > 1 else 1.0
+    modes = {part: part.training for part in module.modules()}
     module.eval()  # without dropout
     try:
         for dtype in sorted(dtypes, key=str):
             for size in _SIZES:
-                x = size * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
+                x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
                 x = x.to(weight.device, dtype)
-                own, ours = module.forward(x), forward(x)
+                own, ours = type(module).forward(module, x), forward(x)
                 if own.dtype != ours.dtype or own.shape != ours.shape:
                     return False
                 error = (own.double() - ours.double()).norm() / own.double().norm()
@@ -150,5 +169,6 @@ def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
     except _REFUSALS:
         return False
     finally:
-        module.train(training)
+        for part, mode in modes.items():
+            part.training = mode
     return True

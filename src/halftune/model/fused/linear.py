@@ -9,6 +9,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
+from halftune.precision.trace.recorder import only_records
 from halftune_kernels.lora_linear import AdaptedWeight
 
 
@@ -25,14 +26,13 @@ def adapted_weight(module: nn.Module) -> AdaptedWeight | None:
         return None
     layer: Any = module
     base, active = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A]
-    if type(base) is not nn.Linear or layer.merged or layer.disable_adapters or len(active) != 1:
+    if layer.merged or layer.disable_adapters or len(active) != 1:
         return None
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     idle = type(dropout) is nn.Identity or not layer.training
     simple = idle and name not in layer.lora_variant and not layer.fan_in_fan_out
-    parts = (base, down, up)
-    if not simple or down.bias is not None or up.bias is not None or not all(map(_undisturbed, parts)):
+    if not simple or not all(map(_undisturbed, (base, down, up))) or down.bias is not None or up.bias is not None:
         return None
     if base.weight.requires_grad or not _frozen_or_none(base.bias):
         return None
@@ -49,13 +49,18 @@ def fits(x: torch.Tensor, layers: Sequence[AdaptedWeight]) -> torch.dtype | None
 
 
 def _undisturbed(module: nn.Module) -> bool:
-    """Whether calling the module is calling the forward of its class."""
-    return "forward" not in vars(module) and _watched_by_nobody(module)
+    """Whether calling the module is torch's product with a plain weight, and nothing else."""
+    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, torch.Tensor)
+    return plain and "forward" not in vars(module) and _watched_by_nobody(module)
 
 
 def _watched_by_nobody(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks)
+    """No hooks but those of the dtype trace, which only look: a step must not depend on whether it is recorded."""
+    if module._forward_pre_hooks or module._forward_hooks:
+        looking = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if not all(map(only_records, looking)):
+            return False
+    return not (module._backward_hooks or module._backward_pre_hooks)
 
 
 def _frozen_or_none(bias: torch.Tensor | None) -> bool:

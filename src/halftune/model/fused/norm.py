@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from halftune.precision.trace.recorder import credit, recorded
 from halftune_kernels.rms_norm import rms_norm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -31,20 +31,27 @@ def forms(module: nn.Module) -> list[Form]:
     return [Form(offset, promotes) for offset in (0.0, 1.0) for promotes in (True, False)]
 
 
-def forward(module: nn.Module, form: Form) -> Callable[..., Any]:
-    """A forward by the operator, or by the layer's own code where something is unusual at the moment."""
-    own, eps = module.forward, _epsilon(module)
-    assert eps is not None
+class FusedNorm:
+    """Stands in for a norm's forward: the operator, or the layer's own code where something is unusual."""
 
-    def fused(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, module: nn.Module, form: Form) -> None:
+        eps = _epsilon(module)
+        assert eps is not None
+        self.module, self.form, self.eps = module, form, eps
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's own forward returns."""
+        module = self.module
         if args or kwargs or torch.compiler.is_compiling():
-            return own(x, *args, **kwargs)
+            return type(module).forward(module, x, *args, **kwargs)
         weight = module.get_parameter("weight")
-        dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
+        dtype = torch.promote_types(x.dtype, weight.dtype) if self.form.promotes else x.dtype
         with torch.autocast(x.device.type, enabled=False):
-            return rms_norm(x, weight, eps, offset=form.offset, dtype=dtype)
-
-    return fused
+            out = rms_norm(x, weight, self.eps, offset=self.form.offset, dtype=dtype)
+        if recorded(module):
+            with torch.no_grad():
+                credit(out, type(module).forward(module, x))
+        return out
 
 
 def _epsilon(module: nn.Module) -> float | None:

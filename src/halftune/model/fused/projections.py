@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from halftune.model.fused.linear import adapted_weight, fits
 from halftune_kernels.lora_linear import AdaptedWeight, lora_linear
@@ -17,40 +18,54 @@ SHARING = ("q_proj", "k_proj", "v_proj")
 class Projections:
     """Computes the layers of a group when the first of them is called; the others find their result waiting.
 
-    A layer that is called with another tensor than the first was computes for itself: the group is a guess about speed,
-    never about values.
+    Results wait only while the parent runs, and only for the very tensor that the first layer was called with: the
+    group is a guess about speed, never about values. A layer that is called otherwise computes for itself.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.layers = layers
-        self._input: torch.Tensor | None = None
-        self._waiting: dict[int, torch.Tensor] = {}
+        self.layers = list(layers)
+        self._open = False
+        self._waiting: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None
 
-    def forward_of(self, index: int) -> Any:
-        """A forward for the layer at ``index``."""
-        layer = self.layers[index]
-        own = layer.forward
+    def watch(self, parent: nn.Module) -> list[RemovableHandle]:
+        """Lets results wait while ``parent`` runs, and drops what nobody took, also where it ends in an exception."""
+        return [
+            parent.register_forward_pre_hook(self._begin),
+            parent.register_forward_hook(self._end, always_call=True),
+        ]
 
-        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if args or kwargs or torch.compiler.is_compiling():
-                return own(x, *args, **kwargs)
-            if index and x is self._input and index in self._waiting:
-                return self._take(index)
-            asked = self.layers if index == 0 else (layer,)
-            outputs = _compute(x, asked)
-            if outputs is None:
-                return own(x)
-            if index == 0 and len(outputs) > 1:
-                self._input, self._waiting = x, dict(enumerate(outputs[1:], 1))
-            return outputs[0]  # pyright: ignore[reportGeneralTypeIssues]
+    def _begin(self, _module: nn.Module, _inputs: Any) -> None:
+        self._open = True
 
-        return forward
+    def _end(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._open, self._waiting = False, None
 
-    def _take(self, index: int) -> torch.Tensor:
-        output = self._waiting.pop(index)
-        if not self._waiting:
-            self._input = None
-        return output
+    def compute(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The result of the layer at ``index``; None where something is unusual."""
+        waiting = self._waiting  # read once: another thread may use the same model
+        if index and waiting is not None and waiting[0] is x and waiting[1] == x._version:
+            output = waiting[2].pop(index, None)
+            if output is not None:
+                return output
+        together = index == 0 and self._open
+        outputs = _compute(x, self.layers if together else self.layers[index : index + 1])
+        if outputs is not None and len(outputs) > 1:
+            self._waiting = x, x._version, dict(enumerate(outputs[1:], 1))
+        return outputs[0] if outputs else None
+
+
+class FusedProjection:
+    """Stands in for the forward of the layer at ``index`` of a group."""
+
+    def __init__(self, group: Projections, index: int) -> None:
+        self.group, self.index = group, index
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the layer's own forward returns."""
+        layer = self.group.layers[self.index]
+        usual = not (args or kwargs or torch.compiler.is_compiling())
+        output = self.group.compute(self.index, x) if usual else None
+        return type(layer).forward(layer, x, *args, **kwargs) if output is None else output
 
 
 def _compute(x: torch.Tensor, layers: Sequence[nn.Module]) -> tuple[torch.Tensor, ...] | None:

@@ -40,8 +40,12 @@ class Recorder(TorchFunctionMode):
         self._leaves: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks = ExitStack()
+        self._autocast = False  # whether it is on around the model
 
     def __enter__(self) -> Recorder:
+        first = next(self.model.parameters(), None)
+        kind = "cpu" if first is None else first.device.type
+        self._autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         for kind, named in (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers)):
             for name, tensor in named(remove_duplicate=False):
                 self._leaves.setdefault(id(tensor), f"{kind} {name}")
@@ -93,7 +97,15 @@ class Recorder(TorchFunctionMode):
         asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
         for tensor in made:
             step = Step(
-                self.count, spelled(name), sources, tensor.dtype, place, self.module, asked and bool(sources), autocast
+                self.count,
+                spelled(name),
+                sources,
+                tensor.dtype,
+                place,
+                self.module,
+                asked and bool(sources),
+                autocast,
+                self._autocast and autocast is None,
             )
             setattr(tensor, _STEP, step)
         self.count += 1
@@ -107,6 +119,22 @@ class Recorder(TorchFunctionMode):
                 self._stack.pop()
 
         return leave
+
+
+def only_records(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook is one of a recorder's, which changes nothing."""
+    return hook.__module__ == __name__
+
+
+def recorded(module: nn.Module) -> bool:
+    """Whether a recorder looks at a module."""
+    return any(map(only_records, module._forward_hooks.values()))
+
+
+def credit(tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Gives ``tensor`` the record of another that was made in its place, as the author of the model wrote it."""
+    if _STEP in vars(like):
+        setattr(tensor, _STEP, vars(like)[_STEP])
 
 
 def calling_line(frame: FrameType | None) -> Place:
@@ -123,8 +151,9 @@ def _name(func: Any) -> str:
 
 
 def _floating(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of numbers with a fraction: complex ones too, which rotate queries in many a model."""
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() or value.is_complex():
             yield value
     elif isinstance(value, dict):
         for entry in value.values():
