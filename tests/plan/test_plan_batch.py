@@ -126,3 +126,22 @@ def test_batches_have_one_size(tmp_path: Path, overrides: tuple[str, ...], says:
         load_config(path, [f"training.{override}" for override in overrides])
     assert says in str(refused.value)
     assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "training", "fused", "why"),
+    [
+        ("cpu", {}, True, "measured faster on CPUs; norms, gated feed-forward and adapted linear layers"),
+        ("a100", {}, False, "measured on CPUs only"),
+        ("a100", {"fused_layers": True}, True, "asked for"),
+        ("cpu", {"fused_layers": False}, False, "switched off"),
+        ("cpu", {"torch_compile": True}, False, "torch.compile fuses them itself"),
+    ],
+)
+def test_fused_layers_are_a_decision(machine: str, training: dict[str, Any], fused: bool, why: str) -> None:
+    plan = planned(machine, training=training)
+    choice = plan.batch.fused_layers
+    assert choice.value is fused
+    assert why in choice.reason
+    row = next(line for line in explain(plan, width=200).splitlines() if "fused layers" in line)
+    assert ("on" if fused else "off") in row.split()

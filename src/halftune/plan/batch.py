@@ -18,9 +18,9 @@ def batch_size(config: RunConfig) -> tuple[int, int | None]:
 
 
 def plan_batch(
-    config: RunConfig, world_size: int, packing: Choice[bool], gradient_checkpointing: Choice[bool]
+    config: RunConfig, kind: str, world_size: int, packing: Choice[bool], gradient_checkpointing: Choice[bool]
 ) -> BatchPlan:
-    """The batch part of the plan."""
+    """The batch part of the plan; ``kind`` of the devices."""
     rows, tokens = batch_size(config)
     accumulation = config.training.gradient_accumulation_steps
     forward = rows * config.data.max_length if tokens is None or packing.value else tokens
@@ -39,4 +39,17 @@ def plan_batch(
         gradient_checkpointing=gradient_checkpointing,
         tokens_per_batch=tokens,
         grouped=grouped,
+        fused_layers=_fused_layers(config, kind),
     )
+
+
+def _fused_layers(config: RunConfig, kind: str) -> Choice[bool]:
+    asked = config.training.fused_layers
+    if asked is False:
+        return Choice(False, "switched off (training.fused_layers)")
+    if asked == "auto" and kind != "cpu":
+        return Choice(False, "measured on CPUs only so far; training.fused_layers: true asks for it")
+    if config.training.torch_compile:
+        return Choice(False, "torch.compile fuses them itself")
+    why = "asked for (training.fused_layers)" if asked is True else "fewer passes over memory, measured faster on CPUs"
+    return Choice(True, f"{why}; norms, gated feed-forward and adapted linear layers, each checked at the start")

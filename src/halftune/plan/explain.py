@@ -107,6 +107,7 @@ def _batch(plan: Plan) -> list[Row]:
         _row("packing", batch.packing),
         *([_row("grouping", batch.grouped)] if padded else []),
         _row("checkpointing", batch.gradient_checkpointing),
+        _row("fused layers", batch.fused_layers),
     ]
 
 

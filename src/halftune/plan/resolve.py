@@ -38,7 +38,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     packing, attention = _rows(config, hardware, facts, precision)
     adapted = count_trainable(facts, config.adapter)
     checkpointing, memory = plan_memory(config, hardware, facts, precision, attention, packing.value, adapted)
-    batch = plan_batch(config, world_size, packing, checkpointing)
+    batch = plan_batch(config, hardware.kind, world_size, packing, checkpointing)
     counted = (
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
     )

@@ -9,6 +9,7 @@ from halftune.core.choice import Choice
 from halftune.precision.plan import PrecisionPlan
 
 RANDOM = Choice(False, "batches of random samples")
+UNFUSED = Choice(False, "the model's own code")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class BatchPlan:
         gradient_checkpointing: whether activations are recomputed.
         tokens_per_batch: tokens per device and forward, where they were asked for instead of rows.
         grouped: whether rows of like length share a batch; only without packing.
+        fused_layers: whether layers that an operator knows are computed by it; the start says which they are.
     """
 
     micro_batch: int
@@ -35,6 +37,7 @@ class BatchPlan:
     gradient_checkpointing: Choice[bool]
     tokens_per_batch: int | None = None
     grouped: Choice[bool] = RANDOM
+    fused_layers: Choice[bool] = UNFUSED
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
-from halftune.config.training import TrainingSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
@@ -66,7 +65,7 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     model.to(accelerator.device)
-    fuse_layers(model, config.training, accelerator.device)
+    fuse_layers(model, plan)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     if config.training.torch_compile:
@@ -92,16 +91,10 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
     return Session(accelerator, run, data, feed, eval_feed, wrapped, trained)
 
 
-def fuse_layers(model: nn.Module, training: TrainingSection, device: torch.device) -> None:
-    """Computes the layers that an operator knows by that operator, where the config asks for it; says what was done."""
-    if training.fused_layers is False:
-        log.info("fused layers: none, training.fused_layers is false")
-    elif training.fused_layers == "auto" and device.type != "cpu":
-        log.info("fused layers: none, auto fuses them on CPUs, where they have been measured")
-    elif training.torch_compile:
-        log.info("fused layers: none, torch.compile fuses them itself")
-    else:
-        log.info("fused layers: %s", fuse(model))
+def fuse_layers(model: nn.Module, plan: Plan) -> None:
+    """Computes the layers that an operator knows by that operator, where the plan says so; says what was done."""
+    choice = plan.batch.fused_layers
+    log.info("fused layers: %s", fuse(model) if choice.value else f"none, {choice.reason}")
 
 
 def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:

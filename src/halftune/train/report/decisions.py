@@ -95,9 +95,9 @@ def _batch(plan: dict[str, Any], batch: dict[str, Any]) -> Html:
             rows.append(("rows per step", _word(micro * accumulation * world), each))
     if _is_choice(batch.get("grouped")) and not _tree(batch, "packing").get("value"):
         rows.append(("grouping", _word(batch["grouped"]["value"]), batch["grouped"]["reason"]))
-    for name, words in (("packing", "packing"), ("gradient_checkpointing", "gradient checkpointing")):
+    for name in ("packing", "gradient_checkpointing", "fused_layers"):
         if _is_choice(batch.get(name)):
-            rows.append((words, _word(batch[name]["value"]), batch[name]["reason"]))
+            rows.append((name.replace("_", " "), _word(batch[name]["value"]), batch[name]["reason"]))
     for name, words in (("num_parameters", "parameters"), ("num_trainable", "trained parameters")):
         if _is_choice(plan.get(name)):
             rows.append((words, element("b", short_count(plan[name]["value"])), plan[name]["reason"]))
@@ -107,7 +107,7 @@ def _batch(plan: dict[str, Any], batch: dict[str, Any]) -> Html:
 def _memory(record: Record) -> Html:
     memory = _tree(record.plan, "memory")
     parts = [(name, float(memory.get(name) or 0), size(memory.get(name) or 0)) for name in _PARTS]
-    estimate = sum(amount for _, amount, _ in parts)
+    estimate = sum(amount for _, amount, _ in parts) - float(memory.get("overlap") or 0)
     if not estimate:
         return Html("")
     peaks = [line["memory_bytes"] for line in record.training if line.get("memory_bytes")]
