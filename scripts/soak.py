@@ -28,8 +28,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import psutil
 import yaml
 
+from halftune.core.manifest import damage
 from halftune.train.checkpoint_list import folders, step_of
-from halftune.train.manifest import damage
 
 
 def watch(folder: Path, stop: Event, verdict: Path) -> None:

@@ -67,7 +67,7 @@ def use(folder: Path, *, load: bool) -> None:
     assert fingerprint(folder) == before, "a file of the checkpoint was changed"
 
 
-@budget(0.08, 30)
+@budget(0.08, 20)
 @given(name=st.sampled_from(JSON), damage=json_damages())
 def test_odd_configs(here: Path, whole: Path, name: str, damage: Any) -> None:
     path = copy_of(whole, here) / name
@@ -75,7 +75,7 @@ def test_odd_configs(here: Path, whole: Path, name: str, damage: Any) -> None:
     use(path.parent, load=True)
 
 
-@budget(0.06, 20)
+@budget(0.06, 8)
 @given(name=st.sampled_from((*JSON, "model.safetensors")), damage=damages(), begin=st.booleans())
 def test_damaged_weights_and_configs(here: Path, whole: Path, name: str, damage: Damage, begin: bool) -> None:
     path = copy_of(whole, here) / name
@@ -85,7 +85,7 @@ def test_damaged_weights_and_configs(here: Path, whole: Path, name: str, damage:
     use(path.parent, load=True)
 
 
-@budget(0.06, 15)
+@budget(0.06, 10)
 @given(name=st.sampled_from(TOKENIZER), damage=json_damages(), bytes_damage=damages(), of_bytes=st.booleans())
 def test_tokenizers(here: Path, whole: Path, name: str, damage: Any, bytes_damage: Damage, of_bytes: bool) -> None:
     path = copy_of(whole, here) / name

@@ -103,7 +103,7 @@ def plan_of(path: str, machine: str) -> None:
     json.dumps(to_dict(plan))
 
 
-@budget(0.2, 100)
+@budget(0.2, 60)
 @given(tree=recipes | nearly_right(), machine=st.sampled_from(MACHINES))
 def test_trees(here: Path, tree: Any, machine: str) -> None:
     Path("x.yaml").write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")

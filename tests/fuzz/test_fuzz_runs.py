@@ -87,7 +87,7 @@ def hurt(path: Path, damage: Damage, tree_damage: Any, of_bytes: bool) -> None:
         path.write_bytes(damage(raw))
 
 
-@budget(0.05, 10)
+@budget(0.05, 4)
 @given(number=names, damage=damages(), tree_damage=json_damages(), of_bytes=st.booleans(), export=st.booleans())
 def test_chat_and_export(
     here: Path, trained: Path, number: int, damage: Damage, tree_damage: Any, of_bytes: bool, export: bool
@@ -108,7 +108,7 @@ def test_chat_and_export(
     assert fingerprint(home) == before, "a file of the run was changed"
 
 
-@budget(0.04, 8)
+@budget(0.04, 4)
 @given(number=names, damage=damages(), tree_damage=json_damages(), of_bytes=st.booleans(), newest=st.booleans())
 def test_going_on(
     here: Path, trained: Path, number: int, damage: Damage, tree_damage: Any, of_bytes: bool, newest: bool

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from halftune.core.errors import TrainingError
+from halftune.core.manifest import seal
 from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.first_nonfinite import watch
 from halftune.train.callbacks.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite
-from halftune.train.manifest import seal
 
 Batch = dict[str, torch.Tensor]
 

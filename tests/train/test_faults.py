@@ -132,8 +132,16 @@ def test_later_steps_end_with_the_remedy_unless_asked(recipe, narrow, tmp_path: 
 
 def test_one_row_that_does_not_fit_says_what_helps(recipe, narrow) -> None:
     narrow(0)
-    with pytest.raises(TrainingError, match=r"with 1 rows a forward pass.*gradient_checkpointing: true.*no checkpoint"):
-        train(*recipe("training.per_device_train_batch_size=2"))
+    with pytest.raises(TrainingError) as caught:
+        train(*recipe("training.per_device_train_batch_size=2", "adapter=none"))
+    words = str(caught.value)
+    assert "in step 1 with one row a forward pass, the fewest there can be" in words
+    for what in ("gradient_checkpointing: true", "max_length (now 96)", "adapter: lora", "bf16", "no checkpoint"):
+        assert what in words
+    assert "batch_size" not in words, "a smaller batch would not help"
+    with pytest.raises(TrainingError) as caught:  # what is set already is not advised again
+        train(*recipe("training.per_device_train_batch_size=1", "training.gradient_checkpointing=true"))
+    assert not any(what in str(caught.value) for what in ("gradient_checkpointing", "adapter: lora", "batch_size"))
 
 
 def test_evaluation_takes_smaller_batches(recipe, narrow, tmp_path: Path) -> None:

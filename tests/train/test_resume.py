@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from halftune.core import atomic
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.manifest import MARKER, damage, seal
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.checkpoint_list import checkpoints, newest_valid, rotate
-from halftune.train.manifest import MARKER, damage, seal
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,13 +15,16 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from halftune import __version__
+from halftune.core.atomic import whole_folder
 from halftune.core.log import get_logger
+from halftune.core.manifest import damage, seal
 from halftune.core.paths import cache_dir
 from halftune.data.exact import backend_json
 from halftune.data.store import TokenStore, load_store, save_store
 
 log = get_logger(__name__)
 
+MANIFEST = "manifest.json"
 ROOM = Path(__file__).parent  # whatever in here changes may give other tokens, labels or report entries
 
 Made = tuple[TokenStore, dict[str, Any]]
@@ -82,6 +83,9 @@ def cached(key: str, make: Callable[[], Made]) -> Made:
 def _load(folder: Path) -> Made | None:
     if not folder.is_dir():
         return None
+    if wrong := damage(folder, thorough=True, marker=MANIFEST):  # a flipped bit would be another token, without a word
+        log.warning("the cached tokens in %s are damaged (%s) and made anew", folder, wrong)
+        return None
     try:
         return load_store(folder), json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, EOFError) as error:
@@ -90,15 +94,10 @@ def _load(folder: Path) -> Made | None:
 
 
 def _save(folder: Path, made: Made) -> None:
-    """Writes beside the entry's place and renames, so that a killed process leaves no half entry."""
-    partial = folder.with_suffix(f".partial-{os.getpid()}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        save_store(made[0], partial)
-        (partial / "report.json").write_text(json.dumps(made[1]), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
+        with whole_folder(folder) as beside:
+            save_store(made[0], beside)
+            (beside / "report.json").write_text(json.dumps(made[1]), encoding="utf-8")
+            seal(beside, MANIFEST)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)

@@ -40,6 +40,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         check_code(folder, model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
+        tokenizer("a")  # some damage, as a model_max_length that is a list, shows only in use
     except Exception as error:  # the tokenizers library raises nothing more precise
         first = first_line(error)
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"

@@ -12,7 +12,7 @@ import torch
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.plan import BatchPlan
-from halftune.train.callbacks.base import StepMetrics
+from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.nonfinite import NonFiniteStep, check_finite, intact
 from halftune.train.feed import MicroBatch
 from halftune.train.memory import peak_memory_bytes
@@ -26,10 +26,6 @@ log = get_logger(__name__)
 
 # Beside torch's own exception for accelerators: its allocator on a CPU, and the libraries under it.
 _PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-_REMEDY = (
-    "gradient_checkpointing: true, a shorter data.max_length, adapter: lora, precision: bf16 or a smaller model "
-    "(`halftune plan` says what takes the memory)"
-)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -37,6 +33,18 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+
+
+def remedies(run: Run) -> str:
+    """The settings that would still save memory, by how this run is set."""
+    left = [f"a shorter data.max_length (now {run.config.data.max_length:,})"]
+    if not run.plan.batch.gradient_checkpointing.value:
+        left.insert(0, "training.gradient_checkpointing: true")
+    if run.config.adapter.type == "none":
+        left.append("adapter: lora")
+    if run.plan.precision.compute.value == "fp32":
+        left.append("precision: bf16")
+    return f"{', '.join(left)} or a smaller model (`halftune plan` says what takes the memory)"
 
 
 def smaller(batch: BatchPlan) -> BatchPlan | None:
@@ -117,10 +125,11 @@ class Attempts:
                     raise
                 halved = smaller(feed.batch)
                 if halved is None or self.training.on_out_of_memory == "stop":
-                    rows = f"{feed.batch.micro_batch} rows at a time"
+                    rows = _rows(feed.batch, "at a time")
+                    less = "" if halved is None else "a smaller training.per_device_eval_batch_size, "
                     raise TrainingError(
                         f"out of memory in the evaluation, {rows}: {first_line(error)}",
-                        remedy=f"a smaller per_device_eval_batch_size, {_REMEDY}; {intact(self.run.folder)}",
+                        remedy=f"{less}{remedies(self.run)}; {intact(self.run.folder)}",
                     ) from error
             log.warning("out of memory in the evaluation: from now on %d rows at a time", halved.micro_batch)
             self.session.eval_feed = replace(feed, batch=halved)
@@ -175,16 +184,21 @@ class Attempts:
             torch.get_device_module(self.run.device).empty_cache()
 
     def _too_little(self, error: BaseException) -> TrainingError:
-        batch, remedies = self.session.feed.batch, [_REMEDY]
+        batch, left = self.session.feed.batch, [remedies(self.run)]
         if not self._updating and (halved := smaller(batch)) is not None:
             split = f"per_device_train_batch_size: {halved.micro_batch} with "
             split += f"gradient_accumulation_steps: {halved.accumulation} (the same global batch)"
-            remedies.insert(0, split)
-        where = "in the optimizer's update" if self._updating else f"with {batch.micro_batch} rows a forward pass"
+            left.insert(0, split)
+        where = "in the optimizer's update" if self._updating else f"with {_rows(batch, 'a forward pass')}"
         return TrainingError(
             f"out of memory in step {self.run.step + 1} {where}: {first_line(error)}",
-            remedy=f"{', or '.join(remedies)}; {intact(self.run.folder)}",
+            remedy=f"{', or '.join(left)}; {intact(self.run.folder)}",
         )
+
+
+def _rows(batch: BatchPlan, of: str) -> str:
+    """How many rows ran out of memory; one is as few as there are, and no smaller batch would help."""
+    return f"one row {of}, the fewest there can be" if batch.micro_batch == 1 else f"{batch.micro_batch} rows {of}"
 
 
 def first_line(error: BaseException) -> str:

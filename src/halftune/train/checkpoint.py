@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from halftune.core.atomic import whole_folder
 from halftune.core.errors import TrainingError
+from halftune.core.manifest import seal
 from halftune.model.state import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import PREFIX
-from halftune.train.manifest import seal
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from halftune.core.atomic import remove_folder
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
-from halftune.train.manifest import MARKER, damage
+from halftune.core.manifest import MARKER, damage
 
 log = get_logger(__name__)
 

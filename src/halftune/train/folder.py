@@ -16,10 +16,10 @@ from halftune.config.run import RunConfig
 from halftune.core.atomic import clear_leftovers, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger
+from halftune.core.manifest import damage
 from halftune.plan import Plan, to_dict
 from halftune.train.checkpoint_list import folders, newest_valid
 from halftune.train.lock import LOCK
-from halftune.train.manifest import damage
 
 if TYPE_CHECKING:
     from halftune.data.report import DataReport
@@ -84,10 +84,10 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
     """
     path, resume = Path(loaded.run.training.output_dir), loaded.run.training.resume
     before, now = check_free(loaded), _flat(loaded.run.model_dump(mode="json"))
-    if before is None:
-        return RunFolder(path, _named(resume, loaded), finished=False)
     if main:
         clear_leftovers(path)
+    if before is None:
+        return RunFolder(path, _named(resume, loaded), finished=False)
     if _is_done(path, longer=any(before.get(key) != now[key] for key in LENGTH)):
         return RunFolder(path, None, finished=True)
     if changed := _differences(before, now, harmless=True):
@@ -104,7 +104,8 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
     """Makes sure that this run may use its folder; changes nothing and needs no torch.
 
     Returns:
-        the configuration of the run that is in there and may go on, or None where the folder is new.
+        the configuration of the run that is in there and may go on; None where the folder is new, or the run in there
+        ended before its first step (out of memory …) and left nothing that another one could write over.
 
     Raises:
         ConfigError: the folder holds another run (says what differs) or other things, or ``resume: never`` meets a run.
@@ -115,6 +116,8 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
     if not (path / RESOLVED).exists():
         _check_empty(path)
         return None
+    if not _holds_results(path):
+        return None
     if loaded.run.training.resume == "never":
         raise ConfigError(
             "the folder holds a run already and resume is 'never'",
@@ -124,6 +127,14 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
     before = _recorded(path / RESOLVED)
     refuse_differences(before, _flat(loaded.run.model_dump(mode="json")), path)
     return before
+
+
+def _holds_results(path: Path) -> bool:
+    """Whether a run has left anything but its intent."""
+    metrics = path / "metrics.jsonl"
+    written = metrics.exists() and metrics.stat().st_size > 0
+    kept = any((path / name).exists() for name in ("final", ".final.old", FINISHED, "set-aside"))
+    return written or kept or bool(folders(path))
 
 
 def identity(path: Path) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from halftune.config.load import LoadedConfig
 from halftune.core.atomic import write_text
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger, log_to
+from halftune.core.manifest import damage
 from halftune.model.save import save_final
 from halftune.plan import Plan
 from halftune.train.attempt import Attempts
@@ -38,7 +39,6 @@ from halftune.train.folder import (
 )
 from halftune.train.interrupt import Interrupted, Interrupts
 from halftune.train.lock import locked
-from halftune.train.manifest import damage
 from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
 from halftune.train.resume import agreed, check_same_data, position, set_aside, with_micro_batch

@@ -55,10 +55,11 @@ def strangers() -> None:
 
 
 def a_begun_run() -> None:
-    """What a run leaves in ``trained`` before its first checkpoint; made without torch."""
+    """What a run leaves in ``trained`` before its first checkpoint: a line of metrics; made without torch."""
     Path("x.yaml").write_text(output(RUN))
     Path(RUN).mkdir()
     Path(RUN, "resolved.yaml").write_text(resolved_yaml(load_config("x.yaml")))
+    Path(RUN, "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def another_run() -> None:

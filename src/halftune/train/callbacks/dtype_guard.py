@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.model.patch import current_guard
 from halftune.precision.guard import Guard
@@ -44,6 +45,6 @@ class DtypeGuard(Callback):
 
 def _write(path: Path, values: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        write_text(path, json.dumps(values, indent=1))
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror)

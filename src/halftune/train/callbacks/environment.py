@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from halftune.config.run import RunConfig
+from halftune.core.atomic import write_text
 from halftune.core.errors import DataError
 from halftune.core.log import get_logger
 from halftune.data.sources import open_source
@@ -27,7 +28,7 @@ class Environment(Callback):
             return
         facts = environment(probe(), fingerprints(run.config))
         try:
-            (run.folder / NAME).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            write_text(run.folder / NAME, json.dumps(facts, indent=1))
         except OSError as error:
             log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
 

@@ -1,4 +1,4 @@
-"""What makes a checkpoint valid: a list of its files with their sizes and checksums, written last."""
+"""What makes a folder valid: a list of its files with their sizes and checksums, written last."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ MARKER = "checkpoint.json"
 FORMAT = 1
 
 
-def seal(folder: Path) -> None:
+def seal(folder: Path, marker: str = MARKER) -> None:
     """Writes the manifest of everything in ``folder``: ``{"format": 1, "files": {name: {"size", "sha256"}}}``."""
     files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
-    (folder / MARKER).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+    (folder / marker).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
 
 
-def damage(folder: Path, *, thorough: bool) -> str:
+def damage(folder: Path, *, thorough: bool, marker: str = MARKER) -> str:
     """What is wrong with a sealed folder, as a clause; empty where nothing is.
 
     Args:
-        folder: a checkpoint.
+        folder: a checkpoint, or another folder that was sealed.
         thorough: compare checksums too, which reads every byte; else sizes only.
+        marker: the name of the manifest.
     """
     try:
-        files = _files(folder)
+        files = _files(folder / marker)
         for name, (size, digest) in files.items():
             path = folder / name
             if not path.is_file():
@@ -37,12 +38,12 @@ def damage(folder: Path, *, thorough: bool) -> str:
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError):
-        return f"{MARKER} is no manifest of format {FORMAT}"
+        return f"{marker} is no manifest of format {FORMAT}"
     return ""
 
 
-def _files(folder: Path) -> dict[str, tuple[int, str]]:
-    manifest: Any = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+def _files(marker: Path) -> dict[str, tuple[int, str]]:
+    manifest: Any = json.loads(marker.read_text(encoding="utf-8"))
     if manifest["format"] != FORMAT or not manifest["files"]:
         raise ValueError
     return {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
