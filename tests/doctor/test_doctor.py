@@ -165,6 +165,11 @@ def test_clean_models_raise_no_alarm(
     assert layers == {"qwen2-tiny": 4, "llama-tiny": 4, "qwen3_5-tiny": 4, "gemma3": 3}[model]
 
 
+ROTATED = "torch.view_as_real(torch.view_as_complex(q.float().unflatten(-1, (-1, 2))) * 1j).flatten(-2)"
+TABLE = "torch.outer(torch.arange(q.shape[1]).float(), torch.ones(8).bfloat16()).sin()[:, None]"
+PRECISE = "nn.functional.linear(x.float(), self.o_proj.weight.float()).view_as(q)"
+
+
 @pytest.mark.parametrize(
     ("q", "op", "cause"),
     [
@@ -172,6 +177,14 @@ def test_clean_models_raise_no_alarm(
         ("q = q * self.scale", "mul(bf16, fp32)", "type promotion, fp32 from parameter layers.0.scale"),
         ("q = q.float()", "float(bf16)", "asked for"),
         ("q = q / q.norm(dim=-1, keepdim=True)", "norm(bf16)", "autocast's fp32 list"),
+        (f"q = {ROTATED}", "float(bf16)", "asked for"),
+        ("q = torch.compile(lambda x: x.float() * 2)(q)", "float(bf16)", "asked for"),
+        (f"q = q * {TABLE}", "mul(bf16, fp32)", "type promotion, fp32 from index at modeling_stranger.py:"),
+        (
+            f"with torch.autocast('cpu', enabled=False): q = {PRECISE}",
+            "linear(fp32, fp32)",
+            "the model's code switches",
+        ),
     ],
 )
 def test_a_foreign_model_is_named_by_line(
@@ -193,6 +206,16 @@ def test_a_foreign_model_is_named_by_line(
     assert finding["guard"] == "casts q to bf16"
     per_token = 3 * 32 * (2 + 4)  # layers × channels × (bf16 copy forward + fp32 gradient back)
     assert finding["bytes_per_step"] == per_token * 3 * 512
+
+
+def test_a_scripted_function_is_named_by_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stranger(tmp_path / "stranger", "q = widened(q)")
+    scripted = "\n\n@torch.jit.script\ndef widened(x):\n    return x.float() * 2\n\n\nclass Attention"
+    text = (folder / "modeling_stranger.py").read_text().replace("\n\nclass Attention", scripted)
+    (folder / "modeling_stranger.py").write_text(text)
+    code, trace = traced(capsys, "--config", recipe(tmp_path, model=code_of(folder)), "--hardware", "a100")
+    (finding,) = [one for one in trace["findings"] if one["breaks"]]
+    assert (code, finding["op"], finding["source"]) == (1, "float(bf16)", "return x.float() * 2")
 
 
 def test_the_page_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,3 +263,30 @@ def test_rotary_tables_take_the_inputs_dtype(cos: torch.dtype, result: torch.dty
     out = guard.rotary(rotate)(x, torch.ones(8, dtype=cos), sin=torch.ones(8, dtype=cos))
     assert out.dtype == result
     assert guard.report()["casts"] == int(cos != F32)
+
+
+class WithACompiledPart(nn.Module):
+    """Its author compiled one function; the guard's recording must neither break it nor be blind to it."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8, dtype=BF16)
+        self.attend = guard.attention(Recorder().__call__)
+        self.widened = torch.compile(lambda x: x.float() * 2, backend="eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.proj(x)
+        return self.attend(None, self.widened(y), y, y)[0]
+
+
+def test_the_recording_goes_into_what_the_models_author_compiled() -> None:
+    torch._dynamo.reset()
+    guard = Guard("cast", "bf16")
+    model = WithACompiledPart(guard)
+    guard.watch(model)
+    for _ in range(3):
+        model(torch.randn(1, 2, 4, 8, dtype=BF16)).float().sum().backward()
+    (site,) = guard.report()["sites"]
+    assert site["casts"] == 3
+    assert "float(bf16), asked for" in site["promoted"]
+    torch._dynamo.reset()

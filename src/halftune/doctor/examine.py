@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import _state as jit_state
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -91,7 +92,7 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
     )
     notes: list[str] = []
     tensors = "a small copy with numbers" if real else "without weights"
-    with _silent(), _registered(tracer), flash_attn_importable():
+    with _silent(), _as_python(), _registered(tracer), flash_attn_importable():
         model_config = read_config(config.model)
         if real:
             _small(model_config, config, plan, tracer)
@@ -234,6 +235,19 @@ def _registered(tracer: Tracer) -> Iterator[None]:
     finally:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(NAME, None)
+
+
+@contextmanager
+def _as_python() -> Iterator[None]:
+    """Inside, functions that the model's code compiles or scripts run line by line, so that their lines are seen."""
+    scripted = bool(jit_state._enabled)
+    jit_state.disable()  # counts for code that is imported inside
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        if scripted:
+            jit_state.enable()
 
 
 @contextmanager

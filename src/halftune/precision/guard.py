@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -103,7 +105,7 @@ class Guard:
                 return forward(*args, **kwargs)
             try:
                 self._pending = False
-                with Recorder(model) as self._recorder:
+                with _parts_uncompiled(), Recorder(model) as self._recorder:
                     return forward(*args, **kwargs)
             finally:
                 self._recorder = None
@@ -251,6 +253,16 @@ class Guard:
             return self._paths[module]
         layer = getattr(module, "layer_idx", None)
         return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
+
+
+@contextmanager
+def _parts_uncompiled() -> Iterator[None]:
+    """Inside, functions and layers that somebody compiled run as written; compiled ones cannot be recorded."""
+    if "torch._dynamo" not in sys.modules:  # nobody has, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def computing_dtype(operands: Sequence[torch.Tensor], planned: torch.dtype) -> torch.dtype | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_SHAPED_LIKE = frozenset({"view_as", "reshape_as", "expand_as"})  # of the second operand only the shape counts
+_LOWERED = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d"})
 _CASTS = frozenset({"float", "to", "type", "type_as", "double", "_to_copy"})
 _SPELLED = {"truediv": "div", "matmul": "matmul", "getitem": "index", "setitem": "index_put"}
 
@@ -41,6 +44,11 @@ class Source:
     step: Step | None
     leaf: str
 
+    @property
+    def constant(self) -> bool:
+        """Whether it comes from buffers and from nothing else, as rotary tables do."""
+        return self.step.constant if self.step is not None else self.leaf.startswith("buffer ")
+
 
 @dataclass
 class Step:
@@ -55,6 +63,8 @@ class Step:
         module: path of the module that was running.
         explicit: whether the caller asked for the result's dtype.
         autocast: autocast's dtype at the time, None where it was off.
+        outside: whether the model's own code had switched autocast off.
+        constant: whether its operands come from buffers and from nothing else.
     """
 
     index: int
@@ -65,11 +75,27 @@ class Step:
     module: str
     explicit: bool
     autocast: torch.dtype | None = field(default=None)
+    outside: bool = False
+    constant: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.constant = all(source.constant for source in self.sources)
 
     @property
     def promotes(self) -> bool:
         """Whether something in half precision goes in and something wider comes out."""
-        return self.dtype not in HALF and any(source.dtype in HALF and not source.scalar for source in self.sources)
+        sources = self.sources[:1] if self.op in _SHAPED_LIKE else self.sources
+        return self.dtype not in HALF and any(source.dtype in HALF and not source.scalar for source in sources)
+
+    @property
+    def carries(self) -> bool:
+        """Whether what goes in half is data, no table."""
+        return any(source.dtype in HALF and not source.scalar and not source.constant for source in self.sources)
+
+    @property
+    def escapes(self) -> bool:
+        """Whether autocast would have brought this into half, had the model's code not switched it off."""
+        return self.outside and self.op in _LOWERED and self.dtype not in HALF and not self.constant
 
     @property
     def wide(self) -> list[Source]:
@@ -82,6 +108,8 @@ class Step:
 
     def cause(self) -> str:
         """Why the result is fp32, in words."""
+        if self.escapes and not self.promotes:
+            return "the model's code switches autocast off here"
         if self.explicit or self.op in _CASTS:
             return "asked for"
         if self.wide:
@@ -114,30 +142,42 @@ def _origin(source: Source) -> str:
     leaves = [step_source.leaf for step in _region(source.step) for step_source in step.wide if step_source.leaf]
     if leaves:
         return ", ".join(list(dict.fromkeys(leaves))[:2])
-    return f"{source.step.op} at {source.step.place}"
+    return f"{source.step.op} at {Path(source.step.place.file).name}:{source.step.place.line}"
 
 
 def _region(end: Step) -> Iterator[Step]:
-    """The steps of the fp32 region that ``end`` closes, latest first."""
+    """The steps of the fp32 region that ``end`` closes, latest first.
+
+    It begins where the model's code takes a matmul out of autocast: whatever was wide before would have been half after.
+    """
     seen, waiting = {end.index}, [end]
     while waiting:
         step = waiting.pop(0)
         yield step
+        if step.escapes and not any(_just_cast(source) for source in step.wide):
+            continue
         for source in step.wide:
             if source.step is not None and source.step.index not in seen:
                 seen.add(source.step.index)
                 waiting.append(source.step)
 
 
+def _just_cast(source: Source) -> bool:
+    """Whether an operand was brought out of half by a cast on its way into this call."""
+    return source.step is not None and source.step.promotes and source.step.op in _CASTS
+
+
 def first_promotion(end: Step) -> Step:
     """The call at which a wide tensor left half precision; where its data never was half, the call that computed it.
 
-    Walks back over calls whose results are wide and takes the earliest that was given something half. Where there is
-    none (fp32 weights without autocast), the nearest call with a weight or buffer, else ``end`` itself.
+    Walks back over calls whose results are wide and takes the earliest that was given something half: of those through
+    which data flows, else of those that make tables out of buffers. Where there is none (fp32 weights without autocast),
+    the nearest matmul outside of autocast, else the nearest call with a weight or buffer, else ``end`` itself.
     """
     region = list(_region(end))
     promotions = [step for step in region if step.promotes]
     if promotions:
-        return min(promotions, key=lambda step: step.index)
+        return min(promotions, key=lambda step: (not step.carries, step.index))
+    escaped = [step for step in region if step.escapes]
     weighted = [step for step in region if any(source.leaf for source in step.sources)]
-    return weighted[0] if weighted else end
+    return next(iter([*escaped, *weighted]), end)

@@ -40,6 +40,11 @@ class Weightless(FakeTensorMode):
             args = (args[0], _as_numbers(args[1]), *args[2:])
         if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
             func, args = torch.ops.aten.index.Tensor, (args[0], _as_numbers([args[1].expand(args[0].shape)]))
+        if func is _EXPERTS and args[0].dtype is not torch.bfloat16:
+            # Kernels take fp32 and fp16 as well; what torch knows of shapes without numbers only bf16.
+            halves = [operand.to(torch.bfloat16) for operand in args[:2]]
+            out = super().__torch_dispatch__(func, types, (*halves, *args[2:]), kwargs)
+            return out.to(args[0].dtype)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __enter__(self) -> Weightless:
@@ -63,6 +68,7 @@ class Weightless(FakeTensorMode):
                     )
 
 
+_EXPERTS = torch.ops.aten._grouped_mm.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
