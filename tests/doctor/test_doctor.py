@@ -283,6 +283,26 @@ def test_broken_code_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("sections", "machine", "exit_code", "says"),
+    [
+        ({"attention": {"backend": "sdpaa"}}, "a100", 2, "sdpaa"),
+        ({"attention": {"backend": "fa2"}, "precision": "fp16"}, "t4", 2, "attention: fa2 is not possible"),
+        ({}, "no-such-machine", 2, "no-such-machine"),
+        ({"model": {"name_or_path": "/no/such/model"}}, "a100", 2, "/no/such/model"),
+    ],
+)
+def test_what_went_wrong_is_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sections: dict, machine: str, exit_code: int, says: str
+) -> None:
+    file = recipe(tmp_path, **sections)
+    code, out, err = doctor(capsys, "--config", file, "--hardware", machine, "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["exit_code"]) == (exit_code, exit_code)
+    assert says in str(error)
+    assert says in err
+
+
 def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = doctor(capsys, "--config", recipe(tmp_path, attention={"backend": "sdpaa"}))
     assert code == 2

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.core.errors import ConfigError, HalftuneError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
@@ -42,15 +43,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines, prints; leaves with 1 where something is not well."""
+    """Examines, prints; leaves with 1 where something is not well.
+
+    Raises:
+        HalftuneError: the recipe or the model is wrong; with ``--json`` after what was found until then is printed.
+    """
+    checks: list[Checked] = []
+    try:
+        examination = _examine(args, checks)
+    except HalftuneError as error:
+        if args.json:
+            print(json.dumps({**_data(checks, None), "error": _error(error)}, indent=2, ensure_ascii=False))
+        raise
+    if args.json:
+        print(json.dumps(_data(checks, examination), indent=2, ensure_ascii=False))
+    else:
+        from halftune.doctor.render import render_environment, render_examination
+
+        print(render_environment(checks))
+        if examination is not None:
+            print()
+            print(render_examination(examination))
+    unwell = any(check.status == "fail" for check in checks) or (examination is not None and examination.broken)
+    return UNWELL if unwell else 0
+
+
+def _examine(args: argparse.Namespace, checks: list[Checked]) -> Examination | None:
+    """Adds to ``checks`` as it goes; the trace is None where no recipe is given."""
     from halftune.doctor.environment import environment
-    from halftune.doctor.render import render_environment, render_examination
 
     wanted = args.config is not None or args.overrides or args.set
     loaded = load_from(args) if wanted else None
     here = probe()
-    folder = Path(loaded.run.training.output_dir) if loaded is not None else Path()
-    checks = environment(here, folder=folder)
+    checks += environment(here, folder=Path(loaded.run.training.output_dir) if loaded is not None else Path())
     examination: Examination | None = None
     if loaded is not None:
         from halftune.doctor.recipe import diagnose
@@ -63,15 +88,13 @@ def run(args: argparse.Namespace) -> int:
         from halftune.doctor.kernels import check_kernels
 
         checks += check_kernels()
-    if args.json:
-        print(json.dumps(_data(checks, examination), indent=2, ensure_ascii=False))
-    else:
-        print(render_environment(checks))
-        if examination is not None:
-            print()
-            print(render_examination(examination))
-    unwell = any(check.status == "fail" for check in checks) or (examination is not None and examination.broken)
-    return UNWELL if unwell else 0
+    return examination
+
+
+def _error(error: HalftuneError) -> dict[str, Any]:
+    problems = error.problems if isinstance(error, ConfigError) else (error,)
+    listed = [{"what": each.what, "where": each.where, "remedy": each.remedy} for each in problems]
+    return {"kind": type(error).__name__, "exit_code": error.exit_code, "problems": listed}
 
 
 def _machine(name: str | None, here: Hardware) -> tuple[Hardware, list[str]]:

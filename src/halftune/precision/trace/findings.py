@@ -136,7 +136,7 @@ def _finding(
 def _cause(step: Step | None, operand: Operand) -> str:
     if step is None:
         return "it arrives as it was made"
-    if step.promotes:
+    if step.promotes or step.escapes:
         return step.cause()
     if operand.dtype in HALF:
         return "it is in another half format"

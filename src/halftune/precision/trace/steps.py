@@ -148,7 +148,7 @@ def _origin(source: Source) -> str:
 def _region(end: Step) -> Iterator[Step]:
     """The steps of the fp32 region that ``end`` closes, latest first.
 
-    It begins where the model's code takes a matmul out of autocast: whatever was wide before would have been half after.
+    It begins where the model's code takes a matmul out of autocast: whatever was wide before would be half after.
     """
     seen, waiting = {end.index}, [end]
     while waiting:
@@ -171,8 +171,8 @@ def first_promotion(end: Step) -> Step:
     """The call at which a wide tensor left half precision; where its data never was half, the call that computed it.
 
     Walks back over calls whose results are wide and takes the earliest that was given something half: of those through
-    which data flows, else of those that make tables out of buffers. Where there is none (fp32 weights without autocast),
-    the nearest matmul outside of autocast, else the nearest call with a weight or buffer, else ``end`` itself.
+    which data flows, else of those that make tables of buffers. Where there is none (fp32 weights, no autocast), the
+    nearest matmul outside of autocast, else the nearest call with a weight or buffer, else ``end`` itself.
     """
     region = list(_region(end))
     promotions = [step for step in region if step.promotes]
