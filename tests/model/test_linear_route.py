@@ -12,7 +12,7 @@ from test_linear_packing import FAMILIES, model_of, relative
 from tiny_model import because, plan
 
 from halftune.core.errors import DtypeContractError, ModelError
-from halftune.model.patch import registered_attention
+from halftune.model.patch import current_guard, registered_attention
 from halftune.model.patch_linear import boundaries, restore_linear_layers, route_linear_layers, routed_linear_layers
 from halftune.plan import Plan
 
@@ -103,6 +103,29 @@ def test_strays_are_cast_or_refused_by_the_guard() -> None:
     refused = pytest.raises(DtypeContractError, match="key fp32")
     with registered_attention(strict), routed_linear_layers(model, strict), refused:
         module.torch_chunk_gated_delta_rule(**given)
+
+
+@pytest.mark.parametrize("name", ["mamba2_chunk_scan", "mamba2_selective_state_update"])
+def test_strays_before_the_scan_are_cast_and_steps_and_states_left_alone(name: str) -> None:
+    module = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
+    model = model_of("mamba2")
+    half, state = torch.bfloat16, torch.zeros(1, 2, 4, 8)
+    x, b, dt, a = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 1, 8), torch.rand(1, 5, 2), -torch.rand(2)
+    given: tuple[Any, ...] = (x.to(half), dt, a, b, b.to(half))
+    if name == "mamba2_chunk_scan":
+        given = (*given, 4)
+    else:
+        given = (state, *(each[:, 0] if each.ndim > 1 else each for each in given))
+    with registered_attention(a_plan("halftune")), routed_linear_layers(model, a_plan("halftune")):
+        out = vars(module)[name](*given)
+        assert out.dtype == half
+        (site,) = current_guard().report()["sites"]
+        assert site["arrived"] == "hidden_states bf16, B fp32, C bf16"
+    assert (name == "mamba2_chunk_scan") or state.abs().sum() > 0, "the caller's own fp32 state was updated in place"
+    strict = a_plan("halftune", "strict")
+    refused = pytest.raises(DtypeContractError, match="B fp32")
+    with registered_attention(strict), routed_linear_layers(model, strict), refused:
+        vars(module)[name](*given)
 
 
 def test_a_wrong_argument_is_an_error_of_ours() -> None:

@@ -263,6 +263,8 @@ LINEAR_ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint("", "fused_recurrent_gated_delta_rule", ("q", "k", "v")),
     EntryPoint("", "chunk_kimi_delta_attention", ("query", "key", "value")),
     EntryPoint("", "chunk_kda", ("q", "k", "v")),
+    EntryPoint("", "mamba2_chunk_scan", ("hidden_states", "B", "C")),
+    EntryPoint("", "mamba2_selective_state_update", ("hidden_states", "B", "C")),
     EntryPoint("", "chunk_rwkv7", ("r", "k", "v", "a", "b")),
     EntryPoint("", "fused_recurrent_rwkv7", ("r", "k", "v", "a", "b")),
 )

@@ -124,15 +124,32 @@ def _next_convolution(
     return out if known else ACT2FN[str(activation)](out)
 
 
-def _scan(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     names = ("chunk_size", "D", "z", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states")
     given = {name: kwargs[name] for name in names if name in kwargs}
-    return mamba2_chunk_scan(hidden_states, *args, **given, **boundaries(kwargs))
+    return mamba2_chunk_scan(hidden_states, dt, A, B, C, *args, **given, **boundaries(kwargs))
 
 
-def _next_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _next_state(
+    state: torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
     given = {name: kwargs[name] for name in ("D", "z", "dt_bias", "dt_softplus") if name in kwargs}
-    return mamba2_selective_state_update(state, *args, **given)
+    return mamba2_selective_state_update(state, hidden_states, dt, A, B, C, *args, **given)
 
 
 def _no_fused_mixer(*args: Any, **kwargs: Any) -> None:
@@ -150,6 +167,12 @@ _MAMBA2: dict[str, Function] = {
     "mamba2_chunk_scan": _scan,
     "mamba2_selective_state_update": _next_state,
     "mamba2_split_conv1d_scan_combined": _no_fused_mixer,
+}
+
+# What must share one dtype; steps, decays and states keep their own.
+_OPERANDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_DELTA, ("query", "key", "value")),
+    **dict.fromkeys(("mamba2_chunk_scan", "mamba2_selective_state_update"), ("hidden_states", "B", "C")),
 }
 
 
@@ -180,12 +203,9 @@ def route_linear_layers(model: nn.Module, plan: Plan) -> None:
             if name not in vars(module):
                 continue
             original = _originals[module, name] = getattr(module, name)
-            if name in _DELTA:
-                routed = guard.operator(
-                    _with_boundaries(original) if backend == "fla" else function, ("query", "key", "value")
-                )
-            else:
-                routed = function
+            routed = _with_boundaries(original) if backend == "fla" and name in _DELTA else function
+            if name in _OPERANDS:
+                routed = guard.operator(routed, _OPERANDS[name])
             setattr(module, name, _named(routed, original))
             bound.append(name)
     _hand_on_boundaries(model)
