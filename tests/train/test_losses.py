@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_model import because, plan
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.data.sample import NO_LABEL
+from halftune.model.patch import registered_attention
+from halftune.train.head import hidden_instead_of_logits
 from halftune.train.losses import cross_entropy_sum, forward_loss_sum
 
 N, V = 23, 37
@@ -243,3 +248,26 @@ def test_under_autocast_the_sum_is_fp32() -> None:
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
     loss.backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_a_row_of_one_token() -> None:
+    row = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[0]]), "labels": torch.tensor([[5]])}
+    bounds = torch.tensor([0, 1], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 1, "max_length_k": 1}
+    made = plan()
+    with registered_attention(replace(made, batch=replace(made.batch, packing=because(True)))) as attention:
+        model = a_model()
+        model.set_attn_implementation(attention)
+        loss, count = forward_loss_sum(model, {**row, **packed})
+    assert (float(loss.detach()), int(count)) == (0.0, 0)
+
+
+def test_other_threads_get_logits_meanwhile() -> None:
+    head, x = nn.Linear(8, V), torch.randn(2, 8)
+    found: list[torch.Tensor] = []
+    with hidden_instead_of_logits(head):
+        thread = threading.Thread(target=lambda: found.append(head(x)))
+        thread.start()
+        thread.join()
+        assert torch.equal(head(x), x)
+    assert torch.equal(found[0], head(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,9 +43,12 @@ def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
 
 @contextmanager
 def hidden_instead_of_logits(head: nn.Linear) -> Iterator[None]:
-    """Inside, the head returns its input in the dtype that it would compute in."""
+    """Inside, the head returns its input, in the dtype that it would compute in; to other threads its product."""
+    inside = threading.get_ident()
 
     def forward(input: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != inside:
+            return type(head).forward(head, input)
         return input.to(_computes_in(head))
 
     head.forward = forward

@@ -1,0 +1,70 @@
+"""Runs with fused layers: over processes, resumed, in several threads, and what leaves the folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from halftune.train.callbacks.loss_plot import LossPlot
+from halftune.train.folder import FINISHED
+from halftune.train.trainer import train
+
+PACKED = ("data.packing=true", "training.max_steps=2")
+FUSED = (*PACKED, "training.fused_layers=true")
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_processes_follow_one(recipe, losses, tmp_path: Path) -> None:
+    loaded, plan = recipe(*FUSED, "training.per_device_train_batch_size=2", f"training.output_dir={tmp_path}/one")
+    expected = losses(train(loaded, plan).folder)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "halftune", "train",
+        "--config", str(tmp_path / "recipe.yaml"), *FUSED, "training.per_device_train_batch_size=1",
+        f"training.output_dir={tmp_path}/two",
+    ]  # fmt: skip
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_a_resumed_run_ends_with_the_same_bits(recipe, tmp_path: Path, precision: str) -> None:
+    settings = (*FUSED, f"precision={precision}", "training.save_steps=1", "training.save_total_limit=9")
+    whole = train(*recipe(*settings)).folder
+    shutil.copytree(whole, tmp_path / "again")
+    for gone in ("final", "checkpoint-2"):
+        shutil.rmtree(tmp_path / "again" / gone)
+    (tmp_path / "again" / FINISHED).unlink()
+    train(*recipe(*settings, f"training.output_dir={tmp_path}/again"))
+    one, other = adapter(whole), adapter(tmp_path / "again")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_fused_or_not_names_and_losses_are_the_same(recipe, losses, tmp_path: Path) -> None:
+    own = train(*recipe(*PACKED, "training.fused_layers=false", f"training.output_dir={tmp_path}/own")).folder
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fused = train(*recipe(*FUSED, f"training.output_dir={tmp_path}/fused")).folder
+    finally:
+        torch.set_num_threads(before)
+    assert losses(fused) == pytest.approx(losses(own), rel=1e-5)
+    assert adapter(fused).keys() == adapter(own).keys()
