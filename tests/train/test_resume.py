@@ -267,3 +267,29 @@ def test_a_folder_that_cannot_be_finished_leaves_what_was_there(tmp_path: Path, 
     with pytest.raises(OSError, match="full"):
         broken()
     assert [path.name for path in tmp_path.rglob("*")] == (["x", "old"] if there else [])
+
+
+@pytest.mark.parametrize("name", ["random", "best", "scaler"])
+def test_a_state_that_lacks_something_is_a_sentence(recipe, stopped: Path, name: str) -> None:
+    """Another version of halftune has written it, or somebody by hand, and sealed it again."""
+    newest = newest_valid(stopped)
+    assert newest is not None
+    state = json.loads((newest / "state.json").read_text())
+    del state[name]
+    (newest / "state.json").write_text(json.dumps(state))
+    (newest / MARKER).unlink()
+    seal(newest)
+    with pytest.raises(TrainingError, match=rf"state.json has no '{name}': another version of halftune"):
+        train(*recipe(*SETTINGS, f"training.output_dir={stopped}"))
+
+
+def test_a_run_that_ended_before_its_first_step_blocks_no_folder(recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(*recipe("training.max_steps=1"))
+    for name in ("final", "metrics.jsonl", "finished.json"):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    changed = ("training.max_steps=1", "training.learning_rate=0.5", "training.resume=never")
+    assert train(*recipe(*changed)).step == 1
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(*recipe(*changed))

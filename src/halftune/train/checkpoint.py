@@ -22,6 +22,9 @@ from halftune.core.manifest import seal
 from halftune.model.state import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import PREFIX
 
+# What the trainer saves beside them, and asks for when it goes on.
+FACTS = ("epoch", "best", "evaluated", "position", "micro_batch", "random", "callbacks")
+EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 
 
@@ -104,10 +107,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says in JSON: ``step``, the facts, and the numbers of optimizer, schedule and scaler.
 
     Raises:
-        TrainingError: the folder cannot be read.
+        TrainingError: the folder cannot be read, or something is not in there that this version writes.
     """
     with _readable(checkpoint):
-        return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError(f"{STATE} holds no object")
+        if missing := [name for name in EXPECTED if name not in state]:
+            raise ValueError(f"{STATE} has no {missing[0]!r}: another version of halftune wrote it, or a hand")
+        return state
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
