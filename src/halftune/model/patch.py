@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, flash_attention_mask, flex_attention_mask, sdpa_mask
 
-from halftune.attention.contract import ENTRY_POINTS, ROTARY_ENTRY_POINT
+from halftune.attention.contract import ENTRY_POINTS, ROTARY_ENTRY_POINT, silent_hole
 from halftune.attention.varlen import Attention, attention_callable
 from halftune.core.errors import ModelError
 from halftune.plan import Plan
@@ -117,7 +117,25 @@ def guard_imports_by_hand() -> list[str]:
     """
     if "flash_attn" not in sys.modules:
         return []
-    return patch(current_guard(), ENTRY_POINTS, (ROTARY_ENTRY_POINT,))
+    return patch(current_guard(), ENTRY_POINTS, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
+
+
+def refuse_silent_hole(query: torch.Tensor, dropout: float) -> None:
+    """Stops a call whose gradients flash-attn would leave unwritten without a word.
+
+    Raises:
+        ModelError: this head size has no backward pass with dropout on this device.
+    """
+    capability, size = capability_of(query), query.shape[-1]
+    if silent_hole(capability, size, dropout):
+        shown = ".".join(map(str, capability or ()))
+        what = f"flash-attn leaves gradients unwritten for head size {size} with dropout on compute capability {shown}"
+        raise ModelError(what, remedy="set the model's attention dropout to 0, or take another device")
+
+
+def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Compute capability of the GPU that a tensor is on; None elsewhere."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
 def unregister_attention(name: str) -> None:

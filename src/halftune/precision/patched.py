@@ -13,29 +13,42 @@ import torch
 from halftune.precision.guard import Guard
 from halftune.precision.rebind import EntryPoint, installed, rebind, rebound
 
+Refusal = Callable[[torch.Tensor, float], None]  # of the first operand and the dropout; raises where it must not be
+
 _in_place: dict[Callable[..., Any], Callable[..., Any]] = {}  # what ``patch`` put there → what was there
 
 
 @contextmanager
-def patched(guard: Guard, functions: Sequence[EntryPoint], rotary: Sequence[EntryPoint] = ()) -> Iterator[list[str]]:
+def patched(
+    guard: Guard,
+    functions: Sequence[EntryPoint],
+    rotary: Sequence[EntryPoint] = (),
+    refuse: Refusal | None = None,
+) -> Iterator[list[str]]:
     """Inside, the package's functions are guarded wherever a loaded module knows them; fully undone on exit.
 
     Args:
         guard: stands in front; one that is off changes nothing.
         functions: attention functions, by module and name. Boundaries of packed rows in int64 become int32.
         rotary: rotary helpers.
+        refuse: asked before every call with dropout that gradients may flow through.
 
     Yields:
         ``module.name`` of each place; none where the package is not installed.
     """
-    with rebound(_guarded(guard, functions, rotary)) as places:
+    with rebound(_guarded(guard, functions, rotary, refuse)) as places:
         yield places
 
 
-def patch(guard: Guard, functions: Sequence[EntryPoint], rotary: Sequence[EntryPoint] = ()) -> list[str]:
+def patch(
+    guard: Guard,
+    functions: Sequence[EntryPoint],
+    rotary: Sequence[EntryPoint] = (),
+    refuse: Refusal | None = None,
+) -> list[str]:
     """The same for the rest of the process; a later call replaces what an earlier one put there."""
     unpatch()
-    replacements = _guarded(guard, functions, rotary)
+    replacements = _guarded(guard, functions, rotary, refuse)
     _in_place.update({replacement: original for original, replacement in replacements.items()})
     return rebind(replacements)
 
@@ -47,16 +60,34 @@ def unpatch() -> None:
 
 
 def _guarded(
-    guard: Guard, functions: Sequence[EntryPoint], rotary: Sequence[EntryPoint]
+    guard: Guard, functions: Sequence[EntryPoint], rotary: Sequence[EntryPoint], refuse: Refusal | None
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for entry in functions if guard.mode != "off" else ():
         if (function := installed(entry)) is not None:
-            found[function] = _int32_boundaries(guard.attention(function, entry.operands))
+            checked = function if refuse is None else _checked(function, entry.operands[0], refuse)
+            found[function] = _int32_boundaries(guard.attention(checked, entry.operands))
     for entry in rotary if guard.mode != "off" else ():
         if (function := installed(entry)) is not None:
             found[function] = guard.rotary(function)
     return found
+
+
+def _checked(function: Callable[..., Any], first: str, refuse: Refusal) -> Callable[..., Any]:
+    """``function``, which asks ``refuse`` where it is called with dropout and gradients are wanted."""
+    signature = inspect.signature(function)
+    if "dropout_p" not in signature.parameters:
+        return function
+    at, operand = (list(signature.parameters).index(name) for name in ("dropout_p", first))
+
+    @functools.wraps(function)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        dropout = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
+        if dropout and torch.is_grad_enabled():
+            refuse(args[operand] if operand < len(args) else kwargs[first], dropout)
+        return function(*args, **kwargs)
+
+    return asked
 
 
 def _int32_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
