@@ -92,7 +92,12 @@ CASES = (
     ),
     Case("an output folder with another run", make=another_run, says=(RUN, "learning_rate")),
     Case("an output folder with a run, and `resume: never`", make=used_run, says=(RUN, "never")),
-    Case("a checkpoint that is none", make=half_a_checkpoint, says=("old/checkpoint-3", "checkpoint.json", "auto")),
+    Case(
+        "a checkpoint that is none",
+        make=half_a_checkpoint,
+        code=5,
+        says=("old/checkpoint-3", "checkpoint.json", "auto"),
+    ),
     Case("an output folder that is a file", output("rows.jsonl"), says=("x.yaml:7", "is a file")),
     Case("an output folder below a file", output("rows.jsonl/run"), says=("x.yaml:7", "is a file")),
     Case(
