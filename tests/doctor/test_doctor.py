@@ -303,6 +303,14 @@ def test_what_went_wrong_is_json_too(
     assert says in err
 
 
+@pytest.mark.parametrize("content", ['{"model_type": ', "[]", '"qwen2"'])
+def test_a_config_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    code, _, err = doctor(capsys, "--config", recipe(tmp_path, str(tmp_path)), "--hardware", "a100")
+    assert code in (2, 3)
+    assert "config.json" in err
+
+
 def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = doctor(capsys, "--config", recipe(tmp_path, attention={"backend": "sdpaa"}))
     assert code == 2

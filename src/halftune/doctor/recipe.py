@@ -46,7 +46,12 @@ def _facts(model: ModelSection) -> tuple[ModelFacts, list[Finding]]:
     except HalftuneError as error:
         if model.name_or_path.startswith("builtin:"):
             raise
-        raw = json.loads(config_file(model).read_text(encoding="utf-8"))
+        try:
+            raw = json.loads(config_file(model).read_text(encoding="utf-8"))
+        except ValueError:
+            raise error from None
+        if not isinstance(raw, dict):
+            raise
         inner = next((raw[name] for name in _WHOLE_MODELS if isinstance(raw.get(name), dict)), raw)
         if inner.get("model_type") in causal_types() or not isinstance(inner.get("text_config"), dict):
             raise
