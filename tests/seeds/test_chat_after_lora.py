@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_model import because, checkpoint, finished_run
+from tiny_model import because, checkpoint, finished_run, plan
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import flash_attention_mask
 
@@ -15,11 +15,14 @@ from halftune.attention.flash import FlashAttention, flash_attn_varlen
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.config.load import load_config
 from halftune.config.model_facts import read_model_facts
+from halftune.doctor.examine import objection
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
 from halftune.model.patch import current_guard
 from halftune.plan import resolve
+from halftune.precision.trace.findings import findings
+from halftune.precision.trace.tracer import Tracer
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -68,5 +71,30 @@ def test_nobody_passes_a_dtype(tmp_path: Path) -> None:
         "attention: fa2\nadapter: lora\ndata: {train: builtin:python-docs}\ntraining: {output_dir: run}\n"
     )
     config = load_config(tmp_path / "x.yaml").run
-    plan = resolve(config, lookup("a100"), read_model_facts(config.model))
-    assert (plan.precision.compute.value, plan.attention.softmax.value) == ("bf16", "fa2")
+    made = resolve(config, lookup("a100"), read_model_facts(config.model))
+    assert (made.precision.compute.value, made.attention.softmax.value) == ("bf16", "fa2")
+
+
+@pytest.mark.parametrize(("operand", "projection"), [("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")])
+def test_the_line_that_computes_in_fp32_is_named(tmp_path: Path, operand: str, projection: str) -> None:
+    """Nothing promotes where nobody passes a dtype: the weights were read in fp32, and autocast is off in a chat."""
+    folder = checkpoint(tmp_path / "merged", F32)
+    precision = replace(plan("bf16", "fp32").precision, autocast=because(False))
+    tracer = Tracer(precision)
+    AttentionInterface.register("traced", tracer.attention)
+    AttentionMaskInterface.register("traced", lambda *args, **kwargs: None)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="traced").eval()
+        with tracer.phase("chat", model, grad=False):
+            model(torch.arange(8)[None])
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop("traced", None)
+    found = findings(tracer.arrivals, mode="cast", scale=1.0, objection=objection, training="train")
+    (finding,) = [one for one in found if one.operand == operand]
+    assert (finding.arrives, finding.computes, finding.layers) == ("fp32", "bf16", {"chat": 2})
+    assert finding.file.endswith("modeling_qwen2.py")
+    assert f"self.{projection}(hidden_states)" in finding.source
+    assert f"self_attn.{projection}.weight" in finding.cause
+    assert finding.cause.endswith("are fp32 and autocast is off"), "weight and bias"
+    assert finding.raw == "FlashAttention only support fp16 and bf16 data type"

@@ -18,7 +18,7 @@ from halftune.core.errors import DtypeContractError
 from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import torch_dtype
-from halftune.precision.trace.recorder import Recorder
+from halftune.precision.trace.recorder import Recorder, credit
 from halftune.precision.trace.steps import first_promotion, shown
 
 log = get_logger(__name__)
@@ -302,7 +302,8 @@ def returned(result: Any, operands: Sequence[torch.Tensor], dtype: torch.dtype) 
     """
     if _autocast(operands[0]) or any(operand.dtype is dtype for operand in operands):
         return result
-    arrived = operands[0].dtype
-    if isinstance(result, tuple):
-        return (result[0].to(arrived), *result[1:])
-    return result.to(arrived)
+    out = result[0] if isinstance(result, tuple) else result
+    back = out.to(operands[0].dtype)
+    if not torch.compiler.is_compiling():
+        credit(back, operands[0])  # who looks for the line that promoted must not stop at this cast of ours
+    return (back, *result[1:]) if isinstance(result, tuple) else back
