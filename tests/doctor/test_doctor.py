@@ -326,6 +326,15 @@ def test_fa2_where_it_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "or a device that can" in err
 
 
+def test_experts_with_fp32_weights_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, **heads, **experts}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+    code, trace = traced(capsys, "--config", recipe(tmp_path, str(tmp_path)), "--hardware", "a100")
+    assert (code, trace["tensors"], trace["calls"]["attention, train"]) == (0, "without weights", 2)
+
+
 def test_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "mamba"
     folder.mkdir()

@@ -43,7 +43,7 @@ class Weightless(FakeTensorMode):
         if func is _EXPERTS and args[0].dtype is not torch.bfloat16:
             # Kernels take fp32 and fp16 as well; what torch knows of shapes without numbers only bf16.
             halves = [operand.to(torch.bfloat16) for operand in args[:2]]
-            out = super().__torch_dispatch__(func, types, (*halves, *args[2:]), kwargs)
+            out: Any = super().__torch_dispatch__(func, types, (*halves, *args[2:]), kwargs)
             return out.to(args[0].dtype)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
