@@ -267,7 +267,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
                 label = f"{framework}, vocabulary {vocabulary:,}"
                 if points:
                     axis.plot(*zip(*points, strict=True), style, color=colour, label=label, markersize=5)
-        axis.set(xscale="log", yscale="log", xlabel="max_length, tokens", title=title)
+        axis.set_yscale("log", base=2)
+        axis.set(xscale="log", xlabel="max_length, tokens", title=title)
         lengths = sorted({r["length"] for r in results})
         axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axis.minorticks_off()
