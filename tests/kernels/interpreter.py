@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,17 +44,27 @@ def _switched_on() -> Iterator[None]:
             if isinstance(value, JITFunction):
                 swapped.append((module, name, value))
                 setattr(module, name, interpreter.InterpretedFunction(value.fn))
-    kept = {key: sys.modules.pop(key) for key in list(sys.modules) if _is_ours(key)}
+    kept = {key: _forget(key) for key in list(sys.modules) if _is_ours(key)}
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         yield
     finally:
         del os.environ["TRITON_INTERPRET"]
         for key in [key for key in sys.modules if _is_ours(key)]:
-            del sys.modules[key]
-        sys.modules.update(kept)
+            _forget(key)
+        for key, module in kept.items():
+            sys.modules[key] = module
+            package, _, name = key.rpartition(".")
+            setattr(sys.modules[package], name, module)
         for module, name, value in swapped:
             setattr(module, name, value)
+
+
+def _forget(key: str) -> ModuleType:
+    """Takes a module out of the imported ones, and off its package, where ``from … import`` would find it."""
+    package, _, name = key.rpartition(".")
+    vars(sys.modules[package]).pop(name, None)
+    return sys.modules.pop(key)
 
 
 def _is_ours(module: str) -> bool:

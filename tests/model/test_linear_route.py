@@ -55,6 +55,7 @@ def test_every_function_is_rebound_and_comes_back(family: str) -> None:
 def test_routing_again_or_to_torch_leaves_nothing_behind() -> None:
     model = model_of("qwen3_5_text")
     module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    restore_linear_layers()  # models that other tests loaded have left their route
     own = module.torch_chunk_gated_delta_rule
     with registered_attention(a_plan("halftune")):
         for _ in range(2):

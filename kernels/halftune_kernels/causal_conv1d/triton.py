@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 from halftune_kernels.launch import Config, ceil_div, power_of_two, start
 from halftune_kernels.segments import Segments, chunk_table
 
-ROWS = 16  # of a tile: 16 x 64 elements over 4 warps, so that no register spills
+ROWS = 16  # of a tile: 16 x 32 elements over 4 warps; with 64 columns the backward kernel spills on Blackwell
 TILES = 8  # of a program
-_CONFIG = Config(width=64, warps=4, stages=1)
+_CONFIG = Config(width=32, warps=4, stages=1)
 
 
 def causal_conv1d(
