@@ -174,6 +174,8 @@ def test_generation_with_a_cache_is_the_same(attention: str) -> None:
     fuse(model)
     assert torch.equal(model.generate(input_ids=ids, **settings), own)
     assert torch.equal(copy.deepcopy(model).generate(input_ids=ids, **settings), own)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(input_ids=ids, **settings), own)
 
 
 @pytest.mark.slow

@@ -47,7 +47,8 @@ class Projections:
             output = waiting[2].pop(index, None)
             if output is not None:
                 return output
-        together = index == 0 and self._open
+        # Inference tensors count no versions: whether one has changed since could not be told.
+        together = index == 0 and self._open and not x.is_inference()
         outputs = _compute(x, self.layers if together else self.layers[index : index + 1])
         if outputs is not None and len(outputs) > 1:
             self._waiting = x, x._version, dict(enumerate(outputs[1:], 1))
