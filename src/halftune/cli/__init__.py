@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("halftune.cli.bench", "measure how fast recipes train here, beside each other: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.chat", "talk to a run's result, with the adapter on or off"),
     "export": ("halftune.cli.export", "merge an adapter into its base model, checked against the unmerged one"),
+    "webui": ("halftune.cli.webui", "the whole job in a browser, on this machine only unless told otherwise"),
     "convert": ("halftune.cli.convert", "translate a LLaMA-Factory, axolotl or TRL config into ours"),
     "schema": ("halftune.cli.schema", "print the JSON Schema of the configuration"),
 }

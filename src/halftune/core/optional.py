@@ -14,6 +14,7 @@ _EXTRAS = {
     "flash-linear-attention": "fla",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "gradio": "webui",
 }
 
 

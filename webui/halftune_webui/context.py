@@ -1,0 +1,30 @@
+"""What every tab is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gradio as gr
+
+from halftune_webui.labels import Words
+from halftune_webui.settings import Settings
+
+
+@dataclass(frozen=True)
+class Context:
+    """Handed to ``build(context)`` of every tab, inside the Blocks.
+
+    Attributes:
+        settings: roots, runs folder, language.
+        words: the labels.
+        tabs: the row of tabs; ``gr.Tabs(selected="runs")`` returned to it opens the tab of that name.
+        recipe: the YAML text of the Train tab; an input for whoever needs the recipe as it stands.
+        start: the button under the recipe; the Train tab shows it, the Runs tab gives it its work. Before anything is
+            started or read, ``recipe.examine(text, settings)`` says whether the recipe may be.
+    """
+
+    settings: Settings
+    words: Words
+    tabs: gr.Tabs
+    recipe: gr.Code
+    start: gr.Button

@@ -1,0 +1,60 @@
+"""Refuses what another web site asks of the board, also by a name that it points here (DNS rebinding)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from halftune_webui.settings import is_loopback
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class SameOrigin:
+    """ASGI layer in front of the whole board.
+
+    A page of another site can send requests to an address of this machine, and one whose name was re-pointed to it can
+    even read the answers. So the ``Host`` must be the board's own (behind a password any name may stand there, since a
+    rebound name has no cookie), ``Origin`` must be that host, and what the browser marks as cross-site is refused
+    unless it is a plain visit of the page.
+    """
+
+    def __init__(self, app: Application, host: str) -> None:
+        self._app = app
+        self._local = is_loopback(host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, or answers 403."""
+        if scope["type"] not in ("http", "websocket") or not (reason := self._objection(scope)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": reason.encode()})
+
+    def _objection(self, scope: Scope) -> str:
+        """Why the request is refused; empty where it is not."""
+        headers: dict[bytes, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.lower(), []).append(value.decode("latin-1"))
+        hosts = headers.get(b"host", [])
+        if len(hosts) != 1 or (self._local and not is_loopback(_name(hosts[0]))):
+            return "halftune: this board is not served under that name"
+        for origin in headers.get(b"origin", []):
+            if urlsplit(origin).netloc.lower() != hosts[0].lower():
+                return "halftune: refused, the request comes from another site"
+        visit = scope.get("method") in ("GET", "HEAD") and headers.get(b"sec-fetch-mode") == ["navigate"]
+        if headers.get(b"sec-fetch-site", ["none"]) not in (["same-origin"], ["none"]) and not visit:
+            return "halftune: refused, the request comes from another site"
+        return ""
+
+
+def _name(host: str) -> str:
+    """The host without its port."""
+    return urlsplit(f"//{host}").hostname or ""

@@ -1,0 +1,35 @@
+"""Paths that come from the browser: resolved, and refused outside the board's folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from halftune.core.errors import ConfigError
+
+
+class OutsideError(ConfigError):
+    """A path leaves the folders that the board may use."""
+
+
+def inside(roots: Sequence[Path], text: str) -> Path:
+    """The path that ``text`` means, with ``~``, ``..`` and symbolic links resolved. It need not exist.
+
+    Args:
+        roots: allowed folders, already resolved.
+        text: a path; a relative one starts in the working directory.
+
+    Raises:
+        OutsideError: it lies outside every root, or is no path at all. Nothing is said about what is there.
+    """
+    remedy = f"stay under {' or '.join(map(str, roots))}, or start the board with --root FOLDER"
+    if not text.strip() or "\0" in text:
+        raise OutsideError("is no path", where=repr(text), remedy=remedy)
+    try:
+        path = Path(os.path.realpath(os.path.expanduser(text)))
+    except (OSError, ValueError):
+        raise OutsideError("is no path", where=text, remedy=remedy) from None
+    if not any(path.is_relative_to(root) for root in roots):
+        raise OutsideError("is outside the folders that this board may use", where=text, remedy=remedy)
+    return path
