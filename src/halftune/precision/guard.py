@@ -180,6 +180,11 @@ class Guard:
 
         return guarded  # type: ignore[return-value]
 
+    @property
+    def casts(self) -> int:
+        """Calls so far in which at least one operand was cast."""
+        return sum(site.casts for site in self._sites.values())
+
     def report(self) -> dict[str, Any]:
         """Counters as JSON data: mode, compute, number of casts, one entry for each site. A healthy run has none.
 
@@ -189,8 +194,7 @@ class Guard:
             self._tell(name, target)
         self._untold.clear()
         sites = [{"site": name, **vars(site)} for name, site in self._sites.items()]
-        casts = sum(site.casts for site in self._sites.values())
-        return {"mode": self.mode, "compute": self.compute, "casts": casts, "sites": sites}
+        return {"mode": self.mode, "compute": self.compute, "casts": self.casts, "sites": sites}
 
     def _settle(
         self, site: str, target: str, operands: dict[str, torch.Tensor], dtype: torch.dtype | None

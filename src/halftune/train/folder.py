@@ -7,48 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-from pydantic import ValidationError
-
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
-from halftune.config.run import RunConfig
-from halftune.core.atomic import clear_leftovers, write_text
+from halftune.core.atomic import clear_leftovers, first_aid, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger
-from halftune.core.manifest import damage
+from halftune.core.status import NAME as STATUS
 from halftune.plan import Plan, to_dict
-from halftune.train.checkpoint_list import folders, newest_valid
+from halftune.train.checkpoint_list import flaw, folders, newest_valid, state_of
 from halftune.train.lock import LOCK
+from halftune.train.same_run import REOPENING, differences, flat, recorded, refuse_differences
 
 if TYPE_CHECKING:
     from halftune.data.report import DataReport
 
 log = get_logger(__name__)
 
-FINISHED = "finished.json"
+FINAL, FINISHED = "final", "finished.json"
 RESOLVED = "resolved.yaml"
-# Keys that may change between two sittings of one run: they do not touch what is computed.
-LENGTH = ("training.num_train_epochs", "training.max_steps")
-HARMLESS = {
-    *LENGTH,
-    "training.logging_steps",
-    "training.save_steps",
-    "training.save_total_limit",
-    "training.eval_steps",
-    "training.early_stopping_patience",
-    "training.load_best",
-    "training.per_device_eval_batch_size",
-    # The global batch must stay the same, which is checked where a checkpoint is restored; its split may change.
-    "training.per_device_train_batch_size",
-    "training.gradient_accumulation_steps",
-    "training.on_non_finite",
-    "training.on_out_of_memory",
-    "data.num_workers",
-    "data.cache",
-}
-PLACES = ("training.output_dir", "training.resume")  # where, not what
-HARMLESS_SECTIONS = ("logging.", "generation.", "depends_on")
+STARTED = ".started"  # a folder: how the run was started, where a program did
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class RunFolder:
     @property
     def final(self) -> Path:
         """The adapter or model that training leaves."""
-        return self.path / "final"
+        return self.path / FINAL
 
 
 def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
@@ -83,18 +60,19 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
         TrainingError: the checkpoint named by ``resume``, or all there are, are damaged.
     """
     path, resume = Path(loaded.run.training.output_dir), loaded.run.training.resume
-    before, now = check_free(loaded), _flat(loaded.run.model_dump(mode="json"))
+    before, now = check_free(loaded), flat(loaded.run.model_dump(mode="json"))
     if main:
         clear_leftovers(path)
     if before is None:
         return RunFolder(path, _named(resume, loaded), finished=False)
-    if _is_done(path, longer=any(before.get(key) != now[key] for key in LENGTH)):
+    if _is_done(path, before, now):
         return RunFolder(path, None, finished=True)
-    if changed := _differences(before, now, harmless=True):
+    if changed := differences(before, now, harmless=True):
         log.info("changed since the run began, which is allowed: %s", "; ".join(changed))
+    newest = newest_valid(path) if main and resume == "auto" else None
     if resume != "auto":
-        return RunFolder(path, _named(resume, loaded), finished=False)
-    newest = newest_valid(path) if main else None
+        named = _named(resume, loaded)
+        newest = _gone_on_from(path, named) if main and named is not None else named
     if newest is None and main:
         log.info("%s has no checkpoint yet: the run begins anew", path)
     return RunFolder(path, newest, finished=False)
@@ -124,8 +102,8 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
             where=str(path),
             remedy="choose another training.output_dir, or delete that folder",
         )
-    before = _recorded(path / RESOLVED)
-    refuse_differences(before, _flat(loaded.run.model_dump(mode="json")), path)
+    before = recorded(path / RESOLVED)
+    refuse_differences(before, flat(loaded.run.model_dump(mode="json")), path)
     return before
 
 
@@ -133,44 +111,44 @@ def _holds_results(path: Path) -> bool:
     """Whether a run has left anything but its intent."""
     metrics = path / "metrics.jsonl"
     written = metrics.exists() and metrics.stat().st_size > 0
-    kept = any((path / name).exists() for name in ("final", ".final.old", FINISHED, "set-aside"))
+    kept = any((path / name).exists() for name in (FINAL, f".{FINAL}.old", FINISHED, "set-aside"))
     return written or kept or bool(folders(path))
 
 
-def identity(path: Path) -> tuple[int, int]:
-    """Tells a folder from another one at the same path."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
-
-
-def check_still_there(path: Path, known: tuple[int, int]) -> None:
-    """Called before something is saved: under an unmounted disk there is another folder, or none.
+def already_finished(loaded: LoadedConfig) -> str:
+    """Says that a run is there already, complete; empty where there is something to do. Needs no torch.
 
     Raises:
-        TrainingError: the folder is not the one that :func:`identity` gave ``known`` for.
+        as :func:`check_free`.
     """
-    try:
-        gone = identity(path) != known
-    except OSError:
-        gone = True
-    if gone:
-        raise TrainingError(
-            "the run folder has vanished: its disk was unmounted, or the folder was moved or deleted",
-            where=str(path),
-            remedy="put it back and run the same command again: it goes on from the newest checkpoint in there",
-        )
+    path, before = Path(loaded.run.training.output_dir), check_free(loaded)
+    if before is None or not _is_done(path, before, flat(loaded.run.model_dump(mode="json"))):
+        return ""
+    return f"{path} is finished already ({finished_at(path)} steps): nothing to do"
 
 
-def _is_done(path: Path, *, longer: bool) -> bool:
+def _is_done(path: Path, before: dict[str, object], now: dict[str, object]) -> bool:
+    """Whether nothing is left to do.
+
+    Raises:
+        ConfigError: something is, but there is no checkpoint to go on from.
+    """
     if finished_at(path) is None:
         return False
-    if longer and not folders(path):
+    why = ""
+    if any(before.get(key) != now[key] for key in REOPENING):
+        why = f"it is asked for something else now ({'; '.join(differences(before, now, harmless=True))})"
+    elif not (path / FINAL).is_dir():
+        why = f"its result is not there ({FINAL} is missing)"
+    if why and not folders(path):
         raise ConfigError(
-            "the run is finished and left no checkpoint to go on from (training.save_steps: end)",
+            f"the run is finished, {why}, and it left no checkpoint to go on from (training.save_steps: end)",
             where=str(path),
             remedy="choose another training.output_dir",
         )
-    return not longer
+    if why:
+        log.info("the run was finished, but %s: it goes on from its newest checkpoint", why)
+    return not why
 
 
 def finished_at(path: Path) -> int | None:
@@ -185,7 +163,8 @@ def finished_at(path: Path) -> int | None:
 
 
 def _check_empty(path: Path) -> None:
-    own = {LOCK, f".{RESOLVED}.writing"}  # what a run that was killed at its very start leaves
+    # what a run that was killed at its very start leaves, and what the web board notes of one that it starts
+    own = {LOCK, f".{RESOLVED}.writing", STATUS, f".{STATUS}.writing", STARTED}
     strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in own) if path.is_dir() else []
     if strangers:
         raise ConfigError(
@@ -200,65 +179,22 @@ def _named(resume: str, loaded: LoadedConfig, *, thorough: bool = True) -> Path 
     if resume in ("auto", "never"):
         return None
     path = Path(resume)
-    if wrong := damage(path, thorough=thorough):
+    if wrong := flaw(path, thorough=thorough):
         raise TrainingError(f"resume names {resume}, which is no valid checkpoint: {wrong}", remedy="resume: auto")
     if (path.parent / RESOLVED).is_file():
-        now = _flat(loaded.run.model_dump(mode="json"))
-        refuse_differences(_recorded(path.parent / RESOLVED), now, path.parent)
+        now = flat(loaded.run.model_dump(mode="json"))
+        refuse_differences(recorded(path.parent / RESOLVED), now, path.parent)
     return path
 
 
-def _recorded(resolved: Path) -> dict[str, object]:
-    """The flat configuration of a run folder, with today's defaults for keys that are younger than the run."""
-    try:
-        tree = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise _unreadable(resolved, str(error).splitlines()[0]) from error
-    if not isinstance(tree, dict):
-        raise _unreadable(resolved, "it is no mapping")
-    try:
-        return _flat(RunConfig.model_validate(tree).model_dump(mode="json"))
-    except ValidationError:  # of another version: compared as it is written
-        return _flat(tree)
-
-
-def _unreadable(resolved: Path, why: str) -> ConfigError:
-    remedy = "put the file back, or choose another training.output_dir"
-    return ConfigError(f"what the run in this folder is cannot be read: {why}", where=str(resolved), remedy=remedy)
-
-
-def refuse_differences(before: dict[str, object], now: dict[str, object], path: Path) -> None:
-    """Raises where two flat configurations are not of one run.
-
-    Raises:
-        ConfigError: names every key that differs, with both values.
-    """
-    if differences := _differences(before, now, harmless=False):
-        raise ConfigError(
-            f"the folder holds a run of another configuration: {'; '.join(differences)}",
-            where=str(path),
-            remedy="choose another training.output_dir, or set these back",
-        )
-
-
-def _differences(before: dict[str, object], now: dict[str, object], *, harmless: bool) -> list[str]:
-    return [
-        f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in PLACES and harmless == _is_harmless(key)
-    ]
-
-
-def _is_harmless(key: str) -> bool:
-    return key in HARMLESS or key.startswith(HARMLESS_SECTIONS)
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    """Dotted key → value of every leaf; lists are leaves."""
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _gone_on_from(path: Path, named: Path) -> Path:
+    """The newest checkpoint of a run that was begun from ``named`` before; ``named`` where there is none."""
+    for checkpoint in reversed(folders(path)):
+        if flaw(checkpoint, thorough=True) or state_of(checkpoint)["began"] != str(named.resolve()):
+            continue
+        log.info("%s was begun from %s before, and has come to %s", path, named, checkpoint.name)
+        return checkpoint
+    return named
 
 
 def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: DataReport) -> None:
@@ -277,5 +213,5 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: Data
         raise TrainingError(
             f"cannot write the run folder: {error.strerror}",
             where=str(folder.path),
-            remedy="choose another training.output_dir",
+            remedy=f"{first_aid(error)}, or choose another training.output_dir",
         ) from error

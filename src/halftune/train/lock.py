@@ -14,6 +14,7 @@ from pathlib import Path
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger
+from halftune.core.process import identity
 
 log = get_logger(__name__)
 LOCK = ".lock"
@@ -82,7 +83,9 @@ def _taken(path: Path) -> ConfigError:
 
 def _sign(path: Path) -> None:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    _write(path, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n")
+    pid = os.getpid()
+    owner = {"pid": pid, "process": identity(pid), "host": socket.gethostname(), "since": now}
+    _write(path, json.dumps(owner) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

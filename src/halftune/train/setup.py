@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
-from halftune.train.callbacks.base import Run
+from halftune.train.callbacks.base import Phase, Run
 from halftune.train.checkpoint import Trained
 from halftune.train.feed import Feed
 from halftune.train.memory import keep_freed_memory
@@ -48,15 +49,22 @@ class Session:
     trained: Trained
 
 
-def build(loaded: LoadedConfig, plan: Plan, folder: Path) -> Session:
+def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase], None] = lambda _: None) -> Session:
     """Builds a session: data first, before any process group exists, then the model with the plan's dtypes.
+
+    Args:
+        loaded, plan: what was asked and what was decided.
+        folder: the run folder.
+        phase: told what comes next.
 
     Raises:
         HalftuneError: whatever is wrong with data, model or adapter; nothing has been trained.
     """
     config = loaded.run
+    phase("tokenising")
     tokenizer = load_tokenizer(config.model)
     data = prepare(config, tokenizer)
+    phase("loading")
     accelerator = make_accelerator(plan)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")

@@ -26,14 +26,14 @@ from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.base import Phase
 from halftune.train.callbacks.crowd import Crowd
 from halftune.train.callbacks.nonfinite import check_weights
+from halftune.train.callbacks.status import before_training
 from halftune.train.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from halftune.train.checkpoint_list import PREFIX, rotate
 from halftune.train.folder import (
+    FINAL,
     FINISHED,
     RunFolder,
-    check_still_there,
-    finished_at,
-    identity,
+    already_finished,
     open_folder,
     write_intent,
 )
@@ -68,12 +68,13 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
         if folder.finished:
             step = finished_at(path)
             return Outcome(path, step or 0, f"{path} is finished already ({step} steps): nothing to do")
-        session = build(loaded, plan, path)
-        folder = agreed(folder, session.accelerator.num_processes)
-        if folder.resume_from is not None:
-            check_same_data(position(session.feed), folder.resume_from)
-        if main:
-            write_intent(folder, loaded, session.run.plan, session.data.report)
+        with before_training(path) as phase:
+            session = build(loaded, plan, path, phase)
+            folder = agreed(folder, session.accelerator.num_processes)
+            if folder.resume_from is not None:
+                check_same_data(position(session.feed), folder.resume_from)
+            if main:
+                write_intent(folder, loaded, session.run.plan, session.data.report)
         return Trainer(session, folder, interrupts).train()
 
 

@@ -26,6 +26,7 @@ CALLBACKS: dict[str, str] = {
     "profile": "halftune.train.callbacks.profile:Profile",
     "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
     "report": "halftune.train.callbacks.report:Report",
+    "status": "halftune.train.callbacks.status:StatusLine",
 }
 
 
@@ -51,4 +52,4 @@ def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
         names["early_stopping"] = {"patience": training.early_stopping_patience}
     if logging.profile is not None:  # after what works between steps, so that it is no part of a step
         names["profile"] = {"steps": logging.profile}
-    return names | {"loss_plot": {}, "report": {}}
+    return names | {"loss_plot": {}, "report": {}, "status": {}}

@@ -1,0 +1,102 @@
+"""``status.json``: what a process of halftune is doing, for whoever watches from outside (the web board, a script)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from halftune.core.log import get_logger
+from halftune.core.process import identity
+
+log = get_logger(__name__)
+NAME = "status.json"
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at a process.
+
+    Attributes:
+        state: ``running`` until its last word. A ``running`` whose process is gone was killed.
+        phase: what it is doing: ``tokenising | loading | training | evaluating | saving | finished`` in training.
+        step, total: steps done and steps in all; 0 in all where that is not known.
+        epoch: epochs done, as a fraction.
+        loss: of the last step; None before it, and where it is not finite.
+        seconds_left: at the pace so far; None where none is known.
+        casts: attention calls whose operands had left the planned dtype, in this sitting.
+        error: the sentence that ended it; empty where nothing did.
+        pid, process, host: who writes this; ``process`` is :func:`halftune.core.process.identity`.
+        started, updated: Unix time of the process's begin, and of this look.
+    """
+
+    state: State = "running"
+    phase: str = ""
+    step: int = 0
+    total: int = 0
+    epoch: float = 0.0
+    loss: float | None = None
+    seconds_left: float | None = None
+    casts: int = 0
+    error: str = ""
+    pid: int = 0
+    process: str = ""
+    host: str = ""
+    started: float = 0.0
+    updated: float = 0.0
+
+
+class StatusFile:
+    """Writes a status again and again. The file is whole at every moment; where it cannot be written, nothing stops.
+
+    Args:
+        path: the file.
+        pause: least seconds between two writes that are not urgent.
+    """
+
+    def __init__(self, path: Path, pause: float = 0.5) -> None:
+        self.path, self.pause = path, pause
+        self._next = -float("inf")
+        pid = os.getpid()
+        self._values: dict[str, Any] = asdict(
+            Status(pid=pid, process=identity(pid) or "", host=socket.gethostname(), started=time.time())
+        )
+
+    def tell(self, *, urgent: bool = True, **changes: Any) -> None:
+        """Changes fields of the status and writes it; what is not urgent is written when the pause is over."""
+        self._values |= changes
+        now = time.monotonic()
+        if not urgent and now < self._next:
+            return
+        self._next = now + self.pause
+        beside = self.path.with_name(f".{self.path.name}.writing")
+        try:
+            beside.write_text(json.dumps({**self._values, "updated": round(time.time(), 3)}), encoding="utf-8")
+            os.replace(beside, self.path)
+        except OSError as error:
+            log.debug("cannot write %s: %s", self.path, error.strerror)
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+
+def read_status(path: Path) -> Status | None:
+    """The status in a file; None where there is none.
+
+    Raises:
+        OSError: it is there and cannot be read.
+        ValueError: it is no status.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    known = {field.name for field in fields(Status)}
+    if not isinstance(values, dict) or not {"state", "phase", "pid"} <= values.keys():
+        raise ValueError(f"{path} is no status")
+    return Status(**{name: value for name, value in values.items() if name in known})

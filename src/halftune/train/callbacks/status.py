@@ -1,0 +1,74 @@
+"""``status.json``: the phase, the step and the time left, for whoever watches from outside."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from halftune.core.status import NAME, StatusFile
+from halftune.model.patch import current_guard
+from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+from halftune.train.callbacks.progress import Pace
+from halftune.train.callbacks.window import finite
+from halftune.train.interrupt import Interrupted
+
+
+class StatusLine(Callback):
+    """Keeps the file up to date, at most twice a second while it trains. Comes last: its end is the run's."""
+
+    watches = True
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.file: StatusFile | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Where the run stands: a checkpoint may have been restored."""
+        if run.is_main:
+            self.file = StatusFile(run.folder / NAME)
+            self._tell(run)
+
+    def on_phase(self, run: Run, phase: Phase) -> None:
+        """Names the phase."""
+        self._tell(run, phase=phase)
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """The numbers of the step."""
+        left = self.pace.left(run.step, run.total_steps, time.monotonic())
+        self._tell(run, urgent=False, loss=finite(metrics.loss), seconds_left=left)
+
+    def on_end(self, run: Run, error: BaseException | None) -> None:
+        """How it ended."""
+        self._tell(run, seconds_left=None, **ending(error))
+
+    def _tell(self, run: Run, *, urgent: bool = True, **changes: Any) -> None:
+        if self.file is not None:
+            where = {"step": run.step, "total": run.total_steps, "epoch": round(run.epoch, 6)}
+            self.file.tell(urgent=urgent, casts=current_guard().casts, **where, **changes)
+
+
+def ending(error: BaseException | None) -> dict[str, Any]:
+    """The last fields of a status, by what ended the run."""
+    if error is None:
+        return {"state": "finished", "phase": "finished", "error": ""}
+    stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+    known = str(error) if type(error).__module__.startswith("halftune") else f"{type(error).__name__}: {error}"
+    return {"state": "stopped" if stopped else "failed", "error": known.strip(": ") or type(error).__name__}
+
+
+@contextmanager
+def before_training(folder: Path) -> Iterator[Callable[[Phase], None]]:
+    """Around what comes before the first step: yields what is told of each phase; an error is written down."""
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda _: None
+        return
+    file = StatusFile(folder / NAME)
+    try:
+        yield lambda phase: file.tell(phase=phase)
+    except BaseException as error:
+        file.tell(**ending(error))
+        raise
