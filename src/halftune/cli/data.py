@@ -11,10 +11,10 @@ import json
 import os
 from pathlib import Path
 
-from halftune.cli.facts import dependencies
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
+from halftune.config.model_of import dependencies
 from halftune.data.preflight import look_over
 from halftune.model.preflight import check_folders
 

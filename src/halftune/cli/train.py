@@ -14,9 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-from halftune.cli.facts import dependencies, model_facts, world_size
+from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig
+from halftune.config.model_of import dependencies, model_facts
 from halftune.config.render import resolved_yaml
 from halftune.core import log
 from halftune.core.startup import quick_imports
@@ -24,7 +25,7 @@ from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
-from halftune.train.folder import check_free
+from halftune.train.folder import already_finished
 from halftune.train.lock import check_unlocked
 
 PROFILED = 4  # steps
@@ -57,13 +58,17 @@ def train_one(loaded: LoadedConfig) -> None:
     """Plans and trains one recipe, after the ones it depends on."""
     for recipe in dependencies(loaded):
         train_one(recipe)
+    main, folder = os.environ.get("RANK", "0") == "0", Path(loaded.run.training.output_dir)
+    if main:
+        check_unlocked(folder)
+    if done := already_finished(loaded):
+        if main:
+            _say_where(folder, done)
+        return
     plan = resolve(loaded.run, probe(), model_facts(loaded), world_size=world_size())
     check_folders(loaded.run.model)
     look_over(loaded.run)
-    main = os.environ.get("RANK", "0") == "0"
     if main:
-        check_unlocked(Path(loaded.run.training.output_dir))
-        check_free(loaded)
         print(explain(plan))
 
     with quick_imports():  # of torch, after every check that needs none
@@ -71,8 +76,12 @@ def train_one(loaded: LoadedConfig) -> None:
 
     outcome = train(loaded, plan)
     if main:
-        print(outcome.message)
-        for name in ("report.html", "loss.png", "metrics.jsonl"):
-            if (Path(outcome.folder) / name).exists():
-                print(f"  {Path(outcome.folder) / name}")
-        sys.stdout.flush()
+        _say_where(outcome.folder, outcome.message)
+
+
+def _say_where(folder: Path, message: str) -> None:
+    print(message)
+    for name in ("report.html", "loss.png", "metrics.jsonl"):
+        if (folder / name).exists():
+            print(f"  {folder / name}")
+    sys.stdout.flush()

@@ -68,7 +68,39 @@ def load_config(
         ConfigError: carries every problem found, each with its place.
     """
     file = find(Path(path))
-    text = read_text(file)
+    draft = read_draft(file, read_text(file), overrides, look_at_files=look_at_files)
+    run = draft.run
+    if draft.problems or run is None:
+        raise ConfigError(_first(list(draft.problems), draft.tree.label))
+    origins = {dotted(key): _origin(draft.tree, key) for key in _leaves(run)}
+    return LoadedConfig(run, file, draft.text, origins)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe as far as it can be understood, with everything that is wrong with it.
+
+    Attributes:
+        text: as it was written.
+        tree: its values and their places, short forms written out.
+        run: the configuration, with defaults and placeholders at ``broken``; None where not even that is possible.
+        problems: in the order of the lines.
+        broken: the keys whose values could not be read.
+    """
+
+    text: str
+    tree: Tree
+    run: RunConfig | None
+    problems: tuple[HalftuneError, ...]
+    broken: frozenset[Key]
+
+
+def read_draft(file: Path, text: str, overrides: Sequence[str] = (), *, look_at_files: bool = True) -> Draft:
+    """What ``load_config`` reads, for a text that need not be finished or written to ``file`` yet.
+
+    Raises:
+        ConfigError: the text is no recipe at all: not one YAML mapping, or another framework's.
+    """
     tree = parse(text, str(file))
     if (framework := recognise(tree.values)) is not None:
         remedy = f"halftune convert {file} -o {file.stem}_halftune.yaml"
@@ -82,11 +114,10 @@ def load_config(
     make_absolute(tree, file.parent)
     run, problems, more = validate(tree)
     problems = tree.problems + problems
+    broken |= more
     if run is not None:
-        problems += _rules(run, tree, file, broken | more, look_at_files)
-    if problems or run is None:
-        raise ConfigError(_first(sorted(problems, key=_line), tree.label))
-    return LoadedConfig(run, file, text, {dotted(key): _origin(tree, key) for key in _leaves(run)})
+        problems += _rules(run, tree, file, broken, look_at_files)
+    return Draft(text, tree, run, tuple(sorted(problems, key=_line)), frozenset(broken))
 
 
 def load_run(

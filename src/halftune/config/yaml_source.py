@@ -39,6 +39,14 @@ class Place(NamedTuple):
     where: str
 
 
+class KeyProblem(HalftuneError):
+    """Something wrong with the value at ``key``, a path of the schema."""
+
+    def __init__(self, key: Path, what: str, *, where: str, remedy: str) -> None:
+        super().__init__(what, where=where, remedy=remedy)
+        self.key = key
+
+
 @dataclass
 class Tree:
     """Plain values with the place of each key and list entry.
@@ -78,9 +86,9 @@ class Tree:
         for known in [known for known in self.written if known[: len(path)] == path and known != path]:
             del self.written[known]
 
-    def problem(self, path: Path, what: str, remedy: str = "") -> HalftuneError:
+    def problem(self, path: Path, what: str, remedy: str = "") -> KeyProblem:
         """An error about the value at a path."""
-        return HalftuneError(f"{self.shown(path)}: {what}", where=self.place(path).where, remedy=remedy)
+        return KeyProblem(path, f"{self.shown(path)}: {what}", where=self.place(path).where, remedy=remedy)
 
 
 def read_text(path: FilePath) -> str:
