@@ -16,6 +16,7 @@ from halftune.core.process import identity
 
 log = get_logger(__name__)
 NAME = "status.json"
+STARTED = ".started"  # a folder in a run folder: how the run was started, where a program did
 State = Literal["running", "finished", "stopped", "failed"]
 
 
