@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from halftune.core.errors import HalftuneError
 # Share of the inputs that each kind of target gets, and how many it gets in the ordinary run of the tests.
 TOTAL = os.environ.get("HALFTUNE_FUZZ_INPUTS")
 Damage = Callable[[bytes], bytes]
+ANSWERS: Counter[str] = Counter()  # how many inputs ended "well", how many were "refused"
 LIMIT = 10  # seconds for one input; most take milliseconds
 
 
@@ -54,6 +56,7 @@ def answered() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    ANSWERS["well" if said is None else "refused"] += 1
     assert said is None or (str(said).strip() and 1 <= said.exit_code < 70)
 
 

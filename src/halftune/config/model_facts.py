@@ -24,12 +24,14 @@ from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
 # The same size under the names that configs have had for it.
-HIDDEN = ("hidden_size", "n_embd", "d_model")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads")
-WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
-PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
+WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size")
+PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 FORMATS = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -63,6 +65,7 @@ NOT_ONLY_SOFTMAX = {
     "qwen4_exp",
     "recurrent_gemma",
     "rwkv",
+    "rwkv7",
     "xlstm",
     "zamba",
     "zamba2",
@@ -189,10 +192,11 @@ def facts_from_config(
     Raises:
         ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
     """
-    nested = raw.get("text_config")
+    nested = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
     text = {**raw, **nested} if isinstance(nested, dict) else raw
     model_type = _text_type(raw, text)
-    text = {**defaults_of(model_type), **{key: value for key, value in text.items() if value is not None}}
+    given = {key: value for key, value in text.items() if value is not None}
+    text = {**defaults_of(model_type), **_grouped(given), **given}
     text |= {"tie_word_embeddings": False} if head_apart else {}
     sizes = _sizes(text, where or name)
     tensors = tensors_of(model_type, text, sizes)
@@ -300,6 +304,12 @@ def _text_type(raw: dict[str, Any], text: dict[str, Any]) -> str:
     return str(text.get("model_type"))
 
 
+def _grouped(text: dict[str, Any]) -> dict[str, Any]:
+    """Settings of attention and MLP that stand in groups of their own, as DBRX and MPT have them."""
+    groups = [text[name] for name in ("attn_config", "ffn_config") if isinstance(text.get(name), dict)]
+    return {key: value for group in groups for key, value in group.items() if value is not None}
+
+
 def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
     return next((text[key] for key in keys if text.get(key) is not None), otherwise)
 
@@ -307,8 +317,8 @@ def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
 def _sizes(text: dict[str, Any], where: str) -> Sizes:
     hidden, layers = _whole(text, HIDDEN, where), _whole(text, LAYERS, where, len(_layer_kinds(text)) or None)
     heads = _whole(text, HEADS, where, 1)
-    kv_heads = _whole(text, ("num_key_value_heads", "num_kv_heads"), where, heads)
-    head_dim = _whole(text, ("head_dim",), where, hidden // heads)
+    kv_heads = _whole(text, KEY_HEADS, where, heads)
+    head_dim = _whole(text, HEAD_DIM, where, hidden // heads)
     if text.get("kv_lora_rank"):  # multi-head latent attention: queries and keys have two parts
         head_dim = int(text.get("qk_nope_head_dim", 0)) + int(text.get("qk_rope_head_dim", 0)) or head_dim
     return Sizes(
@@ -331,6 +341,8 @@ def _layer_kinds(text: dict[str, Any]) -> list[Any]:
 
 def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: int | None = None) -> int:
     value = _first(text, keys, otherwise)
+    if isinstance(value, list) and all(isinstance(size, int) for size in value):
+        value = max(value, default=None)  # one for each layer: what fits the widest fits all
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         said = "is missing" if value is None else f"is {value!r}, not a positive whole number"
         raise ModelError(f"config.json: {keys[0]} {said}", where=where, remedy="fetch the model again")

@@ -11,11 +11,15 @@ from typing import Any
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
-# transformers can bolt a language-model head on these, but their attention looks both ways.
+# transformers can bolt a language-model head on these, but their attention looks both ways unless ONE_WAY says not.
 ENCODERS = {
     "albert",
     "bert",
+    "bert-generation",
+    "big_bird",
     "camembert",
+    "cpmant",
+    "data2vec-text",
     "deberta",
     "deberta-v2",
     "distilbert",
@@ -23,20 +27,66 @@ ENCODERS = {
     "ernie",
     "esm",
     "eurobert",
+    "flaubert",
+    "megatron-bert",
     "modernbert",
     "mpnet",
+    "reformer",
     "rembert",
     "roberta",
     "roberta-prelayernorm",
+    "roc_bert",
     "roformer",
+    "xlm",
     "xlm-roberta",
     "xlm-roberta-xl",
+    "xlnet",
+    "xmod",
 }
+ONE_WAY = (("is_decoder", True), ("causal", True), ("attn_type", "uni"))  # of BERT's kin, of XLM, of XLNet
+# Families of text and speech that are an encoder-decoder unless their config says otherwise.
+ENCODER_DECODERS = {
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "encoder-decoder",
+    "fsmt",
+    "led",
+    "longt5",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "moonshine",
+    "mt5",
+    "mvp",
+    "nllb-moe",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "prophetnet",
+    "rag",
+    "seamless_m4t",
+    "seamless_m4t_v2",
+    "speech-encoder-decoder",
+    "speech_to_text",
+    "speecht5",
+    "switch_transformers",
+    "t5",
+    "t5gemma",
+    "t5gemma2",
+    "udop",
+    "umt5",
+    "vision-encoder-decoder",
+    "whisper",
+}
+DECODERS = "a Llama, Qwen, Mistral or Gemma"
+OWN = frozenset({"rwkv7"})  # halftune's own, which transformers does not have
 
 
 @cache
 def causal_types() -> frozenset[str]:
-    """Model types that the installed transformers loads as a causal language model; empty where it cannot be told.
+    """Model types that load as a causal language model; empty where transformers' cannot be told.
 
     Read from transformers' source: importing it would cost seconds.
     """
@@ -47,7 +97,7 @@ def causal_types() -> frozenset[str]:
     if not source.is_file():
         return frozenset()
     block = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?^\)", source.read_text(encoding="utf-8"), re.M | re.S)
-    return frozenset(re.findall(r'\(\s*"([^"]+)",', block.group(0))) if block else frozenset()
+    return frozenset(re.findall(r'\(\s*"([^"]+)",', block.group(0))) | OWN if block else frozenset()
 
 
 def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool) -> None:
@@ -58,11 +108,13 @@ def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool) ->
             comes with the checkpoint and is not trusted.
     """
     model_type = raw.get("model_type")
-    if raw.get("is_encoder_decoder"):
-        raise ModelError(f"{model_type} is an encoder-decoder, not a causal language model", where=where)
-    if model_type in ENCODERS and not raw.get("is_decoder"):
-        remedy = "take a decoder, such as a Llama, Qwen, Mistral or Gemma"
-        raise ModelError(f"{model_type} is an encoder, not a causal language model", where=where, remedy=remedy)
+    if raw.get("is_encoder_decoder", model_type in ENCODER_DECODERS):
+        what = f"{model_type} is an encoder-decoder, and halftune trains decoders only (causal language models)"
+        remedy = f"take a decoder, such as {DECODERS}; for {model_type} itself, transformers has Seq2SeqTrainer"
+        raise ModelError(what, where=where, remedy=remedy)
+    if model_type in ENCODERS and not any(raw.get(key) == value for key, value in ONE_WAY):
+        what = f"{model_type} is an encoder, not a causal language model: each of its tokens sees the later ones"
+        raise ModelError(what, where=where, remedy=f"take a decoder, such as {DECODERS}")
     if "AutoModelForCausalLM" in (raw.get("auto_map") or {}) and trust_remote_code:
         return
     known = causal_types()
@@ -71,7 +123,19 @@ def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool) ->
     if raw.get("auto_map"):
         remedy = "read that code, then set model.trust_remote_code: true and model.revision"
         raise ModelError(f"{model_type} needs Python code that comes with the checkpoint", where=where, remedy=remedy)
+    if _has_other_uses(str(model_type)):
+        what = f"transformers has {model_type}, but not as a causal language model that is trained on text alone"
+        raise ModelError(what, where=where, remedy=f"take a language model, such as {DECODERS}")
     remedy = did_you_mean(str(model_type), known)
     if not remedy.startswith("did"):
         remedy = "a newer transformers may know it"
     raise ModelError(f"transformers knows no causal language model of type {model_type!r}", where=where, remedy=remedy)
+
+
+def _has_other_uses(model_type: str) -> bool:
+    """Whether the installed transformers has a folder for this model type."""
+    name = model_type.replace("-", "_")
+    spec = importlib.util.find_spec("transformers")
+    if not name.isidentifier() or spec is None or not spec.submodule_search_locations:
+        return False
+    return (Path(next(iter(spec.submodule_search_locations))) / "models" / name).is_dir()
