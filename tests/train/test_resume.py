@@ -199,7 +199,7 @@ def test_a_damaged_best_is_not_passed_off_as_the_result(recipe, stopped: Path, w
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_save, lambda *_: taken.append(1))
         patch.setattr("halftune.train.attempt.evaluate", lambda *_: 99.0)
-        patch.setattr("halftune.train.trainer.damage", lambda *_, **__: "it is broken")
+        patch.setattr("halftune.train.trainer.flaw", lambda *_, **__: "it is broken")
         assert "NOT the best weights but the last ones" in train(*recipe(*but(load_best="true", max_steps=7))).message
     assert not taken
 
@@ -228,9 +228,9 @@ def test_rotation_keeps_the_newest_and_the_best_and_counts_only_whole_ones(tmp_p
         (folder / "state.json").write_text("{}")
         seal(folder)
     (tmp_path / "checkpoint-4" / "state.json").write_text("{")  # damaged: no help to anyone
-    rotate(tmp_path, limit=2, best_step=1)
+    rotate(tmp_path, limit=2, needed=[tmp_path / "checkpoint-1"])
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-5"]
-    rotate(tmp_path, limit=1, best_step=1)
+    rotate(tmp_path, limit=1, needed=[tmp_path / "checkpoint-1"])
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-5"]
     assert not list(tmp_path.glob(".*"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -104,6 +105,24 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def first_aid(error: Exception) -> str:
+    """What to do about a file that cannot be written, as the beginning of a sentence.
+
+    Args:
+        error: an OSError, or what a library (safetensors, tokenizers) makes of one, with the system's words in it.
+    """
+    number, said = (error.errno if isinstance(error, OSError) else None), str(error)
+
+    def means(*numbers: int) -> bool:
+        return number in numbers or any(os.strerror(one) in said for one in numbers)
+
+    if means(errno.ENOSPC, errno.EDQUOT):
+        return "free space"
+    if means(errno.EROFS, errno.EACCES, errno.EPERM):
+        return "make the folder writable"
+    return "see that the disk is there and whole"
 
 
 def _beside(path: Path, suffix: str) -> Path:

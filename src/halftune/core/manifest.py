@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ def seal(folder: Path, marker: str = MARKER) -> None:
     (folder / marker).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
 
 
-def damage(folder: Path, *, thorough: bool, marker: str = MARKER) -> str:
+def damage(folder: Path, *, thorough: bool, marker: str = MARKER, expected: Collection[str] = ()) -> str:
     """What is wrong with a sealed folder, as a clause; empty where nothing is.
 
     Args:
         folder: a checkpoint, or another folder that was sealed.
         thorough: compare checksums too, which reads every byte; else sizes only.
         marker: the name of the manifest.
+        expected: files that such a folder has, and that the manifest must list.
     """
     try:
         files = _files(folder / marker)
+        if missing := sorted(set(expected) - files.keys()):
+            return f"{marker} does not list {missing[0]}"
         for name, (size, digest) in files.items():
             path = folder / name
             if not path.is_file():

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from halftune.core.atomic import whole_folder
+from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import ModelError
 from halftune.core.formats import Format
 from halftune.model.adapters.mixtures import for_plain_peft
@@ -23,7 +23,13 @@ from halftune.plan import Plan
 from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torch_dtype
 
 
-def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan: Plan, folder: Path) -> None:
+def save_final(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    folder: Path,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
 
     Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names or the model's own code keeps in fp32.
@@ -34,6 +40,7 @@ def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan:
         tokenizer: written beside the weights, chat template included.
         plan: gives the dtype.
         folder: e.g. ``RUN/final``.
+        state: whole tensors by their names in ``model.state_dict()``, where the model holds a share of them only.
 
     Raises:
         ModelError: the folder cannot be written.
@@ -42,14 +49,14 @@ def save_final(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, plan:
     try:
         with whole_folder(folder) as partial:
             if isinstance(model, PeftModel):
-                _write_adapter(model, saved, keep, partial)
+                _write_adapter(model, saved, keep, partial, state)
             elif isinstance(model, PreTrainedModel):
-                write_model(model, saved, keep, partial)
+                write_model(model, saved, keep, partial, state)
             else:
                 raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
             save_tokenizer(tokenizer, partial)
     except (OSError, SafetensorError) as error:
-        remedy = "free space and run the same command again: it goes on from the newest checkpoint"
+        remedy = f"{first_aid(error)} and run the same command again: it goes on from the newest checkpoint"
         raise ModelError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
 
 
@@ -67,9 +74,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise OSError(str(error)) from error  # the tokenizers package knows no other class for a full disk
 
 
-def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    cast = _cast(state, saved, kept_names(model, keep))
+def _write_adapter(
+    model: PeftModel, saved: Format, keep: Iterable[str], folder: Path, state: Mapping[str, torch.Tensor] | None
+) -> None:
+    adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    cast = _cast(adapter, saved, kept_names(model, keep))
     tensors = {name: tensor.clone() for name, tensor in cast.items()}  # a tied pair: two tensors
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = for_plain_peft(model)
@@ -77,12 +86,21 @@ def _write_adapter(model: PeftModel, saved: Format, keep: Iterable[str], folder:
     config.save_pretrained(str(folder))
 
 
-def write_model(model: PreTrainedModel, saved: Format, keep: Iterable[str], folder: Path) -> None:
-    """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``."""
+def write_model(
+    model: PreTrainedModel,
+    saved: Format,
+    keep: Iterable[str],
+    folder: Path,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``.
+
+    The weights are ``state`` where it is given, else the model's own.
+    """
     name_tying(model)
-    state = _cast(model.state_dict(), saved, kept_names(model, keep))
+    cast = _cast(model.state_dict() if state is None else state, saved, kept_names(model, keep))
     with quiet():
-        model.save_pretrained(folder, state_dict=state)
+        model.save_pretrained(folder, state_dict=cast)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _name_dtype(config, CONFIG_NAMES[saved])

@@ -16,16 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from halftune.core.atomic import whole_folder
+from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
 from halftune.model.state import load_trainable_state, trainable_state
-from halftune.train.checkpoint_list import PREFIX
-
-# What the trainer saves beside them, and asks for when it goes on.
-FACTS = ("epoch", "best", "evaluated", "position", "micro_batch", "random", "callbacks")
-EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
-TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+from halftune.train.checkpoint_list import OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
 
 
 @dataclass
@@ -70,7 +65,7 @@ def save_checkpoint(folder: Path, step: int, trained: Trained, facts: dict[str, 
         raise TrainingError(
             f"cannot write the checkpoint of step {step}: {error}",
             where=str(final),
-            remedy="free space and run the same command again; earlier checkpoints are intact",
+            remedy=f"{first_aid(error)} and run the same command again; earlier checkpoints are intact",
         ) from error
     return final
 
@@ -104,18 +99,13 @@ def _refresh_rates(schedule: LRScheduler) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says in JSON: ``step``, the facts, and the numbers of optimizer, schedule and scaler.
+    """What :func:`state_of` gives, or a sentence.
 
     Raises:
         TrainingError: the folder cannot be read, or something is not in there that this version writes.
     """
     with _readable(checkpoint):
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        if not isinstance(state, dict):
-            raise ValueError(f"{STATE} holds no object")
-        if missing := [name for name in EXPECTED if name not in state]:
-            raise ValueError(f"{STATE} has no {missing[0]!r}: another version of halftune wrote it, or a hand")
-        return state
+        return state_of(checkpoint)
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:

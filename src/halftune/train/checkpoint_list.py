@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from halftune.core.atomic import remove_folder
 from halftune.core.errors import TrainingError
@@ -12,6 +15,11 @@ from halftune.core.manifest import MARKER, damage
 log = get_logger(__name__)
 
 PREFIX = "checkpoint-"
+TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+# What the trainer saves beside weights and optimizer, and asks for when it goes on.
+FACTS = ("epoch", "best", "evaluated", "position", "micro_batch", "random", "callbacks")
+EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
+YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None}  # facts that an older version wrote not
 
 
 def step_of(checkpoint: Path) -> int:
@@ -27,7 +35,39 @@ def folders(folder: Path) -> list[Path]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first; by the sizes of their files, not by checksums."""
-    return [path for path in folders(folder) if not damage(path, thorough=False)]
+    return [path for path in folders(folder) if not flaw(path, thorough=False)]
+
+
+def flaw(checkpoint: Path, *, thorough: bool) -> str:
+    """Why nobody can go on from a folder, as a clause; empty where it is a checkpoint of this version, undamaged.
+
+    Args:
+        checkpoint: the folder.
+        thorough: compare checksums and look into ``state.json``; else the sizes of the files only.
+    """
+    if wrong := damage(checkpoint, thorough=thorough, expected=(TRAINABLE, OPTIMIZER, STATE)):
+        return wrong
+    try:
+        if thorough:
+            state_of(checkpoint)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says in JSON: ``step``, the facts, and the numbers of optimizer, schedule and scaler.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON object, or something is not in there that this version writes.
+    """
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE} holds no object")
+    if missing := [name for name in EXPECTED if name not in state]:
+        raise ValueError(f"{STATE} has no {missing[0]!r}: another version of halftune wrote it, or a hand")
+    return YOUNGER | state
 
 
 def newest_valid(folder: Path) -> Path | None:
@@ -41,30 +81,31 @@ def newest_valid(folder: Path) -> Path | None:
     found = folders(folder)
     sealed = [path for path in found if (path / MARKER).exists()]
     for path in reversed(found):
-        if not (wrong := damage(path, thorough=True)):
+        if not (wrong := flaw(path, thorough=True)):
             return path
         log.warning("%s is no valid checkpoint and is ignored: %s", path, wrong)
     if sealed:
         raise TrainingError(
-            f"all checkpoints are damaged, the newest: {damage(sealed[-1], thorough=True)}",
+            f"all checkpoints are damaged, the newest: {flaw(sealed[-1], thorough=True)}",
             where=str(folder),
             remedy="put them back from a copy, or delete them to begin anew",
         )
     return None
 
 
-def rotate(folder: Path, limit: int | None, best_step: int | None) -> None:
-    """Removes the oldest complete checkpoints beyond ``limit``; never the newest, never the best.
+def rotate(folder: Path, limit: int | None, needed: Collection[Path]) -> None:
+    """Removes the oldest complete checkpoints beyond ``limit``; never the newest, never one that is needed.
 
     Args:
         folder: the run folder, into which a checkpoint has just been written.
         limit: how many to keep; None keeps all.
-        best_step: step of the best evaluation.
+        needed: checkpoints that stay, such as that of the best evaluation.
     """
     if limit is None:
         return
     kept = checkpoints(folder)
-    spare = [path for path in kept[:-1] if step_of(path) != best_step]
+    stay = {path.resolve() for path in needed}
+    spare = [path for path in kept[:-1] if path.resolve() not in stay]
     for path in spare[: max(0, len(kept) - limit)]:
         try:
             remove_folder(path)

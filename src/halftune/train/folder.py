@@ -13,6 +13,7 @@ from halftune.core.atomic import clear_leftovers, first_aid, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
+from halftune.core.status import STARTED
 from halftune.plan import Plan, to_dict
 from halftune.train.checkpoint_list import flaw, folders, newest_valid, state_of
 from halftune.train.lock import LOCK
@@ -25,7 +26,6 @@ log = get_logger(__name__)
 
 FINAL, FINISHED = "final", "finished.json"
 RESOLVED = "resolved.yaml"
-STARTED = ".started"  # a folder: how the run was started, where a program did
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
         clear_leftovers(path)
     if before is None:
         return RunFolder(path, _named(resume, loaded), finished=False)
-    if _is_done(path, before, now):
+    if not (why := _left_to_do(path, before, now)):
         return RunFolder(path, None, finished=True)
+    log.info("the run goes on: %s", why)
     if changed := differences(before, now, harmless=True):
         log.info("changed since the run began, which is allowed: %s", "; ".join(changed))
     newest = newest_valid(path) if main and resume == "auto" else None
@@ -122,33 +123,37 @@ def already_finished(loaded: LoadedConfig) -> str:
         as :func:`check_free`.
     """
     path, before = Path(loaded.run.training.output_dir), check_free(loaded)
-    if before is None or not _is_done(path, before, flat(loaded.run.model_dump(mode="json"))):
+    if before is None or _left_to_do(path, before, flat(loaded.run.model_dump(mode="json"))):
         return ""
+    return nothing_to_do(path)
+
+
+def nothing_to_do(path: Path) -> str:
+    """What is said where a finished run is started again."""
     return f"{path} is finished already ({finished_at(path)} steps): nothing to do"
 
 
-def _is_done(path: Path, before: dict[str, object], now: dict[str, object]) -> bool:
-    """Whether nothing is left to do.
+def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -> str:
+    """Why a run is not finished, or not any more, as a clause; empty where it is.
 
     Raises:
-        ConfigError: something is, but there is no checkpoint to go on from.
+        ConfigError: it was finished and something is left, but there is no checkpoint to go on from.
     """
     if finished_at(path) is None:
-        return False
+        return "it has not come to its end"
     why = ""
     if any(before.get(key) != now[key] for key in REOPENING):
-        why = f"it is asked for something else now ({'; '.join(differences(before, now, harmless=True))})"
+        changed = "; ".join(differences(before, now, harmless=True))
+        why = f"it was finished and is asked for something else now ({changed})"
     elif not (path / FINAL).is_dir():
-        why = f"its result is not there ({FINAL} is missing)"
+        why = f"it was finished and its result is not there ({FINAL} is missing)"
     if why and not folders(path):
         raise ConfigError(
-            f"the run is finished, {why}, and it left no checkpoint to go on from (training.save_steps: end)",
+            f"the run cannot go on: {why}, and left no checkpoint to go on from (training.save_steps: end)",
             where=str(path),
             remedy="choose another training.output_dir",
         )
-    if why:
-        log.info("the run was finished, but %s: it goes on from its newest checkpoint", why)
-    return not why
+    return why
 
 
 def finished_at(path: Path) -> int | None:

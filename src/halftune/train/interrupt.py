@@ -7,8 +7,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -36,7 +35,7 @@ class Interrupted(TrainingError):
 class Interrupts:
     """Inside ``with``, SIGINT, SIGTERM and SIGHUP do not end the process as they would.
 
-    Before training has begun, the first one leaves ``with`` as :class:`Interrupted`; inside :meth:`noted` it is only
+    Before training has begun, the first one leaves ``with`` as :class:`Interrupted`; after :meth:`only_note` it is only
     written down, and whoever steps looks. The second one leaves the process at once, wherever it is. A signal that was
     ignored from the beginning (nohup, a shell's background job) stays ignored.
 
@@ -48,7 +47,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._noting = False
+        self._noting = self._left = False
         self._process = os.getpid()
         self._before: dict[signal.Signals, object] = {}
 
@@ -62,17 +61,14 @@ class Interrupts:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if isinstance(error, _Now) and self.received is not None:
+        # whatever a library has made of it on the way
+        left = self._left and error is not None and not isinstance(error, Interrupted)
+        if left and self.received is not None:
             raise Interrupted.before(self.received) from None
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Inside ``with``, the first signal is only noted: training has begun, and a step is worth finishing."""
+    def only_note(self) -> None:
+        """From here on the first signal is only noted: training has begun, and a step is worth finishing."""
         self._noting = True
-        try:
-            yield
-        finally:
-            self._noting = False
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None or os.getpid() != self._process:  # a forked child has nothing to save
@@ -80,7 +76,8 @@ class Interrupts:
             os._exit(128 + number)
         self.received = signal.Signals(number)
         if not self._noting:
-            raise _Now
+            self._left = True
+            raise _Now(f"stopped by {self.received.name} before training went on")
         if os.environ.get("RANK", "0") == "0":
             _say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
 

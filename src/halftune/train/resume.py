@@ -49,17 +49,25 @@ def position(feed: Feed) -> dict[str, Any]:
     }
 
 
-def check_same_data(now: dict[str, Any], checkpoint: Path) -> None:
+def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path) -> None:
     """Refuses to go on with other data or another global batch, before anything in the run folder changes.
 
     Args:
         now: this run's :func:`position`.
+        total_steps: how long it is to be.
         checkpoint: what it would go on from.
 
     Raises:
         ConfigError: says what differs.
     """
-    before = read_state(checkpoint)["position"]
+    state = read_state(checkpoint)
+    before = state["position"]
+    if state["step"] > total_steps:
+        raise ConfigError(
+            f"the run has taken {state['step']} steps already and is to be {total_steps} steps long",
+            where=str(checkpoint),
+            remedy="set max_steps or num_train_epochs back, or name an earlier checkpoint with resume: PATH",
+        )
     if before["rows_per_step"] != now["rows_per_step"]:
         raise ConfigError(
             f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
@@ -78,6 +86,25 @@ def check_same_data(now: dict[str, Any], checkpoint: Path) -> None:
             where=str(checkpoint),
             remedy="go on with what it began with, or start a new training.output_dir",
         )
+
+
+def say_length(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:
+    """Says that the run is longer or shorter now, and what that does to the learning rate.
+
+    Args:
+        steps: of the whole run, when the checkpoint was written (None: not known) and now.
+        rates: learning rate of the next step by the schedule of then and by that of now.
+    """
+    if steps[0] in (None, steps[1]):
+        return
+    log.warning(
+        "the run is %d steps long now, not %d: the next step has the learning rate %.3g of the new schedule, it had "
+        "%.3g by the old one, on which the steps so far were taken",
+        steps[1],
+        steps[0],
+        rates[1],
+        rates[0],
+    )
 
 
 def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:

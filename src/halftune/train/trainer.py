@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 
 from halftune.config.load import LoadedConfig
-from halftune.core.atomic import write_text
+from halftune.core.atomic import first_aid, write_text
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger, log_to
-from halftune.core.manifest import damage
 from halftune.model.save import save_final
 from halftune.plan import Plan
 from halftune.train.attempt import Attempts
@@ -28,20 +28,23 @@ from halftune.train.callbacks.crowd import Crowd
 from halftune.train.callbacks.nonfinite import check_weights
 from halftune.train.callbacks.status import before_training
 from halftune.train.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from halftune.train.checkpoint_list import PREFIX, rotate
+from halftune.train.checkpoint_list import PREFIX, flaw, rotate
 from halftune.train.folder import (
     FINAL,
     FINISHED,
     RunFolder,
-    already_finished,
+    finished_at,
+    nothing_to_do,
     open_folder,
     write_intent,
 )
+from halftune.train.home import Home
 from halftune.train.interrupt import Interrupted, Interrupts
 from halftune.train.lock import locked
+from halftune.train.made_with import made_with, say_what_differs
 from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
-from halftune.train.resume import agreed, check_same_data, position, set_aside, with_micro_batch
+from halftune.train.resume import agreed, check_same_data, position, say_length, set_aside, with_micro_batch
 from halftune.train.setup import Session, build
 
 log = get_logger(__name__)
@@ -66,13 +69,12 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
     with Interrupts() as interrupts, locked(path) if main else nullcontext():
         folder = open_folder(loaded, main=main)
         if folder.finished:
-            step = finished_at(path)
-            return Outcome(path, step or 0, f"{path} is finished already ({step} steps): nothing to do")
+            return Outcome(path, finished_at(path) or 0, nothing_to_do(path))
         with before_training(path) as phase:
             session = build(loaded, plan, path, phase)
             folder = agreed(folder, session.accelerator.num_processes)
             if folder.resume_from is not None:
-                check_same_data(position(session.feed), folder.resume_from)
+                check_same_data(position(session.feed), session.run.total_steps, folder.resume_from)
             if main:
                 write_intent(folder, loaded, session.run.plan, session.data.report)
         return Trainer(session, folder, interrupts).train()
@@ -88,7 +90,9 @@ class Trainer:
         self.position = position(session.feed)
         self.micro_batch = session.feed.batch.micro_batch  # as planned; memory may ask for less
         self.last_saved = self.last_evaluated = -1
-        self.home = identity(session.run.folder)
+        self.home = Home(session.run) if session.run.is_main else None
+        named = self.run.config.training.resume
+        self.began = None if named in ("auto", "never") else str(Path(named).resolve())
 
     def train(self) -> Outcome:
         """The whole run; callbacks are told of its end whatever happens."""
@@ -96,14 +100,16 @@ class Trainer:
         try:
             with log_to(self.run.folder / "train.log", enabled=self.run.is_main):
                 self._restore()
-                with self.interrupts.noted():
-                    self._loop()
-                    return self._finish()
+                self.interrupts.only_note()  # up to the last line of the report
+                self._loop()
+                return self._finish()
         except BaseException as error:
             failure = error
             raise
         finally:
             self.crowd.end(self.run, failure)
+            if self.home is not None:
+                self.home.close()
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
@@ -112,10 +118,13 @@ class Trainer:
             state = load_checkpoint(checkpoint, self.session.trained)
             run.step, run.epoch, randoms = state["step"], state["epoch"], state["random"]
             run.best, self.last_evaluated = self._best(state["best"]), state["evaluated"]
-            self.last_saved = run.step
+            self.last_saved, self.began = run.step, self.began or state["began"]
             self.session.feed = with_micro_batch(self.session.feed, state["micro_batch"])
             self.crowd.restore(state["callbacks"])
             log.info("going on from %s", checkpoint)
+            say_what_differs(state["made_with"], made_with(run))
+            rates = (state["schedule"]["_last_lr"][0], float(self.session.trained.schedule.get_last_lr()[0]))
+            say_length((state["total_steps"], run.total_steps), rates)
         if run.is_main:
             set_aside(run.folder, run.step)
         self.crowd.tell("on_start", run)
@@ -157,6 +166,8 @@ class Trainer:
 
     def _what_is_due(self) -> None:
         training = self.run.config.training
+        if self.home is not None:
+            self.home.follow()
         if self._due(training.eval_steps):
             self._evaluate()
         if self._due(training.save_steps):
@@ -196,14 +207,18 @@ class Trainer:
         self._phase("saving")
         check_weights(run)
         randoms = gather_object([random_state(run.device)])
-        if run.is_main:
-            check_still_there(run.folder, self.home)
-            folder = save_checkpoint(run.folder, run.step, self.session.trained, self._facts(randoms))
-            rotate(run.folder, run.config.training.save_total_limit, run.best[0] if run.best else None)
+        if self.home is not None:
+            folder = save_checkpoint(self.home.insist(), run.step, self.session.trained, self._facts(randoms))
+            rotate(run.folder, run.config.training.save_total_limit, self._needed())
             self.crowd.tell("on_save", run, folder)
         self.session.accelerator.wait_for_everyone()
         self.last_saved = run.step
         self._phase("training")
+
+    def _needed(self) -> set[Path]:
+        """Checkpoints that are asked for again: of the best evaluation, and the one that ``resume`` names."""
+        best = {self.run.folder / f"{PREFIX}{self.run.best[0]}"} if self.run.best else set()
+        return best | ({Path(self.began)} if self.began else set())
 
     def _facts(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -214,6 +229,9 @@ class Trainer:
             "micro_batch": [self.micro_batch, self.session.feed.batch.micro_batch],
             "random": randoms,
             "callbacks": self.crowd.states(),
+            "made_with": made_with(self.run),
+            "total_steps": self.run.total_steps,
+            "began": self.began,
         }
 
     def _interrupted(self) -> bool:
@@ -238,31 +256,30 @@ class Trainer:
             notes += self._load_best(run.folder / f"{PREFIX}{run.best[0]}", run.best[1])
         self._phase("saving")
         check_weights(run)
-        if run.is_main:
-            self._write_final()
+        if self.home is not None:
+            self._write_final(self.home.insist())
         self.session.accelerator.wait_for_everyone()
         self._phase("finished")
         done = ", ".join([f"trained {run.step} steps", *notes])
-        return Outcome(run.folder, run.step, f"{done}; the result is in {self.folder.final}")
+        return Outcome(run.folder, run.step, f"{done}; the result is in {run.folder / FINAL}")
 
     def _load_best(self, best: Path, loss: float) -> list[str]:
-        if wrong := damage(best, thorough=True):
+        if wrong := flaw(best, thorough=True):
             log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
             return ["NOT the best weights but the last ones"]
         load_weights(best, self.run.model)
         log.info("the final result is that of %s (eval loss %.4f)", best.name, loss)
         return []
 
-    def _write_final(self) -> None:
-        check_still_there(self.run.folder, self.home)
-        save_final(self.run.model, self.run.tokenizer, self.run.plan, self.folder.final)
+    def _write_final(self, folder: Path) -> None:
+        save_final(self.run.model, self.run.tokenizer, self.run.plan, folder / FINAL)
         try:
-            write_text(self.run.folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))
+            write_text(folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))
         except OSError as error:
             raise TrainingError(
                 f"the result is written, but not that the run is finished: {error.strerror}",
-                where=str(self.run.folder / FINISHED),
-                remedy="free space and run the same command again",
+                where=str(folder / FINISHED),
+                remedy=f"{first_aid(error)} and run the same command again",
             ) from error
 
     def _phase(self, phase: Phase) -> None:

@@ -47,15 +47,16 @@ class MetricsFile(Callback):
         self.written: int | None = None  # length of the file at the restored checkpoint, in bytes
         self.waiting: list[str] = []
         self.warned = False
-        self.folder: Path | None = None
+        self.run: Run | None = None
 
     def state(self) -> dict[str, Any]:
         """How long the file is, what waits to be written, and the steps that no line has told of yet."""
         size = 0
-        if self.folder is not None:
+        if self.run is not None:
+            path = self.run.folder / NAME
             with suppress(OSError):  # no file: nothing has been written
-                sync(self.folder / NAME)
-                size = (self.folder / NAME).stat().st_size
+                sync(path)
+                size = path.stat().st_size
         return {"bytes": size, "waiting": self.waiting, "window": self.window.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ class MetricsFile(Callback):
         path = run.folder / NAME
         if not run.is_main:
             return
-        self.folder = run.folder
+        self.run = run
         if not path.exists():
             return
         if run.step and self.written is not None and _continues(path, self.written, run.step):

@@ -1,0 +1,96 @@
+"""Whether two configurations are of one run: what differs, what may, and what makes a finished run go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from halftune.config.run import RunConfig
+from halftune.core.errors import ConfigError
+
+# Keys that may change between two sittings of one run: they do not touch what is computed.
+LENGTH = ("training.num_train_epochs", "training.max_steps")
+HARMLESS = {
+    *LENGTH,
+    "training.logging_steps",
+    "training.save_steps",
+    "training.save_total_limit",
+    "training.eval_steps",
+    "training.early_stopping_patience",
+    "training.load_best",
+    "training.per_device_eval_batch_size",
+    # The global batch must stay the same, which is checked where a checkpoint is restored; its split may change.
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "training.on_non_finite",
+    "training.on_out_of_memory",
+    "data.num_workers",
+    "data.cache",
+}
+PLACES = ("training.output_dir", "training.resume")  # where, not what
+HARMLESS_SECTIONS = ("logging.", "generation.", "depends_on")
+# Keys with which a run that is finished has something to do again.
+REOPENING = (*LENGTH, "training.early_stopping_patience", "training.load_best")
+
+
+def recorded(resolved: Path) -> dict[str, object]:
+    """The flat configuration of a run folder, with today's defaults for keys that are younger than the run.
+
+    Args:
+        resolved: its ``resolved.yaml``.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        tree = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _unreadable(resolved, str(error).splitlines()[0]) from error
+    if not isinstance(tree, dict):
+        raise _unreadable(resolved, "it is no mapping")
+    try:
+        return flat(RunConfig.model_validate(tree).model_dump(mode="json"))
+    except ValidationError:  # of another version: compared as it is written
+        return flat(tree)
+
+
+def _unreadable(resolved: Path, why: str) -> ConfigError:
+    remedy = "put the file back, or choose another training.output_dir"
+    return ConfigError(f"what the run in this folder is cannot be read: {why}", where=str(resolved), remedy=remedy)
+
+
+def refuse_differences(before: dict[str, object], now: dict[str, object], path: Path) -> None:
+    """Raises where two flat configurations are not of one run.
+
+    Raises:
+        ConfigError: names every key that differs, with both values.
+    """
+    if changed := differences(before, now, harmless=False):
+        raise ConfigError(
+            f"the folder holds a run of another configuration: {'; '.join(changed)}",
+            where=str(path),
+            remedy="choose another training.output_dir, or set these back",
+        )
+
+
+def differences(before: dict[str, object], now: dict[str, object], *, harmless: bool) -> list[str]:
+    """What two flat configurations differ in, a clause each: what a run may change while it goes on, or all else."""
+    return [
+        f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key not in PLACES and harmless == _is_harmless(key)
+    ]
+
+
+def _is_harmless(key: str) -> bool:
+    return key in HARMLESS or key.startswith(HARMLESS_SECTIONS)
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    """Dotted key → value of every leaf; lists are leaves."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
