@@ -1,0 +1,112 @@
+"""What a change in the form does to the recipe's text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_origin
+
+from halftune.config.shape import Path, Shape, accepts, choices, options, shape_at, shape_of
+from halftune.config.yaml_source import parse, scalar
+from halftune.core.errors import ConfigError
+from halftune_webui.form import display
+from halftune_webui.yaml_edit import ABSENT, child_at, read, set_value
+
+_PART = re.compile(r"([a-z0-9_]+)|\[(\d{1,4})\]")
+
+
+def path_of(dotted: str) -> Path:
+    """``data.train[0].path`` as a path.
+
+    Raises:
+        ConfigError: the configuration has no such key.
+    """
+    path = tuple(int(index) if index else name for name, index in _PART.findall(dotted))
+    if not path or shape_at(path) is None:
+        raise ConfigError("there is no such field", where=dotted)
+    return path
+
+
+def change(text: str, dotted: str, written: str | bool | list[str]) -> str:
+    """The recipe with what was written into a field; an empty field goes back to its default.
+
+    Raises:
+        ConfigError: there is no such field, or the text is no YAML mapping.
+    """
+    path = path_of(dotted)
+    if path[-1] == "type":
+        return _switch(text, path, str(written))
+    values = read(text).values
+    shape = shape_at(path, values) or shape_at(path)
+    assert shape is not None
+    value = _value(shape, written)
+    if value is ABSENT and child_at(values, path) is ABSENT:
+        return text
+    if value is ABSENT and isinstance(path[-2] if len(path) > 1 else None, int):
+        entry = child_at(values, path[:-1])
+        value = "" if isinstance(entry, dict) and len(entry) == 1 else value  # an entry stays until it is removed
+    return set_value(text, path, value)
+
+
+def add_entry(text: str, dotted: str) -> str:
+    """The recipe with one more, empty entry in a list of sections."""
+    path = path_of(dotted)
+    known = child_at(read(text).values, path)
+    count = len(known) if isinstance(known, list) else 0
+    shape = shape_at(path)
+    assert shape is not None
+    section = next(iter(shape.sections.values()))
+    required = {name: "" for name, field in section.model_fields.items() if field.is_required()}
+    return set_value(text, (*path, count), required) if count else set_value(text, path, [required])
+
+
+def remove_entry(text: str, dotted: str) -> str:
+    """The recipe without one entry of a list."""
+    path = path_of(dotted)
+    entries = child_at(read(text).values, path[:-1])
+    whole = path[:-1] if isinstance(entries, list) and len(entries) == 1 else path
+    return set_value(text, whole, ABSENT)
+
+
+def _switch(text: str, path: Path, word: str) -> str:
+    """Another variant of a tagged union: keys that it does not know go."""
+    section = path[:-1]
+    shape = shape_at(section)
+    assert shape is not None
+    variant = shape.sections.get(word)
+    known = child_at(read(text).values, section)
+    if variant is not None and isinstance(known, dict):
+        for name in known:
+            if name != "type" and name not in variant.model_fields:
+                text = set_value(text, (*section, name), ABSENT)
+    return set_value(text, path, word)
+
+
+def _value(shape: Shape, written: str | bool | list[str]) -> Any:
+    """The value that a person means by what stands in the field; what fits no type stays text, for the check to say."""
+    if not isinstance(written, str):
+        return written if written != [] else ABSENT
+    lines = [line.strip() for line in written.strip().splitlines() if line.strip()]
+    if not lines:
+        return ABSENT
+    if get_origin(shape.annotation) is dict:
+        return _pairs(lines)
+    if any(get_origin(shape_of(option).annotation) is tuple for option in options(shape.annotation)):
+        one = len(lines) == 1 and accepts(shape, str)
+        return lines[0] if one or lines[0] in choices(shape) else lines
+    text = written.strip()
+    words = {display(word): word for word in choices(shape)}
+    if text in words:
+        return words[text]
+    if accepts(shape, bool) and text in ("true", "false"):
+        return text == "true"
+    if accepts(shape, int) or accepts(shape, float):
+        return scalar(text)
+    return text
+
+
+def _pairs(lines: list[str]) -> Any:
+    """``name: value`` lines as a mapping."""
+    try:
+        return dict(parse("\n".join(lines), "field").values)
+    except ConfigError:
+        return " ".join(lines)

@@ -1,0 +1,188 @@
+"""What the board knows about a recipe: its values, everything wrong with it, and whether it keeps within the limits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halftune.config.load import Draft, LoadedConfig, read_draft
+from halftune.config.shape import Path as Key
+from halftune.config.shape import child
+from halftune.config.shipped import recipes
+from halftune.config.validate import validate
+from halftune.config.yaml_source import MAX_BYTES, Tree, parse, read_text
+from halftune.core.errors import ConfigError, HalftuneError
+from halftune_webui.paths import OutsideError, inside
+from halftune_webui.settings import Settings
+from halftune_webui.yaml_edit import read, set_value
+
+LABEL = "recipe.yaml"
+"""The name under which a recipe of the browser appears in messages; relative paths start in the working directory."""
+
+SECRET = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b"
+    r"|://[^/\s:@]+:[^/\s@]+@"
+)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe as the browser sent it.
+
+    Attributes:
+        text: what was sent.
+        values: its values, short forms written out; None where it is no YAML mapping.
+        problems: all of them, in the words of the command line; empty where the recipe may be started.
+        loaded: the configuration, also where problems elsewhere leave it usable for a plan; None where they do not.
+        secret: whether it holds what looks like an access token; such a text must not be kept anywhere.
+    """
+
+    text: str
+    values: dict[str, Any] | None
+    problems: tuple[HalftuneError, ...]
+    loaded: LoadedConfig | None
+    secret: bool = False
+
+    @property
+    def runnable(self) -> str:
+        """The text for a file in any folder: the recipes that it depends on are named by their whole path."""
+        return with_absolute_dependencies(self.text, Path.cwd())
+
+
+def examine(text: str, settings: Settings) -> Examined:
+    """Reads a recipe of the browser and checks it as ``halftune train`` would, and against the board's limits.
+
+    Files are looked at only where every path of the recipe keeps within the roots.
+    """
+    if len(text.encode()) > MAX_BYTES:
+        problem = ConfigError(f"has more than {MAX_BYTES:,} bytes, too many for a configuration", where=LABEL)
+        return Examined(text, None, (problem,), None)
+    secrets = tuple(_secrets(text))
+    try:
+        values = read(text, LABEL).values
+        tree = parse(text, LABEL)
+        limits = list(_outside(tree, settings, seen=()))
+        draft = _unseen(text) if limits else read_draft(Path(LABEL), text)
+    except ConfigError as error:
+        return Examined(text, _values(text), (*secrets, *error.problems), None, bool(secrets))
+    problems = (*secrets, *limits, *draft.problems)
+    loaded = None
+    if draft.run is not None and not limits and not any(path[:2] in _NEEDED for path in draft.broken):
+        loaded = LoadedConfig(draft.run, Path(LABEL), text, {})
+    return Examined(text, values, problems, loaded, bool(secrets))
+
+
+# Where these are wrong there is nothing to plan.
+_NEEDED: tuple[Key, ...] = (("model",), ("model", "name_or_path"), ("depends_on",))
+
+
+def _values(text: str) -> dict[str, Any] | None:
+    try:
+        return read(text, LABEL).values
+    except ConfigError:
+        return None
+
+
+def _unseen(text: str) -> Draft:
+    """The recipe without a look at any file."""
+    tree = read(text, LABEL)
+    run, problems, broken = validate(tree)
+    return Draft(text, tree, run, (*tree.problems, *problems), frozenset(broken))
+
+
+def _secrets(text: str) -> Iterator[HalftuneError]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if SECRET.search(line):
+            what = "holds what looks like a password or an access token, and a recipe is kept with its run"
+            remedy = "remove it, and set it in the environment before the board starts (HF_TOKEN, WANDB_API_KEY)"
+            yield HalftuneError(what, where=f"{LABEL}:{number}", remedy=remedy)
+
+
+def _outside(
+    tree: Tree, settings: Settings, seen: tuple[Path, ...], folder: Path | None = None
+) -> Iterator[HalftuneError]:
+    """What of a recipe, and of those it depends on, leaves the board's limits."""
+    folder = folder or Path.cwd()
+    for key, text in _paths_of(tree.values):
+        try:
+            _reach(settings, text, folder, is_recipe=key[0] == "depends_on")
+        except OutsideError as error:
+            yield tree.problem(key, f"{text!r} {error.what}", error.remedy)
+            continue
+        if key[0] == "depends_on":
+            yield from _below(tree, key, folder / os.path.expanduser(text), settings, seen)
+    if child(child(tree.values, "model"), "trust_remote_code") is True and not settings.allow_remote_code:
+        what = "would run code that comes with a checkpoint, which this board does not allow"
+        yield tree.problem(("model", "trust_remote_code"), what, "start the board with --allow-remote-code")
+
+
+def _below(tree: Tree, key: Key, file: Path, settings: Settings, seen: tuple[Path, ...]) -> Iterator[HalftuneError]:
+    """The limits hold for a recipe that this one depends on, too; what else is wrong with it, the loader says."""
+    path = Path(os.path.realpath(file))
+    if path in seen:
+        return
+    try:
+        inner = parse(read_text(path), file.name)
+    except ConfigError:
+        return
+    for problem in _outside(inner, settings, (*seen, path), path.parent):
+        yield tree.problem(key, f"{problem.where}: {problem.what}", problem.remedy)
+
+
+def _reach(settings: Settings, text: str, folder: Path, *, is_recipe: bool) -> None:
+    """Checks a path at both places where the loader looks for it: the working directory, and beside the recipe."""
+    beside = os.path.realpath(folder / os.path.expanduser(text))
+    if text.startswith("builtin:") or (is_recipe and beside in map(os.path.realpath, recipes().values())):
+        return
+    if not is_recipe:
+        inside(settings.roots, text)
+    if is_recipe or os.path.exists(beside):
+        inside(settings.roots, beside)
+
+
+def _paths_of(values: Any) -> Iterator[tuple[Key, str]]:
+    """Every value that is, or may be, a path: (key, text)."""
+    found: list[tuple[Key, Any]] = []
+    for section, names in (
+        ("model", ("name_or_path", "tokenizer", "chat_template")),
+        ("training", ("output_dir", "resume")),
+    ):
+        found += [((section, name), child(child(values, section), name)) for name in names]
+    data = child(values, "data")
+    for part in ("train", "eval"):
+        sources = child(data, part)
+        for index, source in enumerate(sources if isinstance(sources, list) else [sources]):
+            found.append((("data", part, index, "path"), source if isinstance(source, str) else child(source, "path")))
+    names = child(values, "depends_on")
+    found += [(("depends_on", index), name) for index, name in enumerate(names if isinstance(names, list) else [names])]
+    yield from ((key, text) for key, text in found if isinstance(text, str) and text)
+
+
+def with_absolute_dependencies(text: str, folder: Path) -> str:
+    """The recipe with ``depends_on`` written as whole paths, which hold wherever the text is put.
+
+    Raises:
+        ConfigError: it is no YAML mapping.
+    """
+    names = child(read(text).values, "depends_on")
+    for index, name in enumerate(names if isinstance(names, list) else []):
+        if isinstance(name, str) and name:
+            whole = os.path.abspath(folder / os.path.expanduser(name))
+            text = set_value(text, ("depends_on", index), whole)
+    return text
+
+
+def shipped(name: str) -> str:
+    """The text of a recipe of ``configs/``, ready to stand anywhere.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = recipes()
+    if name not in known:
+        raise ConfigError(f"there is no recipe {name}", remedy=f"one of {', '.join(known)}")
+    return with_absolute_dependencies(known[name].read_text(encoding="utf-8"), known[name].parent)

@@ -1,0 +1,178 @@
+"""Starting, stopping, resuming and deleting runs: detached processes that outlive the page and the web server."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from halftune.config.load import LoadedConfig, load_config
+from halftune.core.atomic import remove_folder, write_text
+from halftune.core.errors import ConfigError, HalftuneError, TrainingError
+from halftune.core.process import send
+from halftune.core.status import NAME, read_status
+from halftune.train.lock import locked
+from halftune_webui.paths import inside
+from halftune_webui.runs import queue
+from halftune_webui.runs.keeper import launch
+from halftune_webui.runs.listing import ELSEWHERE, run_folders
+from halftune_webui.runs.started import CONFIG, Process, folder_of, note_job, note_stop, read_started
+from halftune_webui.runs.state import FINISHED, RESOLVED, is_live, is_run
+from halftune_webui.settings import Settings
+
+HALFTUNE = (sys.executable, "-m", "halftune")
+
+
+def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
+    """Starts a run of its own folder, or puts it into the queue.
+
+    Args:
+        settings: limits of the board.
+        recipe: YAML text that the board has examined already.
+        wait: into the queue, which starts it when nothing else runs.
+
+    Returns:
+        the run folder.
+
+    Raises:
+        HalftuneError: the recipe is wrong, its folder lies outside the board's or holds a run or other things already.
+    """
+    settings.runs.mkdir(parents=True, exist_ok=True)
+    draft = settings.runs / queue.BOARD / f"{time.time_ns()}.yaml"
+    draft.parent.mkdir(exist_ok=True)
+    try:
+        write_text(draft, recipe)
+        loaded = load_config(draft)
+        run = inside(settings.roots, loaded.run.training.output_dir)
+        _check_new(run, loaded)
+        folder_of(run).mkdir(parents=True)
+        config = folder_of(run) / CONFIG
+        shutil.move(draft, config)
+    except OSError as error:
+        raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(error.filename)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+    _remember(settings, run)
+    _begin(settings, run, [*HALFTUNE, "train", "--config", str(config)], wait=wait)
+    return run
+
+
+def _check_new(run: Path, loaded: LoadedConfig) -> None:
+    if is_run(run):
+        free = next(f"{run}-{number}" for number in itertools.count(2) if not Path(f"{run}-{number}").exists())
+        what, remedy = "there is a run in this folder already", f"training.output_dir: {os.path.relpath(free)}"
+        raise ConfigError(what, where=loaded.run.training.output_dir, remedy=f"{remedy} is free; or resume that run")
+    if run.is_dir() and any(run.iterdir()):
+        raise ConfigError("the folder holds other things", where=str(run), remedy="choose another training.output_dir")
+
+
+def _remember(settings: Settings, run: Path) -> None:
+    """A run that lies where the list does not look is written down."""
+    if run not in run_folders(settings.runs):
+        with (settings.runs / ELSEWHERE).open("a", encoding="utf-8") as file:
+            file.write(f"{run}\n")
+
+
+def resume(settings: Settings, run: Path, *, wait: bool = False) -> None:
+    """Goes on with a run from its newest checkpoint, with its own recipe.
+
+    Raises:
+        HalftuneError: it runs already, waits already, or is finished.
+    """
+    _check_own(settings, run)
+    if is_live(run) or run in queue.waiting(settings.runs):
+        raise ConfigError("the run is running or waiting already", where=str(run))
+    if (run / FINISHED).is_file():
+        raise ConfigError("the run is finished", where=str(run), remedy="start a new one, or chat with it")
+    if (run / RESOLVED).is_file():
+        command = [*HALFTUNE, "train", "--rerun", str(run), f"training.output_dir={run}", "training.resume=auto"]
+    elif (folder_of(run) / CONFIG).is_file():  # it ended before its first step
+        command = [*HALFTUNE, "train", "--config", str(folder_of(run) / CONFIG)]
+    else:
+        raise ConfigError("nothing says what this run is", where=str(run), remedy="start it again from its recipe")
+    _begin(settings, run, command, wait=wait)
+
+
+def _begin(settings: Settings, run: Path, command: list[str], *, wait: bool) -> None:
+    before = read_started(run)
+    cwd = before.cwd if before is not None and before.cwd and Path(before.cwd).is_dir() else Path.cwd()
+    try:
+        note_job(run, command, Path(cwd), time.time())
+        if wait:
+            queue.add(settings.runs, run)
+            queue.start_next(settings.runs)
+        else:
+            launch(run, settings.runs)
+    except OSError as error:
+        raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(run)) from error
+
+
+def stop(settings: Settings, run: Path) -> None:
+    """Asks a run to finish its step, save and leave; asked again, it leaves at once. A waiting one leaves the queue.
+
+    Raises:
+        HalftuneError: it does not run here.
+    """
+    _check_own(settings, run)
+    if queue.remove(settings.runs, run):
+        return
+    process = _process(run)
+    if process is None:
+        raise ConfigError("the run does not run on this machine", where=str(run))
+    note_stop(run, time.time())
+    try:
+        send(process.pid, process.process, signal.SIGTERM)
+    except PermissionError as error:
+        raise ConfigError("the run belongs to another user", where=str(run)) from error
+
+
+def _process(run: Path) -> Process | None:
+    """The run's own process, where it is alive: that of the board's notes, else the one that its status names."""
+    started = read_started(run)
+    if started is not None and started.child is not None and started.child.alive:
+        return started.child
+    try:
+        status = read_status(run / NAME)
+    except (OSError, ValueError):
+        return None
+    process = Process(status.pid, status.process, status.host) if status is not None else None
+    return process if process is not None and process.alive else None
+
+
+def delete(settings: Settings, run: Path) -> None:
+    """Deletes a run folder and everything in it.
+
+    Raises:
+        HalftuneError: it is none, lies outside the board's folders, or a process works on it.
+    """
+    _check_own(settings, run)
+    queue.remove(settings.runs, run)
+    if is_live(run):
+        raise ConfigError("the run is still running", where=str(run), remedy="stop it first")
+    try:
+        with locked(run):  # no run may begin in there meanwhile
+            remove_folder(run)
+    except OSError as error:
+        raise TrainingError(f"the run cannot be deleted: {error.strerror}", where=str(run)) from error
+
+
+def _check_own(settings: Settings, run: Path) -> None:
+    """Makes sure that a path from the browser is a run folder under the board's folders."""
+    if inside(settings.roots, str(run)) != run or not is_run(run):
+        raise ConfigError("is no run of this board", where=str(run))
+
+
+def find(settings: Settings, name: str) -> Path:
+    """The run folder that the browser means by a path.
+
+    Raises:
+        HalftuneError: there is none under the board's folders.
+    """
+    run = inside(settings.roots, name)
+    if not is_run(run):
+        raise HalftuneError("there is no run any more", where=name)
+    return run

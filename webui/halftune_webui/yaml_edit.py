@@ -1,0 +1,250 @@
+"""Changes one value in a recipe's text and leaves everything else as it was written, comments included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from halftune.config.render import inline
+from halftune.config.shape import Path, child
+from halftune.config.shorthand import expand
+from halftune.config.yaml_source import Tree, parse
+from halftune.core.errors import ConfigError
+
+LABEL = "recipe"
+
+
+class _Absent:
+    """Stands for "no such key"."""
+
+
+ABSENT = _Absent()
+"""As a value: take the key out."""
+
+
+def read(text: str, label: str = LABEL) -> Tree:
+    """The values of a recipe with short forms written out; an empty text is an empty recipe.
+
+    Raises:
+        ConfigError: it is no YAML mapping.
+    """
+    if _is_blank(text):
+        return Tree(label, {})
+    tree = parse(text, label)
+    expand(tree)
+    return tree
+
+
+def set_value(text: str, path: Path, value: Any) -> str:
+    """The text with ``value`` at ``path``, or without that key where the value is ``ABSENT``.
+
+    What the text-level change cannot do without touching other values (an anchor that is used elsewhere, say) is done
+    by writing the whole recipe anew, which loses its comments.
+
+    Raises:
+        ConfigError: the text is no YAML mapping.
+    """
+    tree = read(text)
+    wanted = deepcopy(tree.values)
+    _put(wanted, path, value)
+    if wanted == tree.values and not (value is not ABSENT and child_at(tree.values, path) is ABSENT):
+        return text
+    changed = _Text(text, tree).changed(path, value)
+    try:
+        if _same(read(changed).values, wanted):
+            return changed
+    except ConfigError:
+        pass
+    return render(wanted)
+
+
+def child_at(values: Any, path: Path) -> Any:
+    """The value at a path, or ``ABSENT``."""
+    for part in path:
+        known = isinstance(values, dict) and part in values
+        listed = isinstance(values, list) and isinstance(part, int) and part < len(values)
+        if not (known or listed):
+            return ABSENT
+        values = child(values, part)
+    return values
+
+
+def render(values: dict[str, Any]) -> str:
+    """A recipe with these values, sections as blocks."""
+    return "".join(f"{line}\n" for line in _block(values, 0))
+
+
+def _block(values: dict[str, Any], depth: int) -> Iterator[str]:
+    pad = "  " * depth
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield f"{pad}{inline(key)}:"
+            yield from _block(value, depth + 1)
+        else:
+            yield f"{pad}{inline(key)}: {inline(value)}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and of the same types (1 is not true), in the same order of keys or not."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def _put(values: Any, path: Path, value: Any) -> None:
+    """Sets or removes in plain values; sections on the way are made, and go when they are empty."""
+    part, rest = path[0], path[1:]
+    if isinstance(values, list) and isinstance(part, int):
+        if not rest and value is ABSENT:
+            del values[part : part + 1]
+            return
+        if part >= len(values):
+            values.append(None)
+    elif value is ABSENT and not rest:
+        values.pop(part, None)
+        return
+    if not rest:
+        values[part] = value
+        return
+    if not isinstance(child(values, part), dict | list):
+        if value is ABSENT:
+            return
+        values[part] = [] if isinstance(rest[0], int) else {}
+    _put(values[part], rest, value)
+    if value is ABSENT and values[part] in ({}, []) and isinstance(values, dict):
+        del values[part]
+
+
+class _Text:
+    """The text as YAML nodes that know where they stand in it."""
+
+    def __init__(self, text: str, tree: Tree) -> None:
+        self.text, self.tree = text, tree
+        self.root = yaml.compose(text, Loader=yaml.SafeLoader) if not _is_blank(text) else None
+
+    def changed(self, path: Path, value: Any) -> str:
+        if self.root is None:
+            return self.text.rstrip("\n") + ("\n" if self.text.strip() else "") + render(_nested(path, value))
+        path = self.tree.written.get(path, path)
+        chain: list[Node] = [self.root]
+        for part in path:
+            found = _step(chain[-1], part)
+            if found is None:
+                break
+            chain.append(found)
+        known, node = path[: len(chain) - 1], chain[-1]
+        if known == path:
+            return self._removed(path, chain) if value is ABSENT else self._replaced(node, inline(value))
+        if value is ABSENT:
+            return self._whole(known, path, value, node)
+        rest = path[len(known) :]
+        if isinstance(node, MappingNode) and isinstance(rest[0], str):
+            return self._added(node, rest, value)
+        if isinstance(node, SequenceNode) and rest == (len(node.value),) and node.value and not node.flow_style:
+            line = f"{' ' * _column(node)}- {inline(value)}"
+            return self._below(node, line)
+        return self._whole(known, path, value, node)
+
+    def _replaced(self, node: Node, written: str) -> str:
+        start, end = node.start_mark.index, _end(node)
+        gap = " " if start == end and self.text[start - 1 : start] == ":" else ""
+        after = self.text[max(start, end) :]
+        comment = after.lstrip(" ")
+        if comment.startswith("#"):  # it stays in its column where there is room
+            after = " " * max(1, len(after) - len(comment) - len(written) + end - start) + comment
+        return f"{self.text[:start]}{gap}{written}{after}"
+
+    def _whole(self, at: Path, path: Path, value: Any, node: Node) -> str:
+        """Writes the value at ``at`` on one line, with the change in it."""
+        inner = deepcopy(child_at(self.tree.values, at))
+        holder = {"": inner}
+        _put(holder, ("", *path[len(at) :]), value)
+        return self._replaced(node, inline(holder.get("", {})))
+
+    def _added(self, node: MappingNode, rest: Path, value: Any) -> str:
+        nested = _nested(rest, value)
+        if node.flow_style or not node.value:
+            written = inline(nested)[1:-1]
+            if not node.value:
+                return self._replaced(node, f"{{{written}}}")
+            at = _end(node.value[-1][1])
+            return f"{self.text[:at]}, {written}{self.text[at:]}"
+        lines = (" " * _column(node) + line for line in _block(nested, 0))
+        return self._below(node, "\n".join(lines))
+
+    def _below(self, node: Node, lines: str) -> str:
+        """Puts lines under the last line of a block."""
+        at = self.text.find("\n", _end(node))
+        if at < 0:
+            return f"{self.text.rstrip()}\n{lines}\n"
+        return f"{self.text[:at]}\n{lines}{self.text[at:]}"
+
+    def _removed(self, path: Path, chain: list[Node]) -> str:
+        parent, node = chain[-2], chain[-1]
+        assert isinstance(parent, MappingNode | SequenceNode)
+        if len(parent.value) == 1 and len(path) > 1 and isinstance(path[-2], str):
+            return self._removed(path[:-1], chain[:-1])
+        if parent.flow_style or not parent.value:
+            return self._whole(path[:-1], path, ABSENT, parent)
+        start = node.start_mark.index
+        if isinstance(parent, MappingNode):
+            name = path[len(path) - 1]
+            start = next(key.start_mark.index for key, value in parent.value if key.value == name)
+        line = self.text.rfind("\n", 0, start) + 1
+        if self.text[line:start].strip(" ") not in ("", "-" if isinstance(parent, SequenceNode) else ""):
+            return self._whole(path[:-1], path, ABSENT, parent)
+        end = self.text.find("\n", max(_end(node), start))
+        return self.text[:line] + (self.text[end + 1 :] if end >= 0 else "")
+
+
+def _is_blank(text: str) -> bool:
+    """Whether there are only comments."""
+    return all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines())
+
+
+def _nested(path: Path, value: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    _put(values, path, value)
+    return values
+
+
+def _step(node: Node, part: str | int) -> Node | None:
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            if isinstance(key, ScalarNode) and key.value == part:
+                return value
+    if isinstance(node, SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part]
+    return None
+
+
+def _column(node: Node) -> int:
+    return node.start_mark.column
+
+
+def _end(node: Node) -> int:
+    """Where the last character of a node stands; a block's own end mark lies behind the comments after it."""
+    if isinstance(node, MappingNode | SequenceNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        value: Node = last[1] if isinstance(last, tuple) else last
+        if value.start_mark.index == value.end_mark.index and isinstance(last, tuple):
+            return value.end_mark.index
+        return _end(value)
+    end = node.end_mark.index
+    if isinstance(node, ScalarNode) and node.style in ("|", ">"):
+        buffer = node.end_mark.buffer
+        return _trimmed(node, buffer) if buffer is not None else end
+    return end
+
+
+def _trimmed(node: Node, buffer: str) -> int:
+    end = node.end_mark.index
+    while end > node.start_mark.index and buffer[end - 1 : end].isspace():
+        end -= 1
+    return end
