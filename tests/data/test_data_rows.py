@@ -100,7 +100,8 @@ def test_split_fills_every_row():
 
 
 def test_a_span_is_that_part_of_the_sample():
-    store = build_store([(np.arange(5), np.arange(5) > 0), (np.arange(10, 17), np.arange(7) > 2)])
+    samples = [(np.arange(5), np.arange(5) > 0), (np.arange(10, 17), np.arange(7) > 2)]
+    store = build_store(samples, [(0, 3), (0, 7)], [("x.jsonl", "line")])
     split = TokenizedSplit([store], np.array([1, 0]))
     part = split.part(Span(0, 2, 4))
     assert (part.input_ids.tolist(), part.labels.tolist()) == ([12, 13], [NO_LABEL, 13])

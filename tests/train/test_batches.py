@@ -253,7 +253,7 @@ def test_a_sample_that_can_no_longer_be_read_is_named(recipe: Any, monkeypatch: 
         raise OSError("stale file handle")
 
     monkeypatch.setattr(feed.split, "part", gone)
-    with pytest.raises(DataError, match=r"sample \d+ can no longer be read: stale file handle"):
+    with pytest.raises(DataError, match=r"sample \d+, made of \S+ \w+ \d+, can no longer be read: stale"):
         next(feed.steps(0, 1))
 
 

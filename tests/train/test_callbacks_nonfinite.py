@@ -53,15 +53,20 @@ def spoil(module: nn.Module, factor: float = float("inf")) -> None:
     module.register_forward_hook(lambda _module, _args, output: output * factor)
 
 
+def rows(part: slice) -> str:
+    """Micro-batch number 1, 2 … stands for line 1, 2 … of a file."""
+    return ", ".join(f"x.jsonl line {number}" for number in range(1, 9)[part])
+
+
 def stop(run: Run, batches: list[Batch], loss: float = math.nan, norm: float = 1.0) -> str:
     with pytest.raises(TrainingError) as caught:
-        check_finite(run, loss, norm, batches)
+        check_finite(run, loss, norm, batches, rows)
     return str(caught.value)
 
 
 def test_healthy_step_runs_nothing(run: Run, batch: Batch) -> None:
     run.model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
-    check_finite(run, 2.0, 0.5, [batch])
+    check_finite(run, 2.0, 0.5, [batch], rows)
 
 
 def test_first_module_is_named_and_the_checkpoint_too(run: Run, batch: Batch) -> None:
@@ -101,7 +106,7 @@ def test_the_micro_batch_is_named(run: Run, batch: Batch) -> None:
     embedding.register_forward_hook(hook)
     words = stop(run, [healthy, poisoned])
     assert "the first NaN came out of model.embed_tokens" in words
-    assert "(micro-batch 2 of 2)" in words
+    assert "(micro-batch 2 of 2); it was fed x.jsonl line 2 ·" in words
 
 
 def test_gradient_that_breaks_in_the_backward_pass(run: Run, batch: Batch) -> None:

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     for number in range(min(max(args.samples, 0), len(prepared.train))):
         sample = prepared.train.sample(number)
         trained = int((sample.labels != NO_LABEL).sum())
-        console.print(Rule(f"sample {number + 1}: {len(sample.input_ids)} tokens, {trained} trained", align="left"))
+        where = f"sample {number + 1}: {prepared.train.where([number])}"
+        console.print(Rule(f"{where} · {len(sample.input_ids)} tokens, {trained} trained", align="left"))
         console.print(preview(sample, tokenizer), soft_wrap=True)
     return 0
 

@@ -153,10 +153,10 @@ def _tokenize(
         rows=len(rows),
         taken=len(taken),
     )
-    samples = _collect(rows, chosen, taken, reading, config, tokenizer, report)
+    samples, origins = _collect(rows, chosen, taken, reading, config, tokenizer, report)
     if not samples:
         raise nothing_left(report.name, report.dropped)
-    store = build_store(samples)
+    store = build_store(samples, origins, [(str(part.path), part.unit) for part in rows.parts])
     report.samples, report.tokens = len(store), len(store.ids)
     report.trained_tokens = int(store.trained.sum())
     report.lengths = histogram(store.lengths)
@@ -171,20 +171,21 @@ def _collect(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     report: SourceReport,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokenises the rows and counts in ``report`` what became of each."""
-    samples = []
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[int, int]]]:
+    """Samples of the rows and their origins; counts in ``report`` what became of each row."""
+    samples, origins = [], []
     try:
         outcomes = tokenize_rows(taken, tokenizer, reading, _settings(config), config.data.num_workers)
         for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
             samples += outcome.samples
+            origins += [rows.origin(index)] * len(outcome.samples)
             if outcome.samples and (note := rows.note(index)):
                 outcome.notes = (*outcome.notes, note)
             _count(report, outcome, rows.place(index))
     except BadRow as error:
         position, what, remedy = error.args
         raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy) from error
-    return samples
+    return samples, origins
 
 
 def _count(report: SourceReport, outcome: Outcome, place: str) -> None:

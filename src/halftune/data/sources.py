@@ -55,18 +55,18 @@ class Rows:
 
     def place(self, index: int) -> str:
         """Where a row stands, for people: ``17``, or ``b.jsonl:17`` in a folder."""
-        part, number = self._find(index)
-        return str(number) if len(self.parts) == 1 else f"{part.path.name}:{number}"
+        part, number = self.origin(index)
+        return str(number) if len(self.parts) == 1 else f"{self.parts[part].path.name}:{number}"
 
     def where(self, index: int) -> str:
         """Where a row stands, for an error: ``data.jsonl line 17``."""
-        part, number = self._find(index)
-        return f"{part.path} {part.unit} {number}"
+        part, number = self.origin(index)
+        return f"{self.parts[part].path} {self.parts[part].unit} {number}"
 
-    def _find(self, index: int) -> tuple[FileRows, int]:
-        part_index = bisect_right(self.starts, index) - 1
-        part = self.parts[part_index]
-        return part, part.numbers[index - self.starts[part_index]]
+    def origin(self, index: int) -> tuple[int, int]:
+        """The part that a row stands in, and its number there."""
+        part = bisect_right(self.starts, index) - 1
+        return part, self.parts[part].numbers[index - self.starts[part]]
 
 
 @dataclass(frozen=True)

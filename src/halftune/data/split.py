@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from halftune.data.order import Span
 from halftune.data.sample import Sample
 from halftune.data.store import TokenStore
+
+SHOWN = 32  # rows of a file that a message lists
 
 
 class TokenizedSplit:
@@ -34,14 +36,32 @@ class TokenizedSplit:
 
     def sample(self, index: int) -> Sample:
         """The whole sample at an index."""
+        store, place = self._find(index)
+        return store.sample(place)
+
+    def where(self, indices: Iterable[int]) -> str:
+        """The rows that samples were made of, for people: ``a.jsonl line 3, 17; b.csv line 5``."""
+        rows: dict[tuple[str, str], set[int]] = {}
+        for index in indices:
+            store, place = self._find(index)
+            path, unit, number = store.origin(place)
+            rows.setdefault((path, unit), set()).add(number)
+        return "; ".join(f"{path} {unit} {_listed(sorted(numbers))}" for (path, unit), numbers in sorted(rows.items()))
+
+    def _find(self, index: int) -> tuple[TokenStore, int]:
         position = int(self._positions[index])
         store = int(np.searchsorted(self._starts, position, side="right")) - 1
-        return self._stores[store].sample(position - int(self._starts[store]))
+        return self._stores[store], position - int(self._starts[store])
 
     def part(self, span: Span) -> Sample:
         """What a span of a row stands for."""
         whole = self.sample(span.sample)
         return Sample(whole.input_ids[span.start : span.stop], whole.labels[span.start : span.stop])
+
+
+def _listed(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return ", ".join(map(str, numbers[:SHOWN])) + more
 
 
 def _gather(arrays: list[np.ndarray], positions: np.ndarray) -> np.ndarray:

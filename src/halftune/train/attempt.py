@@ -143,7 +143,8 @@ class Attempts:
         return rule == "always" or (rule == "first_step" and self.done == 0)
 
     def _check(self, loss: float, norm: float, batches: list[MicroBatch]) -> None:
-        check_finite(self.run, loss, norm, [batch.inputs for batch in batches])
+        feed = self.session.feed
+        check_finite(self.run, loss, norm, [batch.inputs for batch in batches], lambda part: feed.where(batches[part]))
         self._updating = True
 
     def _skip(self, error: NonFiniteStep, batches: list[MicroBatch]) -> StepMetrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,12 +28,14 @@ class MicroBatch:
         tokens: fed tokens, padding included.
         tokens_real: without padding.
         tokens_trained: labels that are predicted (the first token of a row is predicted from nothing).
+        samples: which samples of the split it holds.
     """
 
     inputs: dict[str, torch.Tensor | int]
     tokens: int
     tokens_real: int
     tokens_trained: int
+    samples: tuple[int, ...] = ()
 
     def pinned(self) -> MicroBatch:
         """The same in page-locked memory, from which a GPU copies without anybody waiting."""
@@ -195,14 +197,25 @@ class Feed:
             inputs["labels"] = torch.full_like(labels, NO_LABEL)
             return MicroBatch(inputs, 0, 0, 0)
         real = sum(len(sample.input_ids) for row in samples for sample in row)
-        return MicroBatch(inputs, ids.numel(), real, int((labels[:, 1:] != NO_LABEL).sum()))
+        trained = int((labels[:, 1:] != NO_LABEL).sum())
+        return MicroBatch(inputs, ids.numel(), real, trained, tuple(span.sample for row in rows for span in row))
+
+    def where(self, batches: Sequence[MicroBatch]) -> str:
+        """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""
+        return self.split.where(sample for batch in batches for sample in batch.samples)
 
     def _part(self, span: Span) -> Sample:
         try:
             return self.split.part(span)
         except (OSError, ValueError, IndexError) as error:
             raise DataError(
-                f"sample {span.sample} can no longer be read: {error}",
+                f"{self._named(span.sample)} can no longer be read: {error}",
                 where="the cache of tokenised data",
                 remedy="was it changed while the run went on? start the run again: it makes the cache anew",
             ) from error
+
+    def _named(self, sample: int) -> str:
+        try:
+            return f"sample {sample}, made of {self.split.where([sample])},"
+        except (OSError, ValueError, IndexError):  # what is damaged may be where it came from
+            return f"sample {sample}"

@@ -7,7 +7,7 @@ a hook on every module.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ class NonFiniteStep(TrainingError):
         self.loss, self.grad_norm = loss, grad_norm
 
 
-def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]]) -> None:
+def check_finite(
+    run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]], rows: Callable[[slice], str]
+) -> None:
     """Called after the backward pass, before the weights change.
 
     Args:
@@ -44,6 +46,7 @@ def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict
         loss: mean loss of the global batch, over all processes.
         grad_norm: global gradient norm; 0 where a loss scaler looks after overflowing gradients itself.
         batches: this process's micro-batches as the collator made them.
+        rows: which rows of the data a part of ``batches`` was made of.
 
     Raises:
         NonFiniteStep: loss or gradient norm is not finite. Names the first module that went non-finite and the last
@@ -52,8 +55,10 @@ def check_finite(run: Run, loss: float, grad_norm: float, batches: Sequence[dict
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+    cause, part = _cause(run, batches)
+    made_of = rows(part)
     raise NonFiniteStep(
-        f"{what} in step {run.step + 1}: {_cause(run, batches)}",
+        f"{what} in step {run.step + 1}: {cause}{f'; it was fed {made_of}' if made_of else ''}",
         f"{_remedy(run)}; the weights were not updated, {intact(run.folder)}",
         loss,
         grad_norm,
@@ -112,10 +117,11 @@ def intact(folder: Path) -> str:
     return f"{done[-1]} is intact" if done else "there is no checkpoint yet"
 
 
-def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> str:
-    """Runs the micro-batches again and says where the first non-finite number came from."""
+def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> tuple[str, slice]:
+    """Runs the micro-batches again; where the first non-finite number came from, and which of them showed it."""
+    everything = slice(None)
     if name := first_bad_weight(run.model):
-        return f"the weight {name} is not finite"
+        return f"the weight {name} is not finite", slice(0)
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     # Hooks and compiled code do not go together; eagerly the same numbers appear, to rounding.
@@ -129,14 +135,16 @@ def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> str:
                 torch.autograd.grad(loss, parameters, allow_unused=True)
             if watcher.finding is not None:
                 where = f" (micro-batch {index + 1} of {len(batches)})" if len(batches) > 1 else ""
-                return watcher.finding.describe() + where
+                return watcher.finding.describe() + where, slice(index, index + 1)
             if not torch.isfinite(loss):
-                return "every module's output is finite, the loss itself is not: look at labels and logits"
+                what = "every module's output is finite, the loss itself is not: look at labels and logits"
+                return what, slice(index, index + 1)
     bad = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if _bad(gradient)]
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     if bad and len(batches) > 1:
-        return f"the gradients of {names[id(bad[0])]} overflowed when micro-batches were added up"
-    return "it did not come back when this process's batches were run again: dropout, or another process's batch"
+        return f"the gradients of {names[id(bad[0])]} overflowed when micro-batches were added up", everything
+    what = "it did not come back when this process's batches were run again: dropout, or another process's batch"
+    return what, everything
 
 
 def first_bad_weight(model: torch.nn.Module) -> str | None:
