@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from halftune.model.architectures import own_architectures
 from halftune.model.packing_check import packed_row
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
@@ -59,7 +60,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "expand": 2, "layer_types": None},
+    "rwkv7": {
+        **dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"), 8),
+        "layer_types": None,
+    },
 }
+OURS = ("rwkv7",)  # transformers has no code for them
 # Mamba-1 and others keep loops of their own, which know nothing of samples.
 LEAKING: dict[str, dict[str, Any]] = {
     "mamba": {"layer_types": None},
@@ -85,7 +91,8 @@ class Double(TorchFunctionMode):
 
 def model_of(family: str) -> Any:
     values = {**SIZES, **{**FAMILIES, **LEAKING}[family]}
-    config = AutoConfig.for_model(family, **{name: value for name, value in values.items() if value is not None})
+    with own_architectures():
+        config = AutoConfig.for_model(family, **{name: value for name, value in values.items() if value is not None})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
@@ -158,7 +165,7 @@ def test_packed_is_alone(family: str) -> None:
 
 
 QUICK = ("qwen3_5_text", "kimi_linear", "mamba2", "lfm2")
-REST = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in QUICK]
+REST = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in (*QUICK, *OURS)]
 
 
 @pytest.mark.parametrize("family", [*QUICK, *REST])

@@ -133,7 +133,7 @@ LINEAR_PACKAGES = ("flash-linear-attention", "fla-core")
 LINEAR_FAMILIES = ("qwen3_next", "qwen3_5", "qwen4_exp", "olmo_hybrid", "kimi_linear", "glm5_next", "bailing_hybrid")
 
 # Families without a single layer of softmax attention.
-NO_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
+NO_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "rwkv7", "xlstm"})
 
 # Families of transformers whose attention does not go through its AttentionInterface: they compute it in their own way.
 OWN_ATTENTION = frozenset(

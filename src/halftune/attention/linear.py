@@ -10,6 +10,7 @@ import halftune_kernels
 from halftune.attention.backends import LINEAR_FAMILIES, LINEAR_MISCOMPILES, LINEAR_PACKAGES
 from halftune.config.attention import AttentionSection
 from halftune.config.model_facts import ModelFacts
+from halftune.config.model_types import OWN
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
@@ -23,6 +24,7 @@ ROUTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), _SSD),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
+    "rwkv7": ("rwkv7",),
 }
 _HEAD_SIZES = ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim")
 _LARGEST_HEAD = 256
@@ -59,10 +61,13 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     if not facts.linear_layers:
         return LinearRoute(Choice("none", "every layer has softmax attention"), ())
     own, fla, slow = _own_objection(facts), _fla_objection(hardware, facts), _slow(hardware, facts)
-    objections = {"halftune": own, "fla": fla, "torch": ""}
+    if facts.model_type in OWN:
+        fla = "the model is halftune's own code here, which calls halftune's operators"
+    torch = f"transformers has no code for {facts.model_type}" if facts.model_type in OWN else ""
+    objections = {"halftune": own, "fla": fla, "torch": torch}
     asked = section.linear
     if asked != "auto" and objections[asked]:
-        ways = "attention: {linear: auto} or {linear: torch}"
+        ways = "attention: {linear: auto}" + ("" if torch else " or {linear: torch}")
         way = ", or install it" if "not installed" in fla and asked == "fla" else ", or another Triton or device"
         what = f"attention.linear: {asked} is not possible: {objections[asked]}"
         raise PlanError(what, where="attention.linear", remedy=ways + (way if asked == "fla" else ""))

@@ -139,4 +139,21 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
         "chunk_size": 64,
         "tie_word_embeddings": True,
     },
+    # 3.6 M parameters; time mixing with RWKV-7's generalised delta rule in every layer; no softmax attention
+    "rwkv7-tiny": {
+        **{name: _SHARED[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "max_position_embeddings")},
+        "bos_token_id": None,
+        "dtype": "float32",
+        "use_cache": True,
+        "architectures": ["RWKV7ForCausalLM"],
+        "model_type": "rwkv7",
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "decay_low_rank_dim": 32,
+        "a_low_rank_dim": 32,
+        "v_low_rank_dim": 16,
+        "gate_low_rank_dim": 64,
+        "tie_word_embeddings": False,
+    },
 }

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from halftune.config.model_weights import Family, Sheet, Sizes, Tensor, attention, feed_forward, frame, switched
-from halftune.config.state_families import MAMBA2_DEFAULTS, kimi_linear, mamba2
+from halftune.config.rwkv7_shape import RWKV7_DEFAULTS
+from halftune.config.state_families import MAMBA2_DEFAULTS, kimi_linear, mamba2, rwkv7
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 32}
 _LINEAR_MIXER = {
@@ -304,6 +305,7 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any], Sizes], list[Tensor]], dict[st
     "falcon": (_falcon, {"tie_word_embeddings": True}),
     "mamba2": (mamba2, MAMBA2_DEFAULTS),
     "kimi_linear": (kimi_linear, {}),
+    "rwkv7": (rwkv7, RWKV7_DEFAULTS),
 }
 
 

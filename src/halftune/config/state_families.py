@@ -1,10 +1,11 @@
-"""Families whose layers carry a state and that are unlike Llama: Mamba-2 and Kimi-Linear."""
+"""Families whose layers carry a state and that are unlike Llama: Mamba-2, Kimi-Linear and RWKV-7."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from halftune.config.model_weights import Family, Sheet, Sizes, Tensor, feed_forward, frame
+from halftune.config.rwkv7_shape import rwkv7_shape
 
 
 def mamba2(raw: dict[str, Any], sizes: Sizes) -> list[Tensor]:
@@ -91,3 +92,48 @@ def _latent_attention(sheet: Sheet, raw: dict[str, Any], sizes: Sizes, layers: t
     sheet.norm(f"{place}.kv_a_layernorm", rank, layers=layers)
     sheet.linear(f"{place}.kv_b_proj", rank, sizes.heads * (plain + value), layers=layers)
     sheet.linear(f"{place}.o_proj", sizes.heads * value, sizes.hidden, layers=layers)
+
+
+def rwkv7(raw: dict[str, Any], sizes: Sizes) -> list[Tensor]:
+    """RWKV-7 in flash-linear-attention's format: time mixing and channel mixing in every layer.
+
+    Raises:
+        ModelError: a model of this format that is not supported; says why.
+    """
+    sheet, shape, layers = Sheet(), rwkv7_shape(raw), range(sizes.layers)
+    hidden, bias, later = shape.hidden, bool(raw["norm_bias"]), range(1, sizes.layers)
+    sheet.embedding("model.embeddings", sizes.vocab, hidden)
+    if raw["norm_first"]:
+        sheet.norm("model.layers.*.pre_norm", hidden, layers=(0,), bias=bias)
+    for name in ("attn_norm", "ffn_norm"):
+        sheet.norm(f"model.layers.*.{name}", hidden, layers=layers, bias=bias)
+    place = "model.layers.*.attn"
+    for name in "rwkvag":
+        sheet.parameter(f"{place}.x_{name}", 1, 1, hidden, layers=layers)
+    for name in ("k_k", "k_a"):
+        sheet.parameter(f"{place}.{name}", hidden, layers=layers)
+    sheet.parameter(f"{place}.r_k", shape.heads, shape.head_dim, layers=layers)
+    for name, n_in, n_out in (
+        ("r_proj", hidden, hidden),
+        ("k_proj", hidden, hidden),
+        ("v_proj", hidden, shape.value),
+        ("o_proj", shape.value, hidden),
+    ):
+        sheet.linear(f"{place}.{name}", n_in, n_out, layers=layers)
+    for name, rank, n_out, where in (
+        ("w", shape.decay_rank, hidden, layers),
+        ("v", shape.v_rank, shape.value, later),  # the first layer's values are its own
+        ("a", shape.a_rank, hidden, layers),
+        ("g", shape.gate_rank, shape.value, layers),
+    ):
+        if where:
+            sheet.linear(f"{place}.{name}_lora.lora.0", hidden, rank, layers=where)
+            sheet.linear(f"{place}.{name}_lora.lora.2", rank, n_out, layers=where, bias=name != "g")
+    sheet.norm(f"{place}.g_norm", shape.value, layers=layers, bias=True)
+    sheet.parameter("model.layers.*.ffn.x_k", hidden, layers=layers)
+    sheet.linear("model.layers.*.ffn.key", hidden, shape.width, layers=layers)
+    sheet.linear("model.layers.*.ffn.value", shape.width, hidden, layers=layers)
+    sheet.norm("model.norm", hidden, bias=bias)
+    if not sizes.tied:
+        sheet.linear("lm_head", hidden, sizes.vocab)
+    return sheet.tensors

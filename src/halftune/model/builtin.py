@@ -20,6 +20,7 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
+from halftune.model.architectures import own_architectures
 from halftune.model.quiet import quiet
 
 log = get_logger(__name__)
@@ -81,7 +82,8 @@ def materialize(name: str) -> Path:
 
 def _write_model(name: str, folder: Path, tokenizer: Path) -> None:
     raw = BUILTIN_MODELS[name]
-    config = AutoConfig.for_model(**raw)
+    with own_architectures():
+        config = AutoConfig.for_model(**raw)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

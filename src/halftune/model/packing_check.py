@@ -32,6 +32,7 @@ _LIMITS = {
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 8),
     "num_kv_shared_layers": 0,
+    "value_dim": 64,
 }
 # State-space layers: (heads, size of a head, inner width over hidden width, groups), by what their families call them.
 _STATE_SPACE = (
@@ -178,7 +179,7 @@ def shrunken(config: PretrainedConfig) -> dict[str, Any]:
 def _widths(config: PretrainedConfig, values: dict[str, Any]) -> dict[str, int]:
     """Heads and hidden size: at most two key heads with two query heads each, of the size that they have."""
     if config.attribute_map.get("num_attention_heads", "num_attention_heads") not in values:
-        return {"hidden_size": _NO_HEADS}
+        return {"hidden_size": max(_NO_HEADS, values.get("head_dim") or 0)}
     heads, hidden = config.num_attention_heads, config.hidden_size
     kv_heads = values.get("num_key_value_heads") or heads
     few_kv = min(kv_heads, 2)

@@ -26,6 +26,7 @@ from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from halftune_kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from halftune_kernels.kda import kda, kda_step
+from halftune_kernels.rwkv7 import rwkv7, rwkv7_step
 from halftune_kernels.ssd import mamba2_chunk_scan, mamba2_selective_state_update
 
 log = get_logger(__name__)
@@ -34,6 +35,7 @@ Function = Callable[..., Any]
 _SILU = (None, "silu", "swish")
 # Models whose forward drops arguments that it does not name, and the part of them that would hand them on.
 _FORGETFUL = {"Mamba2ForCausalLM": "backbone"}
+_WITH_MIXERS = ("transformers.models.", "halftune.model.rwkv7.")
 _HANDS_ON = "halftune_hands_on_boundaries"
 _originals: dict[tuple[ModuleType, str], Function] = {}
 
@@ -168,11 +170,14 @@ _MAMBA2: dict[str, Function] = {
     "mamba2_selective_state_update": _next_state,
     "mamba2_split_conv1d_scan_combined": _no_fused_mixer,
 }
+# of our own model: only the guard comes in between
+_RWKV7: dict[str, Function] = {"rwkv7": rwkv7, "rwkv7_step": rwkv7_step}
 
 # What must share one dtype; steps, decays and states keep their own.
 _OPERANDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_DELTA, ("query", "key", "value")),
     **dict.fromkeys(("mamba2_chunk_scan", "mamba2_selective_state_update"), ("hidden_states", "B", "C")),
+    **dict.fromkeys(_RWKV7, ("r", "k", "v", "a", "b")),
 }
 
 
@@ -199,7 +204,7 @@ def route_linear_layers(model: nn.Module, plan: Plan) -> None:
     guard = current_guard()
     bound: list[str] = []
     for module in modules:
-        for name, function in {**_CONVOLUTIONS, **_DELTA, **_MAMBA2}.items():
+        for name, function in {**_CONVOLUTIONS, **_DELTA, **_MAMBA2, **_RWKV7}.items():
             if name not in vars(module):
                 continue
             original = _originals[module, name] = getattr(module, name)
@@ -262,7 +267,7 @@ def _hand_on_boundaries(model: nn.Module) -> None:
 
 def _modeling_modules(model: nn.Module) -> list[ModuleType]:
     names = dict.fromkeys(type(part).__module__ for part in model.modules())
-    return [sys.modules[name] for name in names if name.startswith("transformers.models.")]
+    return [sys.modules[name] for name in names if name.startswith(_WITH_MIXERS)]
 
 
 def _named(routed: Function, original: Function) -> Function:

@@ -14,6 +14,7 @@ from halftune.config.model import ModelSection
 from halftune.config.model_folder import check_code, check_tokenizer
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
+from halftune.model.architectures import own_architectures
 from halftune.model.builtin import chatml_template
 from halftune.model.damage import TEMPLATE_FAULTS, first_line
 from halftune.model.locate import locate_tokenizer
@@ -39,7 +40,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     if pinned:
         check_code(folder, model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
+        with own_architectures():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
         tokenizer("a")  # some damage, as a model_max_length that is a list, shows only in use
     except Exception as error:  # the tokenizers library raises nothing more precise
         first = first_line(error)
@@ -48,6 +50,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
             first = "it brings Python code of its own"
             remedy = "read the code, then set model.tokenizer to a local copy and model.trust_remote_code: true"
         raise ModelError(f"the tokenizer does not load: {first}", where=str(folder), remedy=remedy) from error
+    _check_unknown(tokenizer, str(folder))
     tokenizer.padding_side = "right"
     _set_pad_token(tokenizer)
     if model.chat_template is not None:
@@ -106,6 +109,15 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
     except TemplateError as error:
         raise ModelError(f"the chat template is not valid Jinja: {error}", where=asked) from error
     return text
+
+
+def _check_unknown(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    try:
+        list(tokenizer.all_special_ids)
+    except RecursionError as error:  # transformers looks the unknown token up as a word that is unknown
+        what = f"unk_token {tokenizer.unk_token!r} of the tokenizer is not in its vocabulary"
+        remedy = "correct unk_token in tokenizer_config.json, or copy the tokenizer again"
+        raise ModelError(what, where=where, remedy=remedy) from error
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -13,7 +13,7 @@ from halftune.core.errors import PlanError
 # of the model has the last word. Model types as in config.json (of a model with parts: that of its text part, too).
 _STEMS = (
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2"),
-    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba2"),
+    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "rwkv7", "zamba2"),
 )
 BOUNDARIES_HONOURED: frozenset[str] = frozenset(_STEMS) | {f"{stem}_text" for stem in _STEMS}
 

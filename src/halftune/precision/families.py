@@ -15,8 +15,10 @@ _BY_FAMILY: dict[str, tuple[str, ...]] = {
     "mamba": (r"\.mixer\.D$",),
     "mamba2": (r"\.mixer\.D$",),
     "falcon_mamba": (r"\.mixer\.D$",),
+    "rwkv7": (r"\.attn\.(k_k|k_a|r_k)$", r"\.attn\.[wav]_lora\.lora\.2\.bias$"),
     "gpt_oss": (r"(^|\.)(norm|input_layernorm|post_attention_layernorm)\.weight$",),
 }
+_WHY = {"rwkv7": "the bias of the decay and the vectors that scale keys are small, and act on every token"}
 
 
 def keep_fp32(facts: ModelFacts) -> tuple[tuple[str, ...], str]:
@@ -33,7 +35,7 @@ def keep_fp32(facts: ModelFacts) -> tuple[tuple[str, ...], str]:
         )
     if facts.model_type in _BY_FAMILY:
         patterns += _BY_FAMILY[facts.model_type]
-        reasons.append(f"{facts.model_type} was made with them in fp32")
+        reasons.append(_WHY.get(facts.model_type, f"{facts.model_type} was made with them in fp32"))
     return patterns, "; ".join(reasons) or "nothing in this family needs it"
 
 

@@ -1,0 +1,108 @@
+"""The sizes of an RWKV-7 as flash-linear-attention's Hugging Face format describes it in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from halftune.core.errors import ModelError
+
+RWKV7_DEFAULTS: dict[str, Any] = {
+    "attn_mode": "chunk",
+    "hidden_size": 2048,
+    "hidden_ratio": 4,
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "decay_low_rank_dim": 64,
+    "gate_low_rank_dim": 128,
+    "a_low_rank_dim": 64,
+    "v_low_rank_dim": 16,
+    "hidden_act": "sqrelu",
+    "max_position_embeddings": 2048,
+    "norm_first": True,
+    "norm_bias": True,
+    "norm_eps": 1e-5,
+    "fuse_norm": True,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+"""What the format assumes where config.json is silent: files leave out what equals it."""
+
+
+@dataclass(frozen=True)
+class Rwkv7Shape:
+    """Sizes of the layers.
+
+    Attributes:
+        hidden: width of the stream, and of receptance, keys and decay.
+        layers: how many.
+        heads: of the time mixing.
+        head_dim: width of a key's head.
+        value: width of values, all heads together.
+        width: inner width of the channel mixing.
+        decay_rank, a_rank, v_rank, gate_rank: of the low-rank maps w, a, v and g.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    head_dim: int
+    value: int
+    width: int
+    decay_rank: int
+    a_rank: int
+    v_rank: int
+    gate_rank: int
+
+
+def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
+    """Sizes from the values of a config.json, the format's defaults filled in.
+
+    Raises:
+        ModelError: layers of softmax attention, widths that do not divide, or values of several widths.
+    """
+    given = {**RWKV7_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
+    hidden, layers = int(given["hidden_size"]), int(given["num_hidden_layers"])
+    if given.get("attn"):
+        remedy = "take a checkpoint without `attn` in its config.json"
+        raise ModelError("this RWKV-7 has layers of softmax attention, which are not supported", remedy=remedy)
+    head_dim = int(given["head_dim"])
+    if raw.get("head_dim") is None and raw.get("num_heads"):
+        head_dim = hidden // int(raw["num_heads"])
+    if not head_dim or hidden % head_dim:
+        raise ModelError(f"config.json: hidden_size {hidden} is no multiple of head_dim {head_dim}")
+    heads, value = hidden // head_dim, _value(given.get("value_dim"), hidden)
+    if value % heads:
+        raise ModelError(f"config.json: value_dim {value} is no multiple of the {heads} heads")
+    width = given.get("intermediate_size") or -(-int(hidden * given["hidden_ratio"]) // 32) * 32
+    return Rwkv7Shape(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        head_dim=head_dim,
+        value=value,
+        width=int(width),
+        decay_rank=_rank(raw, "decay_low_rank_dim", 2.5 * head_dim / 64, hidden),
+        a_rank=_rank(raw, "a_low_rank_dim", 2.5 * head_dim / 64, hidden),
+        v_rank=_rank(raw, "v_low_rank_dim", 1.7 * head_dim / 64, hidden),
+        gate_rank=_rank(raw, "gate_low_rank_dim", 5.0, hidden),
+    )
+
+
+def _value(value: Any, hidden: int) -> int:
+    """The width of values, the same in every layer: the first layer's are mixed into all others."""
+    if value is None:
+        return hidden
+    widths = set(value) if isinstance(value, list | tuple) else {value}
+    if len(widths) != 1:
+        raise ModelError(f"config.json: value_dim has several widths: {sorted(widths)}")
+    return int(widths.pop())
+
+
+def _rank(raw: Mapping[str, Any], name: str, factor: float, hidden: int) -> int:
+    """As config.json gives it; where it says null, the nearest multiple of 32 to ``factor * sqrt(hidden)``."""
+    rank = raw.get(name, RWKV7_DEFAULTS[name])
+    return int(rank) if rank is not None else max(32, round(factor * hidden**0.5 / 32) * 32)
