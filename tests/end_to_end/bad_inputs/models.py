@@ -108,6 +108,20 @@ CASES = (
     ),
     Case("an encoder", OURS, make=lambda: model_folder(model_type="bert"), code=3, says=("is an encoder",)),
     Case(
+        "an encoder-decoder",
+        OURS,
+        make=lambda: model_folder(model_type="t5", is_encoder_decoder=True),
+        code=3,
+        says=("model/config.json", "t5 is an encoder-decoder", "take a decoder"),
+    ),
+    Case(
+        "a model that is made for images",
+        OURS,
+        make=lambda: model_folder(model_type="resnet"),
+        code=3,
+        says=("resnet", "not as a causal language model", "take a language model"),
+    ),
+    Case(
         "a model type that nobody knows",
         OURS,
         make=lambda: model_folder(model_type="lama"),
@@ -160,6 +174,14 @@ CASES = (
         code=3,
         needs_torch=True,
         says=("the tokenizer does not load",),
+    ),
+    Case(
+        "an unknown token that is not in the vocabulary",
+        OURS,
+        make=lambda: real(unk_token=""),
+        code=3,
+        needs_torch=True,
+        says=("unk_token ''", "vocabulary"),
     ),
     Case(
         "no chat template",
