@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from tiny_model import checkpoint, finished_run
 from halftune.cli import main
 from halftune.core.errors import ConfigError, ModelError, PlanError
 from halftune.hardware.catalogue import lookup
+from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
@@ -262,3 +267,59 @@ def test_a_damaged_record_of_the_plan_is_none(text: str, adapter_run: Path, tmp_
     run = recorded(adapter_run, tmp_path / "run", "bf16", precision="fp32")
     (tmp_path / "run/plan.json").write_text(text)
     assert open_run(run).plan.precision.compute.value == "fp32"
+
+
+def test_a_program_talks_in_lines_of_json(adapter_run: Path) -> None:
+    session = open_session(open_run(str(adapter_run), ["generation.max_new_tokens=6"]))
+    asked = [{"role": "user", "content": "What does len do?"}]
+    requests = [
+        {"id": 1, "messages": asked},
+        {"id": 2, "messages": asked, "adapter": False, "generation": {"max_new_tokens": 2}},
+        {"id": 3, "messages": asked, "generation": {"top_p": 7}},
+        {"id": 4, "messages": [{"role": "user"}]},
+        {"id": 5, "messages": asked, "generation": {"max_new_tokens": 3}},
+    ]
+    written = io.StringIO()
+    text = "\n".join([*(json.dumps(one) for one in requests[:4]), "no json", json.dumps(requests[4])])
+    serve(session, io.StringIO(text), written)
+    events = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert (events[0]["event"], events[0]["adapter"], events[0]["generation"]["max_new_tokens"]) == ("ready", True, 6)
+    ends = {event["id"]: event for event in events if event["event"] == "end"}
+    assert list(ends) == [1, 2, 5]
+    for number, end in ends.items():
+        pieces = [event["text"] for event in events if event["event"] == "text" and event["id"] == number]
+        assert "".join(pieces).strip() == end["answer"]
+    for number, tuned in ((1, True), (2, False)):
+        session.generation = session.generation.model_copy(update={"max_new_tokens": {1: 6, 2: 2}[number]})
+        assert session.reply(asked, tuned=tuned) == ends[number]["answer"]
+    errors = {event["id"]: event["message"] for event in events if event["event"] == "error"}
+    assert list(errors) == [3, 4, None]
+    assert "generation.top_p" in errors[3]
+    assert "needs messages" in errors[4]
+    assert "needs messages" in errors[None]
+
+
+def test_an_answer_is_stopped_in_the_middle(adapter_run: Path) -> None:
+    session = open_session(open_run(str(adapter_run), ["generation.max_new_tokens=200"]))
+    asked = {"id": 1, "messages": [{"role": "user", "content": "Go on"}]}
+    into, out = os.pipe()
+
+    class Events(io.StringIO):
+        def write(self, text: str) -> int:
+            if '"text"' in text:
+                os.write(out, b'{"stop": true}\n')
+            return super().write(text)
+
+    written = Events()
+    os.write(out, json.dumps(asked).encode() + b"\n")
+    with os.fdopen(into) as requests:
+        thread = threading.Thread(target=serve, args=(session, requests, written))
+        thread.start()
+        while '"end"' not in written.getvalue() and thread.is_alive():
+            time.sleep(0.01)
+        os.close(out)
+        thread.join()
+    end = json.loads(written.getvalue().splitlines()[-1])
+    assert end["stopped"]
+    pieces = [json.loads(line).get("text", "") for line in written.getvalue().splitlines()]
+    assert end["answer"] == "".join(pieces)

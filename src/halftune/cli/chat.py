@@ -5,6 +5,7 @@ halftune chat configs/quickstart.yaml                         the same, by its r
 halftune chat runs/quickstart --prompt "What does len do?"    one answer, and leave
 halftune chat runs/quickstart --prompt "..." --base           the same without what was trained
 halftune chat runs/quickstart generation.temperature=0.7 attention=sdpa
+halftune chat runs/quickstart --json-lines                    for programs: requests and answers as lines of JSON
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, or the YAML file of a finished run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, for this chat")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once and leave; - reads it from standard input")
+    parser.add_argument(
+        "--json-lines", action="store_true", help="requests from standard input, answers to standard output"
+    )
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     parser.add_argument("--base", action="store_true", help="start with the adapter off: the base model's answers")
 
@@ -45,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
     session.system, session.tuned = args.system, not args.base
     if text is not None:
         print(session.answer(text, tuned=session.tuned))
+        return 0
+    if args.json_lines:
+        from halftune.infer.lines import serve
+
+        serve(session, sys.stdin, sys.stdout)
         return 0
     precision, base = finished.plan.precision, finished.loaded.run.model.name_or_path
     result = f"{base} + {finished.final}" if finished.is_adapter else str(finished.final)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``halftune data``."""
     add_config_arguments(parser)
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default 3)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON, without samples")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, the samples in pieces of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,18 +37,20 @@ def run(args: argparse.Namespace) -> int:
     from rich.rule import Rule
 
     from halftune.data.pipeline import prepare
-    from halftune.data.preview import preview
+    from halftune.data.preview import as_data, preview
     from halftune.data.sample import NO_LABEL
     from halftune.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(section)
     prepared = prepare(config, tokenizer)
+    shown = range(min(max(args.samples, 0), len(prepared.train)))
     if args.json:
-        print(json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False))
+        samples = [as_data(prepared.train.sample(number), tokenizer) for number in shown]
+        print(json.dumps({**prepared.report.to_dict(), "samples": samples}, indent=2, ensure_ascii=False))
         return 0
     console = Console()
     console.print(prepared.report.render())
-    for number in range(min(max(args.samples, 0), len(prepared.train))):
+    for number in shown:
         sample = prepared.train.sample(number)
         trained = int((sample.labels != NO_LABEL).sum())
         where = f"sample {number + 1}: {prepared.train.where([number])}"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from halftune.core import log
 from halftune.core.startup import quick_imports
+from halftune.core.status import StatusFile, told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="format of the weights")
+    parser.add_argument("--status", metavar="FILE", type=Path, help="keep a JSON file of how far it is, for programs")
     parser.add_argument("--force", action="store_true", help="replace an earlier model in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     """Finds the run and plans without torch; then merges, checks and writes."""
+    if args.status is None:
+        return _export(args, None)
+    with told(StatusFile(args.status)) as status:
+        return _export(args, status)
+
+
+def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     from halftune.export.output import check_output
     from halftune.model.finished import open_run
 
@@ -39,5 +48,10 @@ def run(args: argparse.Namespace) -> int:
     with quick_imports():
         from halftune.export.merged import export_run
 
-    print(export_run(finished, output, args.dtype, force=args.force).describe())
+    def progress(phase: str, step: int = 0, total: int = 0) -> None:
+        if status is not None:
+            status.tell(phase=phase, step=step, total=total, urgent=not step)
+
+    export = export_run(finished, output, args.dtype, force=args.force, progress=progress)
+    print(export.describe())
     return 0

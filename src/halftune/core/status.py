@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,19 @@ class StatusFile:
             log.debug("cannot write %s: %s", self.path, error.strerror)
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def told(file: StatusFile) -> Iterator[StatusFile]:
+    """Around a whole piece of work: the file says that it runs, then that it is finished, or what went wrong."""
+    file.tell(phase="starting")
+    try:
+        yield file
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        file.tell(state="stopped" if stopped else "failed", error=str(error) or type(error).__name__)
+        raise
+    file.tell(state="finished", phase="finished")
 
 
 def read_status(path: Path) -> Status | None:

@@ -13,7 +13,7 @@ from halftune.core.formats import Format
 from halftune.export.output import check_output
 from halftune.model.finished import FinishedRun
 from halftune.model.locate import locate
-from halftune.model.merge import Merge, merge_adapter, round_model
+from halftune.model.merge import Merge, Progress, merge_adapter, round_model, unwatched
 from halftune.model.save import save_tokenizer, write_model
 from halftune.model.tokenizer import load_tokenizer
 
@@ -56,7 +56,14 @@ class Export:
         return "\n".join(lines)
 
 
-def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, force: bool = False) -> Export:
+def export_run(
+    run: FinishedRun,
+    output: Path,
+    dtype: Format | None = None,
+    *,
+    force: bool = False,
+    progress: Progress = unwatched,
+) -> Export:
     """Writes a run's result as a plain model with its tokenizer.
 
     Args:
@@ -64,6 +71,7 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
         output: folder to write; appears when it is whole.
         dtype: format of the weights; the base checkpoint's own by default (a full model: as it was saved).
         force: replace an earlier model in ``output``.
+        progress: told how far it is.
 
     Raises:
         ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
@@ -73,11 +81,13 @@ def export_run(run: FinishedRun, output: Path, dtype: Format | None = None, *, f
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
     source = "as asked" if dtype else _source(run, own)
     merge = None
+    progress("loading", 0, 0)
     try:
         if run.is_adapter:
-            merge = merge_adapter(run.result, run.final, run.plan, stored)
+            merge = merge_adapter(run.result, run.final, run.plan, stored, progress)
         elif stored != own:
             merge = round_model(run.result, run.plan, stored)
+        progress("writing", 0, 0)
         with whole_folder(output) as partial:
             if merge is None:
                 shutil.copytree(run.final, partial, dirs_exist_ok=True)

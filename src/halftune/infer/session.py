@@ -47,7 +47,10 @@ class ChatSession:
 
     def answer(self, text: str, *, tuned: bool, on_text: OnText | None = None) -> str:
         """The answer to ``text`` after the conversation so far, which stays as it is."""
-        messages = self.messages(text)
+        return self.reply(self.messages(text), tuned=tuned, on_text=on_text)
+
+    def reply(self, messages: list[dict[str, str]], *, tuned: bool, on_text: OnText | None = None) -> str:
+        """The answer to any conversation, whatever this one has been."""
         if tuned:
             return self._generate(self.model, messages, on_text)
         if isinstance(self.model, PeftModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ from halftune.plan import Plan
 from halftune.precision.dtypes import kept_names, stays_fp32, torch_dtype
 
 ROWS, TOKENS = 2, 32  # of the random input that both forwards see
+
+Progress = Callable[[str, int, int], None]
+"""Told of a phase (``loading | merging | checking | writing``), and of steps done and in all (0: not counted)."""
+
+
+def unwatched(phase: str, step: int = 0, total: int = 0) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,9 @@ def fp32_plan(plan: Plan, stored: Format) -> Plan:
     return replace(plan, device=Choice("cpu", here), precision=precision, attention=attention, batch=batch)
 
 
-def merge_adapter(model: ModelSection, adapter: Path, plan: Plan, stored: Format) -> Merge:
+def merge_adapter(
+    model: ModelSection, adapter: Path, plan: Plan, stored: Format, progress: Progress = unwatched
+) -> Merge:
     """Loads base and adapter in fp32 on the CPU, merges them, rounds to ``stored``; compares the
     forward before and after rounding with the unmerged one.
 
@@ -82,6 +92,7 @@ def merge_adapter(model: ModelSection, adapter: Path, plan: Plan, stored: Format
         adapter: folder of the adapter.
         plan: of the run; its ``keep_fp32`` holds here, too.
         stored: the format to write, usually the base checkpoint's own.
+        progress: told how far it is.
 
     Raises:
         ModelError: not enough memory, or the merged model answers differently from base plus adapter.
@@ -91,7 +102,8 @@ def merge_adapter(model: ModelSection, adapter: Path, plan: Plan, stored: Format
     adapted = load_adapter(load_model(model, exact, for_training=False), adapter, exact)
     ids_BT = _random_ids(adapted)
     expected_BTV = _logits(adapted, ids_BT)
-    size, error = _merge_layers(adapted, stored, plan)
+    size, error = _merge_layers(adapted, stored, plan, progress)
+    progress("checking", 0, 0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         merged: PreTrainedModel = adapted.merge_and_unload()  # pyright: ignore[reportCallIssue]
@@ -172,11 +184,12 @@ def forward_bound(stored: Format, layers: int) -> float:
     return (64 if stored == "fp32" else 4) * eps * math.sqrt(layers + 1)
 
 
-def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan) -> tuple[float, float]:
+def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Progress) -> tuple[float, float]:
     """Merges every adapted layer in place (fp32); the update's relative size, and what rounding will take from it."""
     whole = wanted = lost = 0.0
     layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]
-    for name, layer in layers:
+    for number, (name, layer) in enumerate(layers):
+        progress("merging", number, len(layers))
         weight = layer.get_base_layer().weight
         before = weight.detach().clone()
         layer.merge(safe_merge=True)

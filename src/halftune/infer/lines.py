@@ -1,0 +1,112 @@
+"""A chat for programs: a request a line on standard input, events a line on standard output, all JSON.
+
+In: ``{"id": 1, "messages": [{"role": "user", "content": "…"}], "adapter": true, "generation": {"temperature": 0.7}}``;
+``{"stop": true}`` ends the answer that is being given; the end of input ends the chat when all is answered.
+
+Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` as it comes, and
+``{"event": "end", "id": 1, "answer": "…", "stopped": false, "seconds": 1.2}`` or ``{"event": "error", "id": 1,
+"message": "…"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+
+from halftune.config.generation import GenerationSection
+from halftune.core.errors import HalftuneError, ModelError
+from halftune.infer.session import ChatSession
+
+Request = dict[str, Any]
+
+
+class _Stopped(Exception):
+    """The answer is not wanted any more."""
+
+
+def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
+    """Answers until the requests end."""
+    waiting: queue.Queue[Request | None] = queue.Queue()
+    stop = threading.Event()
+    threading.Thread(target=_read, args=(requests, waiting, stop), daemon=True).start()
+    precision, own = session.run.plan.precision, session.generation
+    ready = {
+        "base": session.run.loaded.run.model.name_or_path,
+        "adapter": session.run.is_adapter,
+        "compute": precision.compute.value,
+        "storage": precision.storage.value,
+        "device": session.run.plan.device.value,
+        "generation": own.model_dump(),
+    }
+    _say(events, event="ready", **ready)
+    while (request := waiting.get()) is not None:
+        try:
+            _answer(session, own, request, stop, events)
+        except HalftuneError as error:
+            _say(events, event="error", id=request.get("id"), message=str(error))
+
+
+def _read(requests: TextIO, waiting: queue.Queue[Request | None], stop: threading.Event) -> None:
+    for line in requests:
+        try:
+            request = json.loads(line)
+        except ValueError:
+            request = {"broken": line[:200]}
+        if isinstance(request, dict) and request.get("stop"):
+            stop.set()
+        elif line.strip():
+            waiting.put(request if isinstance(request, dict) else {"broken": line[:200]})
+    waiting.put(None)
+
+
+def _answer(
+    session: ChatSession, own: GenerationSection, request: Request, stop: threading.Event, events: TextIO
+) -> None:
+    number, said, began = request.get("id"), list[str](), time.perf_counter()
+    stop.clear()
+    messages = _messages(request)
+    session.generation = _generation(own, request.get("generation") or {})
+
+    def on_text(piece: str) -> None:
+        if stop.is_set():
+            raise _Stopped
+        said.append(piece)
+        _say(events, event="text", id=number, text=piece)
+
+    stopped = False
+    try:
+        answer = session.reply(messages, tuned=bool(request.get("adapter", True)), on_text=on_text)
+    except _Stopped:
+        answer, stopped = "".join(said), True
+    seconds = round(time.perf_counter() - began, 3)
+    _say(events, event="end", id=number, answer=answer, stopped=stopped, seconds=seconds)
+
+
+def _messages(request: Request) -> list[dict[str, str]]:
+    messages = request.get("messages")
+    right = isinstance(messages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in messages
+    )
+    if not messages or not right:
+        raise ModelError("a request needs messages", remedy='{"messages": [{"role": "user", "content": "…"}]}')
+    return messages
+
+
+def _generation(own: GenerationSection, changes: dict[str, Any]) -> GenerationSection:
+    try:
+        return GenerationSection.model_validate({**own.model_dump(), **changes})
+    except (ValidationError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        where = ".".join(("generation", *map(str, first["loc"])))
+        raise ModelError(first["msg"], where=where, remedy="see `generation` in the configuration") from error
+
+
+def _say(events: TextIO, **values: Any) -> None:
+    events.write(json.dumps(values, ensure_ascii=False) + "\n")
+    events.flush()
