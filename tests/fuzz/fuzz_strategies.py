@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -84,6 +84,30 @@ def values_of(annotation: Any, depth: int = 0) -> st.SearchStrategy[Any]:
     return st.one_of(choices)
 
 
+def plausible(annotation: Any, depth: int = 0) -> st.SearchStrategy[Any]:
+    """Values of the right kind, so that the rules behind the types are asked, and the plan is made."""
+    if annotation in _PLAUSIBLE:
+        return _PLAUSIBLE[annotation]
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return st.sampled_from(parts)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if depth > 2:
+            return st.just({})
+        fields = annotation.model_fields.items()
+        values = {name: plausible(field.annotation, depth + 1) for name, field in fields}
+        needed = {name: values.pop(name) for name, field in fields if field.is_required()}
+        # few keys at a time: each more makes it likelier that two of them exclude each other
+        some = st.lists(st.sampled_from(sorted(values)), max_size=2, unique=True) if values else st.just([])
+        return some.flatmap(lambda names: st.fixed_dictionaries({**needed, **{name: values[name] for name in names}}))
+    if get_origin(annotation) in (list, tuple):
+        return st.lists(plausible(parts[0], depth + 1), max_size=2)
+    if get_origin(annotation) is dict:
+        return st.dictionaries(st.sampled_from(("x", "enable_thinking")), st.booleans(), max_size=1)
+    inner = parts[:1] if get_origin(annotation) is Annotated else parts
+    return st.one_of([plausible(part, depth) for part in inner]) if inner else odd
+
+
 def trees_of(section: type[BaseModel], depth: int = 0) -> st.SearchStrategy[dict[str, Any]]:
     """Dicts whose keys are mostly the section's."""
     fields = {name: values_of(field.annotation, depth) for name, field in section.model_fields.items()}
@@ -92,6 +116,13 @@ def trees_of(section: type[BaseModel], depth: int = 0) -> st.SearchStrategy[dict
     )
 
 
+_PLAUSIBLE: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.sampled_from((0, 1, 2, 3, 8, 64)),
+    float: st.sampled_from((0.0, 1e-5, 0.1, 0.5, 1.0, 2.5)),
+    str: st.sampled_from(("builtin:llama-tiny", "builtin:python-docs", "rows.jsonl", "q_proj", "all-linear", "a")),
+    type(None): st.none(),
+}
 recipes = trees_of(RunConfig)
 # A tree that is right, with some keys replaced: most of the rules between keys are asked.
 GOOD: dict[str, Any] = {
@@ -99,6 +130,10 @@ GOOD: dict[str, Any] = {
     "data": {"train": "rows.jsonl", "max_length": 64},
     "training": {"output_dir": "run", "max_steps": 1},
 }
+
+
+def _mostly(first: st.SearchStrategy[Any], second: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.integers(0, 3).flatmap(lambda number: second if number == 3 else first)
 
 
 @st.composite
@@ -114,9 +149,10 @@ def nearly_right(draw: st.DrawFn) -> dict[str, Any]:
             key = draw(st.sampled_from(sorted(inner.model_fields)))
             holder = tree.setdefault(name, {"type": "lora"} if name == "adapter" else {})
             if isinstance(holder, dict):
-                holder[key] = draw(values_of(inner.model_fields[key].annotation, 3))
+                annotation = inner.model_fields[key].annotation
+                holder[key] = draw(_mostly(plausible(annotation, 2), values_of(annotation, 3)))
         else:
-            tree[name] = draw(values_of(field.annotation, 2))
+            tree[name] = draw(_mostly(plausible(field.annotation, 1), values_of(field.annotation, 2)))
     return tree
 
 
@@ -160,7 +196,7 @@ def json_damages(draw: st.DrawFn) -> Callable[[Any], Any]:
     """Replaces or removes one to three values somewhere in a JSON tree."""
     edits = draw(
         st.lists(
-            st.tuples(st.lists(st.integers(0, 63), min_size=1, max_size=5), odd | st.just(...)), min_size=1, max_size=3
+            st.tuples(st.lists(st.integers(0, 63), min_size=2, max_size=6), odd | st.just(...)), min_size=1, max_size=3
         )
     )
 
@@ -186,3 +222,19 @@ def _replace(tree: Any, steps: list[int], value: Any) -> None:
                 tree[key] = value
             return
         tree = inner
+
+
+_contents = st.sampled_from(("a", "", "b\n", "<|im_end|>", "é")) | st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(("text", "image")), "text": texts}), max_size=2
+)
+_calls = st.lists(
+    st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": texts, "arguments": odd})}), max_size=2
+)
+_messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(("user", "assistant", "system", "tool")), "content": _mostly(_contents, odd)},
+    optional={"train": st.booleans() | odd, "tool_calls": _mostly(_calls, odd), "thinking": texts},
+)
+conversations = st.fixed_dictionaries(
+    {"messages": st.lists(_mostly(_messages, _mostly(_messages, odd)), min_size=1, max_size=4)},
+    optional={"tools": st.lists(st.fixed_dictionaries({"name": texts, "parameters": odd}), max_size=2) | odd},
+)

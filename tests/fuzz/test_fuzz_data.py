@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fuzz_harness import Damage, answered, budget
-from fuzz_strategies import GOOD, damages, json_damages, odd, texts
+from fuzz_strategies import GOOD, conversations, damages, json_damages, odd, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +91,7 @@ options = st.fixed_dictionaries(
 def test_rows(here: Path, tokenizer: Any, kind: str, damage: Any, options: dict[str, Any], listed: bool) -> None:
     rows = damage(ROWS[kind] * 2)
     name = "x.json" if listed else "x.jsonl"
+    options = {**options, "method": "pretrain"} if kind == "text" else options
     text = json.dumps(rows) if listed else "\n".join(map(json.dumps, rows if isinstance(rows, list) else [rows]))
     Path(name).write_text(text, encoding="utf-8", errors="replace")
     feed(name, tokenizer, **options)
@@ -99,8 +100,10 @@ def test_rows(here: Path, tokenizer: Any, kind: str, damage: Any, options: dict[
 @budget(0.05, 20)
 @given(
     rows=st.lists(
-        st.dictionaries(st.sampled_from(("messages", "text", "prompt", "completion")) | texts, odd), max_size=3
+        conversations | st.dictionaries(st.sampled_from(("messages", "text", "prompt", "completion")) | texts, odd),
+        max_size=3,
     )
+    | st.lists(conversations, min_size=1, max_size=3)
 )
 def test_random_rows(here: Path, tokenizer: Any, rows: list[Any]) -> None:
     Path("x.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8", errors="replace")
@@ -119,7 +122,7 @@ def test_damaged_files(here: Path, tokenizer: Any, kind: str, ending: str, damag
     if ending.endswith(".gz"):
         raw = gzip.compress(raw, mtime=0)
     Path(f"x{ending}").write_bytes(damage(raw))
-    feed(f"x{ending}", tokenizer)
+    feed(f"x{ending}", tokenizer, method="pretrain" if kind == "text" or ending in (".txt", ".md") else "sft")
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:

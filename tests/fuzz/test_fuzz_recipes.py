@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from fuzz_harness import Damage, answered, budget
-from fuzz_strategies import GOOD, damages, nearly_right, odd, recipes, texts
+from fuzz_strategies import GOOD, damages, nearly_right, odd, plausible, recipes, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +16,11 @@ from halftune.config.convert.convert import CONVERTERS, convert_file, report
 from halftune.config.load import load_config
 from halftune.config.model_facts import read_model_facts
 from halftune.config.render import resolved_yaml
+from halftune.config.run import RunConfig
 from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve, to_dict
 
+KEYS = [f"{name}.{key}" for name, keys in GOOD.items() for key in keys] + ["precision", "attention", "adapter.type"]
 MACHINES = ("cpu", "t4", "a100", "h200")
 OLD = {
     "LLaMA-Factory": {
@@ -104,7 +106,7 @@ def plan_of(path: str, machine: str) -> None:
 
 
 @budget(0.2, 60)
-@given(tree=recipes | nearly_right(), machine=st.sampled_from(MACHINES))
+@given(tree=recipes | nearly_right() | nearly_right() | plausible(RunConfig), machine=st.sampled_from(MACHINES))
 def test_trees(here: Path, tree: Any, machine: str) -> None:
     Path("x.yaml").write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
     with answered():
@@ -121,7 +123,11 @@ def test_damaged_recipes(here: Path, tree: Any, damage: Damage) -> None:
 
 
 @budget(0.1, 40)
-@given(arguments=st.lists(st.tuples(texts, texts).map("=".join) | texts, max_size=3))
+@given(
+    arguments=st.lists(
+        st.tuples(st.sampled_from(KEYS) | texts, texts | odd.map(json.dumps)).map("=".join) | texts, max_size=3
+    )
+)
 def test_overrides(here: Path, arguments: list[str]) -> None:
     Path("x.yaml").write_text(json.dumps(GOOD))
     with answered():
