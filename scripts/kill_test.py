@@ -47,6 +47,7 @@ from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}  # of a line of metrics: differ from run to run
 KILLS_PER_RUN = 7
+LENGTH = 48  # tokens of a row
 FINISHED = "finished before it could be killed"
 PACE = 0.03  # seconds that a step is made to last, so that random times fall into all of its parts
 
@@ -60,24 +61,38 @@ class Case:
     packing: bool
     dropout: float
     accumulation: int
+    by_tokens: bool
+    load_best: bool
 
     @property
     def name(self) -> str:
-        """E.g. ``bf16-lora-packed-dropout-x2``."""
-        parts = (self.precision, "full" if self.adapter == "none" else self.adapter)
-        return "-".join(
-            (*parts, "packed" if self.packing else "padded", f"dropout{self.dropout:g}", f"x{self.accumulation}")
-        )
+        """E.g. ``bf16-lora-tokens-dropout0.1-x2-best``."""
+        rows = "packed" if self.packing else "tokens" if self.by_tokens else "padded"
+        parts = [self.precision, "full" if self.adapter == "none" else self.adapter, rows]
+        parts += [f"dropout{self.dropout:g}", f"x{self.accumulation}", *(["best"] if self.load_best else [])]
+        return "-".join(parts)
 
 
 def matrix() -> list[Case]:
-    """bf16/fp32 × LoRA/full × packed or not, with dropout (LoRA) and accumulation taking turns."""
-    cases = []
-    for number, (precision, adapter, packing) in enumerate(
-        itertools.product(("bf16", "fp32"), ("lora", "none"), (True, False))
-    ):
-        cases.append(Case(precision, adapter, packing, 0.1 if adapter == "lora" else 0.0, 1 + number.bit_count() % 2))
-    return cases
+    """bf16/fp32 × LoRA/full × packed or not.
+
+    Taking turns: dropout (LoRA), accumulation, batches of as many tokens as fit, grouped by length, and the best
+    weights as the result with early stopping.
+    """
+    return [
+        Case(
+            precision,
+            adapter,
+            packing,
+            dropout=0.1 if adapter == "lora" else 0.0,
+            accumulation=1 + number.bit_count() % 2,
+            by_tokens=number % 6 == 1,
+            load_best=number % 3 == 1,
+        )
+        for number, (precision, adapter, packing) in enumerate(
+            itertools.product(("bf16", "fp32"), ("lora", "none"), (True, False))
+        )
+    ]
 
 
 def write_rows(path: Path) -> None:
@@ -85,28 +100,31 @@ def write_rows(path: Path) -> None:
     numbers = random.Random(7)
     rows = []
     for _ in range(64):
-        values = [numbers.randint(1, 99) for _ in range(numbers.randint(2, 9))]
+        values = [numbers.randint(1, 99) for _ in range(numbers.randint(2, 6))]
         rows.append({"prompt": f"Add {values}.", "completion": f"{sum(values)}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def recipe(case: Case, room: Path, output: Path) -> tuple[Any, Any]:
     """The loaded configuration and the plan of a case."""
+    size: dict[str, Any] = {"per_device_train_batch_size": 4 // case.accumulation}
     tree = {
         "model": {"name_or_path": "builtin:qwen2-tiny"},
         "precision": case.precision,
         "adapter": {"type": "lora", "rank": 4, "dropout": case.dropout} if case.adapter == "lora" else "none",
-        "data": {"train": str(room / "rows.jsonl"), "max_length": 96, "packing": case.packing, "eval_split": 8},
+        "data": {"train": str(room / "rows.jsonl"), "max_length": LENGTH, "packing": case.packing, "eval_split": 8}
+        | ({"group_by_length": True} if case.by_tokens else {}),
         "training": {
             "output_dir": str(output),
-            "max_steps": 30,
-            "per_device_train_batch_size": 4 // case.accumulation,
+            "max_steps": 20,
+            **({"tokens_per_batch": 4 * LENGTH // case.accumulation} if case.by_tokens else size),
             "gradient_accumulation_steps": case.accumulation,
             "learning_rate": 1e-3,
             "save_steps": 3,  # neither a multiple of logging_steps nor of an epoch
             "logging_steps": 2,
             "eval_steps": 4,
             "save_total_limit": 2,
+            **({"load_best": True, "early_stopping_patience": 3} if case.load_best else {}),
         },
         "logging": {"progress": False},
     }

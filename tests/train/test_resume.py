@@ -19,6 +19,7 @@ from halftune.train.checkpoint_list import checkpoints, newest_valid, rotate
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
+FILES = ("trainable.safetensors", "optimizer.safetensors", "state.json")
 # Neither saves nor lines of metrics nor evaluations fall together.
 SETTINGS = (
     "adapter.dropout=0.1",
@@ -84,12 +85,12 @@ def but(**changes: object) -> tuple[str, ...]:
     return (*kept, *(f"training.{key}={value}" for key, value in changes.items()))
 
 
-@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", "state.json", MARKER])
+@pytest.mark.parametrize("name", [*FILES, MARKER])
 def test_every_flipped_bit_and_every_cut_is_seen(tmp_path: Path, name: str) -> None:
     for index, place in enumerate((0.0, 0.3, 0.999)):
         folder = tmp_path / str(index)
         folder.mkdir()
-        for file in ("trainable.safetensors", "optimizer.safetensors", "state.json"):
+        for file in FILES:
             (folder / file).write_bytes(os.urandom(500))
         seal(folder)
         assert damage(folder, thorough=True) == ""
@@ -225,7 +226,8 @@ def test_rotation_keeps_the_newest_and_the_best_and_counts_only_whole_ones(tmp_p
     for step in (1, 2, 3, 4, 5):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        (folder / "state.json").write_text("{}")
+        for name in FILES:
+            (folder / name).write_text("{}")
         seal(folder)
     (tmp_path / "checkpoint-4" / "state.json").write_text("{")  # damaged: no help to anyone
     rotate(tmp_path, limit=2, needed=[tmp_path / "checkpoint-1"])
@@ -269,18 +271,41 @@ def test_a_folder_that_cannot_be_finished_leaves_what_was_there(tmp_path: Path, 
     assert [path.name for path in tmp_path.rglob("*")] == (["x", "old"] if there else [])
 
 
-@pytest.mark.parametrize("name", ["random", "best", "scaler"])
-def test_a_state_that_lacks_something_is_a_sentence(recipe, stopped: Path, name: str) -> None:
-    """Another version of halftune has written it, or somebody by hand, and sealed it again."""
-    newest = newest_valid(stopped)
-    assert newest is not None
+def reseal(checkpoint: Path) -> None:
+    """Makes a manifest anew, as somebody who mends a checkpoint by hand would."""
+    (checkpoint / MARKER).unlink()
+    seal(checkpoint)
+
+
+def test_what_a_hand_or_another_version_left_gives_way_to_the_one_before(recipe, stopped: Path, whole, caplog) -> None:
+    """Checksums alone do not tell: state.json lacks something, or the manifest has forgotten a file."""
+    caplog.set_level("INFO")
+    newest, middle, oldest = (stopped / f"checkpoint-{step}" for step in (6, 4, 2))
     state = json.loads((newest / "state.json").read_text())
-    del state[name]
+    del state["random"]
     (newest / "state.json").write_text(json.dumps(state))
-    (newest / MARKER).unlink()
-    seal(newest)
-    with pytest.raises(TrainingError, match=rf"state.json has no '{name}': another version of halftune"):
-        train(*recipe(*SETTINGS, f"training.output_dir={stopped}"))
+    (middle / "optimizer.safetensors").unlink()
+    reseal(newest)
+    reseal(middle)
+    assert not damage(newest, thorough=True)
+    assert not damage(middle, thorough=True)
+    train(*recipe(*SETTINGS))
+    assert same_end(stopped, whole)
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "checkpoint-6 is no valid checkpoint and is ignored: state.json has no 'random': another version" in said
+    assert "checkpoint-4 is no valid checkpoint and is ignored: checkpoint.json does not list optimizer.saf" in said
+    assert f"going on from {oldest}" in said
+
+
+def test_other_versions_are_said(recipe, stopped: Path, caplog) -> None:
+    state = json.loads((stopped / "checkpoint-6" / "state.json").read_text())
+    assert {"halftune", "python", "torch", "transformers", "peft"} <= state["made_with"].keys()
+    state["made_with"] |= {"torch": "1.0", "threads": "77"}
+    (stopped / "checkpoint-6" / "state.json").write_text(json.dumps(state))
+    reseal(stopped / "checkpoint-6")
+    train(*recipe(*SETTINGS))
+    (said,) = (text for record in caplog.records if "bit-identical" in (text := record.getMessage()))
+    assert said.startswith("the checkpoint was made with threads 77, torch 1.0; here it is threads")
 
 
 def test_a_run_that_ended_before_its_first_step_blocks_no_folder(recipe, tmp_path: Path) -> None:

@@ -256,8 +256,9 @@ class Trainer:
             notes += self._load_best(run.folder / f"{PREFIX}{run.best[0]}", run.best[1])
         self._phase("saving")
         check_weights(run)
+        state = self.session.strategy.result(run.model)
         if self.home is not None:
-            self._write_final(self.home.insist())
+            self._write_final(self.home.insist(), state)
         self.session.accelerator.wait_for_everyone()
         self._phase("finished")
         done = ", ".join([f"trained {run.step} steps", *notes])
@@ -271,8 +272,8 @@ class Trainer:
         log.info("the final result is that of %s (eval loss %.4f)", best.name, loss)
         return []
 
-    def _write_final(self, folder: Path) -> None:
-        save_final(self.run.model, self.run.tokenizer, self.run.plan, folder / FINAL)
+    def _write_final(self, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
+        save_final(self.run.model, self.run.tokenizer, self.run.plan, folder / FINAL, state)
         try:
             write_text(folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))
         except OSError as error:
