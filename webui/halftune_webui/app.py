@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
 import gradio as gr
+from gradio.themes import Base, colors, sizes
 
 from halftune.core.table import load
 from halftune_webui.context import Context
@@ -10,16 +15,44 @@ from halftune_webui.labels import load_words
 from halftune_webui.settings import Settings
 from halftune_webui.tabs import TABS
 
+STYLE = Path(str(files("halftune_webui").joinpath("assets", "board.css")))
+# Fonts of the reader's system: the page asks no other server for anything.
+SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "sans-serif"]
+MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]
+
 
 def build(settings: Settings) -> gr.Blocks:
     """The page for these settings; nothing is started or listened on."""
     words = load_words(settings.language)
     with gr.Blocks(title=words("board.title"), analytics_enabled=False, fill_width=True) as board:
-        recipe = gr.Code(language="yaml", render=False, elem_id="recipe", label=words("train.recipe"))
+        head = f"<b>{escape(words('board.title'))}</b><span>{escape(words('board.tagline'))}</span>"
+        gr.HTML(f'<header class="ht-head">{head}</header>', js_on_load=None)
+        recipe = gr.Code(
+            language="yaml",
+            render=False,
+            elem_id="recipe",
+            label=words("train.recipe"),
+            interactive=True,
+            lines=12,
+            max_lines=32,
+            buttons=["copy"],
+        )
         start = gr.Button(words("train.start"), variant="primary", render=False, elem_id="start")
         with gr.Tabs(elem_id="tabs") as tabs:
-            context = Context(settings, words, tabs, recipe, start)
+            context = Context(settings, words, board, tabs, recipe, start)
             for name in TABS:
                 with gr.Tab(words(f"tabs.{name}"), id=name, elem_id=f"tab-{name}"):
                     load(TABS, name, kind="tab")(context)
     return board
+
+
+def theme() -> Base:
+    """A quiet theme without downloaded fonts."""
+    return Base(
+        primary_hue=colors.teal,
+        neutral_hue=colors.gray,
+        spacing_size=sizes.spacing_sm,
+        text_size=sizes.text_md,
+        font=SANS,
+        font_mono=MONO,
+    )

@@ -15,19 +15,20 @@ from halftune.config.shape import ROOT, Path, Shape, accepts, choices, describe,
 
 COMMON = (
     "model.name_or_path",
+    "training.output_dir",
     "precision.compute",
     "attention.backend",
     "data.train",
-    "data.eval_split",
     "data.max_length",
     "data.packing.enabled",
+    "data.eval_split",
     "method.type",
     "adapter.type",
     "adapter.rank",
     "adapter.alpha",
-    "training.output_dir",
-    "training.num_train_epochs",
     "training.learning_rate",
+    "training.num_train_epochs",
+    "training.max_steps",
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
 )
@@ -76,7 +77,7 @@ def form() -> tuple[Group, ...]:
     by_section = {name: tuple(_rows(name, inner)) for name, inner in RunConfig.model_fields.items()}
     every = {row.path: row for rows in by_section.values() for row in rows}
     groups = [Group("common", "", tuple(every[path] for path in COMMON))]
-    for name, rows in by_section.items():
+    for name, rows in sorted(by_section.items(), key=lambda pair: len(pair[1]) == 1):  # a lone key comes last
         rest = tuple(row for row in rows if row.path not in COMMON)
         if rest:
             groups.append(Group(name, _plain(RunConfig.model_fields[name].description), rest))

@@ -39,7 +39,7 @@ class Words:
 def load_words(language: str) -> Words:
     """The labels of a language in ``labels/<language>.yaml``."""
     text = files("halftune_webui").joinpath("labels", f"{language}.yaml").read_text(encoding="utf-8")
-    return Words(language, dict(_flat(yaml.safe_load(text), "")))
+    return Words(language, dict(_flat(yaml.load(text, yaml.BaseLoader), "")))  # "on" is a word here
 
 
 def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -47,4 +47,4 @@ def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", str(value)
+            yield f"{prefix}{key}", value

@@ -42,7 +42,7 @@ def serve(
         from fastapi import FastAPI
         from gradio import mount_gradio_app
 
-        from halftune_webui.app import build
+        from halftune_webui.app import STYLE, build, theme
 
     port = listener.getsockname()[1]
     board = build(settings)
@@ -55,6 +55,8 @@ def serve(
         run_history=False,
         enable_monitoring=False,
         ssr_mode=False,
+        theme=theme(),
+        css_paths=[STYLE],
         show_error=True,
         max_file_size=MAX_UPLOAD,
     )

@@ -99,8 +99,9 @@ def _same(one: Any, other: Any) -> bool:
 
 def _put(values: Any, path: Path, value: Any) -> None:
     """Sets or removes in plain values; sections on the way are made, and go when they are empty."""
-    part, rest = path[0], path[1:]
-    if isinstance(values, list) and isinstance(part, int):
+    part: Any = path[0]
+    rest = path[1:]
+    if isinstance(values, list):
         if not rest and value is ABSENT:
             del values[part : part + 1]
             return
@@ -194,7 +195,7 @@ class _Text:
             return self._whole(path[:-1], path, ABSENT, parent)
         start = node.start_mark.index
         if isinstance(parent, MappingNode):
-            name = path[len(path) - 1]
+            name = list(path)[-1]
             start = next(key.start_mark.index for key, value in parent.value if key.value == name)
         line = self.text.rfind("\n", 0, start) + 1
         if self.text[line:start].strip(" ") not in ("", "-" if isinstance(parent, SequenceNode) else ""):

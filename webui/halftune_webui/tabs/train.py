@@ -1,11 +1,176 @@
-"""The Train tab: a recipe, and what it will do on this machine."""
+"""The Train tab: a recipe as a form and as text, and at once what it will do on this machine or another."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import gradio as gr
+
+from halftune.config.shipped import recipes
+from halftune.core.errors import ConfigError, HalftuneError
+from halftune.plan.explain import size
 from halftune_webui.context import Context
+from halftune_webui.edits import add_entry, change, remove_entry
+from halftune_webui.form import as_json, form
+from halftune_webui.hints import hints
+from halftune_webui.labels import Words
+from halftune_webui.plan_panel import plan_panel
+from halftune_webui.planning import HERE, Outlook, machines, outlook
+from halftune_webui.recipe import Examined, examine, shipped
+from halftune_webui.state import form_state
+
+FIRST = "quickstart.yaml"
+RESTORE = """(text, machine) => {
+  try { return [localStorage.getItem('halftune-recipe') || text, machine]; } catch (error) { return [text, machine]; }
+}"""
+DOWNLOAD = """(text) => {
+  const link = document.createElement('a');
+  link.href = URL.createObjectURL(new Blob([text], {type: 'application/yaml'}));
+  link.download = 'recipe.yaml';
+  link.click();
+  URL.revokeObjectURL(link.href);
+}"""
+OPEN = """(text) => new Promise((done) => {
+  const input = document.createElement('input');
+  input.type = 'file';
+  input.accept = '.yaml,.yml';
+  input.addEventListener('cancel', () => done(text));
+  input.addEventListener('change', () => input.files[0].text().then(done));
+  input.click();
+})"""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The components that events write to."""
+
+    form: gr.HTML
+    plan: gr.HTML
+    problems: gr.HTML
 
 
 def build(context: Context) -> None:
-    """The recipe with its start button."""
-    context.recipe.render()
-    context.start.render()
+    """Toolbar; the form on the left; plan and text on the right."""
+    words = context.words
+    with gr.Row(elem_id="toolbar"):
+        pick = gr.Dropdown(list(recipes()), value=None, label=words("train.recipes"), elem_id="recipes")
+        opened = gr.Button(words("train.open"), elem_id="open")
+        download = gr.Button(words("train.download"), elem_id="download")
+        context.start.render()
+    problems = gr.HTML(elem_id="problems")
+    with gr.Row(elem_id="workbench"):
+        with gr.Column(scale=6, min_width=320):
+            drawn = _form(words)
+        with gr.Column(scale=5, min_width=320, elem_id="side"):
+            machine = gr.Dropdown(_machines(words), value=HERE, label=words("plan.machine"), elem_id="machine")
+            plan = gr.HTML(elem_id="plan", js_on_load=None)
+            context.recipe.render()
+    _wire(context, _Parts(drawn, plan, problems), machine, pick)
+    download.click(None, context.recipe, None, js=DOWNLOAD)
+    opened.click(None, context.recipe, context.recipe, js=OPEN).then(
+        lambda text, machine: _react(context, text, machine),
+        [context.recipe, machine],
+        [drawn, plan, problems, context.start],
+        api_visibility="private",
+    )
+
+
+def _form(words: Words) -> gr.HTML:
+    labels = {
+        **words.below("form"),
+        "groups": words.below("groups"),
+        "fields": words.below("fields"),
+        "help": words.below("help"),
+    }
+    return gr.HTML(
+        html_template='<div class="ht-form"></div>',
+        js_on_load=files("halftune_webui").joinpath("assets", "form.js").read_text(encoding="utf-8"),
+        elem_id="form",
+        schema=json.dumps(as_json(form())),
+        words=json.dumps(labels),
+        hints=json.dumps(hints()),
+    )
+
+
+def _machines(words: Words) -> list[tuple[str, str]]:
+    found = []
+    for name, machine in machines().items():
+        device = machine.devices[0]
+        found.append((f"{device.name if name else words('plan.here')} · {size(device.memory_bytes)}", name))
+    return found
+
+
+def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdown) -> None:
+    recipe, start = context.recipe, context.start
+    reactions = [parts.form, parts.plan, parts.problems, start]
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+
+    def react(text: str, name: str) -> tuple[Any, ...]:
+        return _react(context, text, name)
+
+    def form_changed(text: str, name: str, event: gr.EventData) -> tuple[Any, ...]:
+        changed = _edited(text, event.edits)
+        return changed, *_react(context, changed, name, event.seq)
+
+    def picked(name: str | None, text: str, machine_name: str) -> tuple[Any, ...]:
+        chosen = shipped(name) if name else text
+        return chosen, *_react(context, chosen, machine_name)
+
+    parts.form.submit(form_changed, [recipe, machine], [recipe, *reactions], trigger_mode="multiple", **quiet)
+    recipe.input(react, [recipe, machine], reactions, trigger_mode="always_last", **quiet)
+    machine.input(react, [recipe, machine], reactions, **quiet)
+    pick.input(picked, [pick, recipe, machine], [recipe, *reactions], **quiet)
+    context.board.load(
+        lambda text, name: (text or shipped(FIRST), *_react(context, text or shipped(FIRST), name)),
+        [recipe, machine],
+        [recipe, *reactions],
+        js=RESTORE,
+        **quiet,
+    )
+
+
+def _edited(text: str, edits: list[dict[str, Any]]) -> str:
+    """The recipe after what was done in the form, in order."""
+    for edit in edits:
+        try:
+            match edit["op"]:
+                case "set":
+                    text = change(text, edit["path"], edit["value"])
+                case "add":
+                    text = add_entry(text, edit["path"])
+                case "remove":
+                    text = remove_entry(text, edit["path"])
+        except ConfigError as error:
+            gr.Warning(str(error))
+    return text
+
+
+def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any, ...]:
+    """Everything beside the text: the form, the plan, the list of problems, whether it can be started."""
+    examined = examine(text or "", context.settings)
+    planned = outlook(examined.loaded, machine) if examined.loaded is not None else None
+    problem = planned.problem if planned is not None else None
+    panel = plan_panel(planned.plan if planned else None, problem, context.words, elsewhere=machine != HERE)
+    ready = not examined.problems and (machine != HERE or problem is None)
+    return (
+        form_state(examined, planned, seq),
+        panel,
+        _problems(context.words, examined, planned),
+        gr.Button(interactive=ready),
+    )
+
+
+def _problems(words: Words, examined: Examined, planned: Outlook | None) -> str:
+    """All problems in the words and order of the command line."""
+    found: list[HalftuneError] = list(examined.problems)
+    if planned is not None and planned.problem is not None:
+        found.append(planned.problem)
+    if not found:
+        return '<div class="ht-problems fine"></div>'
+    count = words("train.problems" if len(found) > 1 else "train.problem", n=len(found))
+    lines = "".join(f"<li>{escape(str(problem))}</li>" for problem in found)
+    return f'<div class="ht-problems" role="status"><p>{escape(count)}</p><ul>{lines}</ul></div>'

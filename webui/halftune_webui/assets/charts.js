@@ -1,0 +1,193 @@
+// Curves of one or several runs: drag to zoom, double-click for all of it, move over them to read numbers.
+// `element`, `props` and `watch` are Gradio's. The page asks no other server for anything.
+const root = element.querySelector('.ht-charts');
+const words = JSON.parse(props.words);
+const NS = 'http://www.w3.org/2000/svg';
+const LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 22, HEIGHT = 190;
+let data = {charts: [], runs: []}, zoom = null, raw = true, smooth = true, log = false;
+
+const make = (name, attributes = {}, text) => {
+  const node = document.createElementNS(NS, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+};
+const html = (name, className, text) => {
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+};
+const spell = (value, unit) => {
+  if (unit === 'bytes') return (value / 2 ** 30).toPrecision(3) + ' GiB';
+  if (value === 0) return '0';
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(size >= 1e6 ? 2 : 1).replace('e+', 'e');
+  return size >= 1000 ? Math.round(value).toLocaleString('en') : String(+value.toPrecision(4));
+};
+const ticks = (low, high, wanted) => {
+  const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
+  const gap = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough) || 10 * power;
+  const found = [];
+  for (let mark = Math.ceil(low / gap - 1e-9) * gap; mark <= high + gap * 1e-6; mark += gap) found.push(+mark.toPrecision(12));
+  return found;
+};
+const colour = (run) => `var(--ht-l${(data.runs.indexOf(run) % 6) + 1})`;
+
+function drawn(chart) {
+  const lines = [];
+  for (const line of chart.lines) {
+    const both = line.smooth.length > 0;
+    if (raw || !both) lines.push({run: line.run, points: line.points, kind: both && smooth ? 'raw' : 'main'});
+    if (both && smooth) lines.push({run: line.run, points: line.smooth, kind: 'main'});
+  }
+  return lines;
+}
+
+function bounds(lines, logarithmic) {
+  let low = Infinity, high = -Infinity, left = Infinity, right = -Infinity;
+  for (const line of lines) for (const [step, value] of line.points) {
+    left = Math.min(left, step); right = Math.max(right, step);
+    if (zoom && (step < zoom[0] || step > zoom[1])) continue;
+    if (value === null || (logarithmic && value <= 0)) continue;
+    low = Math.min(low, value); high = Math.max(high, value);
+  }
+  if (zoom) [left, right] = zoom;
+  if (low > high) return null;
+  if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
+  if (left === right) { left -= 1; right += 1; }
+  if (!logarithmic) { const room = (high - low) * 0.05; low = low >= 0 ? Math.max(0, low - room) : low - room; high += room; }
+  return {low, high, left, right};
+}
+
+function figure(chart) {
+  const box = html('figure');
+  box.dataset.chart = chart.name;
+  box.append(html('figcaption', '', words[chart.name]));
+  const lines = drawn(chart), logarithmic = log && chart.name.endsWith('loss'), range = bounds(lines, logarithmic);
+  const width = Math.max(220, box_width());
+  const svg = make('svg', {viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: 'img', 'aria-label': words[chart.name]});
+  box.append(svg);
+  if (!range) { svg.append(make('text', {x: LEFT, y: HEIGHT / 2, class: 'mark'}, words.nothing)); return box; }
+  const scale = (value) => (logarithmic ? Math.log10(value) : value);
+  const x = (step) => LEFT + ((step - range.left) / (range.right - range.left)) * (width - LEFT - RIGHT);
+  const y = (value) => HEIGHT - BOTTOM - ((scale(value) - scale(range.low)) / (scale(range.high) - scale(range.low))) * (HEIGHT - TOP - BOTTOM);
+  const marks = logarithmic
+    ? ticks(scale(range.low), scale(range.high), 4).map((power) => 10 ** power)
+    : ticks(range.low, range.high, 4);
+  for (const mark of marks) {
+    svg.append(make('path', {d: `M${LEFT} ${y(mark).toFixed(1)}H${width - RIGHT}`, class: 'grid'}));
+    svg.append(make('text', {x: LEFT - 6, y: y(mark) + 4, class: 'mark', 'text-anchor': 'end'}, spell(mark, chart.unit)));
+  }
+  for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 3)) {
+    if (mark !== Math.round(mark) || x(mark) > width - 14) continue;
+    svg.append(make('text', {x: x(mark), y: HEIGHT - 6, class: 'mark', 'text-anchor': 'middle'}, mark.toLocaleString('en')));
+  }
+  const clip = `ht-clip-${chart.name}`, hole = make('clipPath', {id: clip});
+  hole.append(make('rect', {x: LEFT, y: 0, width: width - LEFT - RIGHT, height: HEIGHT - BOTTOM + 1}));
+  svg.append(hole);
+  for (const line of lines) {
+    let path = '', pen = false;
+    for (const [step, value] of line.points) {
+      if (value === null || (logarithmic && value <= 0)) {
+        pen = false;
+        if (value === null) svg.append(make('circle', {cx: x(step), cy: TOP + 4, r: 4, class: 'odd', 'clip-path': `url(#${clip})`}));
+        continue;
+      }
+      path += `${pen ? 'L' : 'M'}${x(step).toFixed(1)} ${y(value).toFixed(1)}`;
+      pen = true;
+    }
+    if (line.points.length === 1) path += 'h0';
+    svg.append(make('path', {d: path, class: line.kind, style: `stroke:${colour(line.run)}`, 'clip-path': `url(#${clip})`, 'data-points': line.points.length}));
+  }
+  listen(box, svg, chart, lines, range, width);
+  return box;
+}
+
+function listen(box, svg, chart, lines, range, width) {
+  const band = make('rect', {y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0, class: 'band'});
+  const rule = make('path', {class: 'rule'});
+  const tip = html('div', 'tip');
+  tip.hidden = true;
+  svg.append(band, rule);
+  box.append(tip);
+  const place = (event) => {
+    const frame = svg.getBoundingClientRect(), at = Math.min(width - RIGHT, Math.max(LEFT, (event.clientX - frame.left) * (width / frame.width)));
+    return {at, step: range.left + ((at - LEFT) / (width - LEFT - RIGHT)) * (range.right - range.left)};
+  };
+  let from = null;
+  svg.addEventListener('pointerdown', (event) => { from = place(event); svg.setPointerCapture(event.pointerId); });
+  svg.addEventListener('pointermove', (event) => {
+    const here = place(event);
+    if (from) { band.setAttribute('x', Math.min(from.at, here.at)); band.setAttribute('width', Math.abs(from.at - here.at)); }
+    rule.setAttribute('d', `M${here.at} ${TOP}V${HEIGHT - BOTTOM}`);
+    const rows = [];
+    let nearest = null;
+    for (const line of lines.filter((one) => one.kind === 'main')) {
+      const point = line.points.reduce((best, one) => (best === null || Math.abs(one[0] - here.step) < Math.abs(best[0] - here.step) ? one : best), null);
+      if (!point) continue;
+      if (nearest === null) nearest = point[0];
+      rows.push(`${data.runs.length > 1 ? line.run + ': ' : ''}${point[1] === null ? words.odd : spell(point[1], chart.unit)}`);
+    }
+    tip.textContent = `${words.step} ${Math.round(nearest ?? here.step).toLocaleString('en')}\n${rows.join('\n')}`;
+    tip.hidden = false;
+    tip.style.left = here.at > width / 2 ? 'auto' : `${here.at + 10}px`;
+    tip.style.right = here.at > width / 2 ? `${width - here.at + 10}px` : 'auto';
+  });
+  svg.addEventListener('pointerleave', () => { tip.hidden = true; rule.setAttribute('d', ''); });
+  svg.addEventListener('pointerup', (event) => {
+    const here = place(event), began = from;
+    from = null;
+    band.setAttribute('width', 0);
+    if (began && Math.abs(began.at - here.at) > 8) { zoom = [Math.min(began.step, here.step), Math.max(began.step, here.step)]; draw(); }
+  });
+  svg.addEventListener('dblclick', () => { zoom = null; draw(); });
+}
+
+const columns = () => (root.clientWidth > 1050 ? 3 : root.clientWidth > 620 ? 2 : 1);
+const box_width = () => Math.floor((root.clientWidth - (columns() - 1) * 18) / columns());
+
+function controls() {
+  const bar = html('div', 'bar');
+  for (const run of data.runs) {
+    const key = html('span', 'key', run);
+    key.style.setProperty('--line', colour(run));
+    bar.append(key);
+  }
+  bar.append(html('span', 'space'));
+  const toggle = (name, on, set) => {
+    const label = html('label'), input = html('input');
+    input.type = 'checkbox'; input.checked = on; input.name = name;
+    input.addEventListener('change', () => { set(input.checked); draw(); });
+    label.append(input, words[name]);
+    bar.append(label);
+  };
+  toggle('raw', raw, (on) => { raw = on; });
+  toggle('smooth', smooth, (on) => { smooth = on; });
+  toggle('log', log, (on) => { log = on; });
+  const all = html('button', '', words.all);
+  all.type = 'button'; all.disabled = !zoom;
+  all.addEventListener('click', () => { zoom = null; draw(); });
+  bar.append(all);
+  return bar;
+}
+
+function draw() {
+  if (!root.clientWidth) return;  // in a tab that is not shown: drawn when it is
+  root.replaceChildren();
+  if (!data.charts.length) return;
+  root.append(controls());
+  const grid = html('div', 'grid');
+  grid.style.gridTemplateColumns = `repeat(${columns()}, 1fr)`;
+  for (const chart of data.charts) grid.append(figure(chart));
+  root.append(grid, html('p', 'help', words.hint));
+}
+
+const update = () => {
+  data = props.value ? JSON.parse(props.value) : {charts: [], runs: []};
+  if (!root.querySelector('svg:active')) draw();
+};
+watch('value', update);
+let seen = 0;
+new ResizeObserver(() => { if (root.clientWidth !== seen) { seen = root.clientWidth; draw(); } }).observe(root);
+update();

@@ -1,0 +1,32 @@
+// Shows HTML that the server has escaped, and keeps what the reader did to it: scrolling, folded parts, focus.
+// `element`, `trigger`, `props` and `watch` are Gradio's. A button with data-act tells the server; data-ask asks first.
+const box = element.querySelector('.ht-live');
+const kept = (key) => [...box.querySelectorAll(`[data-keep]`)].map((one) => [one.dataset.keep, key(one)]);
+
+const draw = () => {
+  const html = props.value || '';
+  if (box.dataset.seen === html) return;
+  const scrolls = new Map(kept((one) => [one.scrollTop, one.scrollTop + one.clientHeight >= one.scrollHeight - 4]));
+  const open = new Map(kept((one) => one.open));
+  const focus = document.activeElement && box.contains(document.activeElement) ? document.activeElement.id : '';
+  box.innerHTML = html;
+  box.dataset.seen = html;
+  for (const one of box.querySelectorAll('[data-keep]')) {
+    const before = scrolls.get(one.dataset.keep);
+    if (one.tagName === 'DETAILS') { if (open.get(one.dataset.keep) !== undefined) one.open = open.get(one.dataset.keep); }
+    else one.scrollTop = before && !before[1] ? before[0] : one.scrollHeight;
+  }
+  if (focus) { const again = document.getElementById(focus); if (again) again.focus(); }
+};
+
+element.addEventListener('click', (event) => {
+  const button = event.target.closest('[data-act]');
+  if (!button || button.tagName === 'INPUT') return;
+  if (button.dataset.ask && !window.confirm(button.dataset.ask)) return;
+  trigger('submit', {act: button.dataset.act, run: button.dataset.run || ''});
+});
+element.addEventListener('change', (event) => {
+  if (event.target.dataset.act) trigger('submit', {act: event.target.dataset.act, run: event.target.dataset.run, on: event.target.checked});
+});
+watch('value', draw);
+draw();

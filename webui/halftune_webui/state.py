@@ -1,0 +1,87 @@
+"""What the page is told after every change: the fields, their problems, what cannot run here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from halftune.config.shape import Path, dotted
+from halftune.config.yaml_source import KeyProblem
+from halftune.core.errors import HalftuneError
+from halftune_webui.edits import path_of
+from halftune_webui.form import Group, Row, form, shown
+from halftune_webui.planning import Outlook
+from halftune_webui.recipe import Examined
+from halftune_webui.yaml_edit import child_at
+
+
+def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0) -> str:
+    """The form's state as JSON.
+
+    Args:
+        examined: the recipe.
+        outlook: its plan, where it has one.
+        seq: number of the change that this answers.
+    """
+    groups = form()
+    values = examined.values
+    counts = dict(_counts(groups, values))
+    known = list(_paths(groups, counts))
+    beside: dict[str, list[str]] = {}
+    planned = outlook.problem if outlook is not None else None
+    for problem in (*examined.problems, *([planned] if planned else [])):
+        place = place_of(problem, known)
+        if place:
+            beside.setdefault(place, []).append(said(problem))
+    state = {
+        "seq": seq,
+        "readable": values is not None,
+        "text": examined.text,
+        "keep": not examined.secret,
+        "fields": dict(shown(values)) if values is not None else {},
+        "entries": counts,
+        "problems": beside,
+        "impossible": outlook.impossible if outlook is not None else {},
+    }
+    return json.dumps(state, ensure_ascii=False)
+
+
+def said(problem: HalftuneError) -> str:
+    """A problem beside its field: the words of the command line without the place."""
+    return f"{problem.what} · {problem.remedy}" if problem.remedy else problem.what
+
+
+def place_of(problem: HalftuneError, known: list[str]) -> str:
+    """The field that a problem is shown at: its own, else its list's or section's first one; empty for none."""
+    key = problem.key if isinstance(problem, KeyProblem) else _named(problem.where)
+    for end in range(len(key), 0, -1):
+        path = dotted(key[:end])
+        if path in known:
+            return path
+        below = [other for other in known if other.startswith((f"{path}.", f"{path}["))]
+        if below:
+            return below[0]
+    return ""
+
+
+def _named(where: str) -> Path:
+    """The key that a plan's problem names as its place."""
+    try:
+        return path_of(where)
+    except HalftuneError:
+        return ()
+
+
+def _counts(groups: tuple[Group, ...], values: Any) -> Iterator[tuple[str, int]]:
+    for row in (row for group in groups for row in group.rows if row.kind == "entries"):
+        found = child_at(values, path_of(row.path))
+        yield row.path, len(found) if isinstance(found, list) else 0
+
+
+def _paths(groups: tuple[Group, ...], counts: dict[str, int]) -> Iterator[str]:
+    rows: list[Row] = [row for group in groups for row in group.rows]
+    for row in rows:
+        yield row.path
+        for index in range(counts.get(row.path, 0)):
+            yield from (f"{row.path}[{index}].{inner.path}" for inner in row.rows)
