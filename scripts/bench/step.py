@@ -55,6 +55,7 @@ def prepare(model: str, precision: str, folder: Path) -> tuple[Stepper, list[Any
     trained = session.trained
     stepper = Stepper(
         session.accelerator,
+        session.strategy,
         session.wrapped,
         trained.optimizer,
         trained.schedule,

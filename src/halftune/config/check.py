@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from halftune.config.adapter import LoraAdapter
+from halftune.config.check_distributed import DISTRIBUTED_RULES
 from halftune.config.check_files import FILE_RULES
 from halftune.config.finding import Context, Finding
 from halftune.config.method import PretrainMethod
@@ -214,6 +215,7 @@ RULES: tuple[Row, ...] = (
     ),
     _row(remote_code_is_pinned, "model"),
     _row(loggers_are_installed, "logging.report_to"),
+    *(_row(rule, *keys) for rule, *keys in DISTRIBUTED_RULES),
     *(_row(rule, *keys) for rule, keys in FILE_RULES),
 )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from halftune.config.adapter import AdapterSection, LoraAdapter
 from halftune.config.attention import AttentionSection
 from halftune.config.data import DataSection
+from halftune.config.distributed import DistributedSection
 from halftune.config.generation import GenerationSection
 from halftune.config.logging import LoggingSection
 from halftune.config.method import MethodSection, SftMethod
@@ -42,6 +43,9 @@ class RunConfig(Section):
 
     training: TrainingSection
     """Batch, schedule, optimizer, checkpoints."""
+
+    distributed: DistributedSection = DistributedSection()
+    """Processes, machines, and how they share the model: `auto`, `ddp` or `fsdp2`, or a section."""
 
     logging: LoggingSection = LoggingSection()
     """Where metrics go besides the run folder."""

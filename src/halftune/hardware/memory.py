@@ -60,6 +60,10 @@ class Workload:
         adapted_inputs: widths of the inputs of adapted layers, summed over all of them, where dropout copies them.
         dora_outputs: widths of the outputs of adapted layers, summed over all of them, where DoRA scales them.
         packed: whether rows are packed and computed sample by sample.
+        strategy: how processes share the model: ``single``, ``ddp`` or ``fsdp2``.
+        processes: that share it.
+        offload: with fsdp2, shards live in main memory.
+        regather: with fsdp2, a layer's weights go after its forward pass and come again for the backward pass.
     """
 
     kind: Kind
@@ -80,6 +84,10 @@ class Workload:
     adapted_inputs: int = 0
     dora_outputs: int = 0
     packed: bool = False
+    strategy: str = "single"
+    processes: int = 1
+    offload: bool = False
+    regather: bool = True
 
     @property
     def full(self) -> bool:
@@ -107,16 +115,42 @@ class Estimate:
 
 
 def estimate(work: Workload, facts: ModelFacts) -> Estimate:
-    """Peak memory of training on one device; pure."""
+    """Peak memory of training on one device; pure.
+
+    A replica of several (``ddp``) holds its gradients, which are the buckets that are summed, all the time.
+    """
     weights = round(facts.num_parameters * _weight_bytes(work, facts)) + work.adapter * work.trainable
     gradients = work.trained * work.trainable
     moments = round(work.trained * work.state * MOMENTS[work.optimizer])
     activations = _activations(work, facts)
     logits = _logits(work, facts)
-    overlap = min(gradients, activations + logits) if work.accumulation == 1 else 0
+    if work.strategy == "fsdp2":
+        weights, gradients, moments = _sharded(work, facts, weights, gradients, moments)
+    overlap = min(gradients, activations + logits) if work.accumulation == 1 and work.strategy == "single" else 0
     rest = weights + gradients + moments + activations + logits - overlap
     overhead = RUNTIME_BYTES[work.kind] + round(rest * FRAGMENTATION[work.kind])
     return Estimate(weights, gradients, moments, activations, logits, overhead, overlap)
+
+
+def _sharded(work: Workload, facts: ModelFacts, weights: int, gradients: int, moments: int) -> tuple[int, int, int]:
+    """Weights, gradients and moments of one of several processes that each hold a share.
+
+    Embedding and head are gathered for the whole step, decoder layers two at a time (one computes while the next one
+    comes), and all of them where they are not let go in between; the gradient of one such group exists whole before it
+    is reduced.
+    """
+    ends = round(weights * min(1.0, _ends(facts) / facts.num_parameters))
+    layers = weights - ends
+    gathered = ends + (layers * 2 // facts.num_layers if work.regather else layers)
+    largest = max(ends, layers // facts.num_layers) * gradients // max(weights, 1)
+    held = 0 if work.offload else 1
+    share = [-(-size // work.processes) * held for size in (weights, gradients, moments)]
+    return share[0] + gathered, share[1] + largest, share[2]
+
+
+def _ends(facts: ModelFacts) -> int:
+    """Parameters outside the decoder layers."""
+    return facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
 
 
 def _weight_bytes(work: Workload, facts: ModelFacts) -> float:
@@ -149,8 +183,9 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
         kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1) + dora
     casts = 0
     if work.autocast and work.storage > work.compute:  # half copies of the weights, kept for the backward pass
-        matrices = facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
-        casts = matrices * work.compute // (facts.num_layers if work.checkpointing else 1)
+        casts = (facts.num_parameters - _ends(facts)) * work.compute
+        if work.checkpointing or work.strategy == "fsdp2":  # there they are gathered as such, and let go
+            casts //= facts.num_layers
     return round(work.tokens * (kept + ends)) + casts
 
 

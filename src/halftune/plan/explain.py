@@ -55,16 +55,27 @@ def explain(plan: Plan, *, width: int | None = None, footer: Iterable[str] = ())
 
 def _groups(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [
-        (
-            "device",
-            [_row("device", plan.device), _row("processes", plan.distribution, f"{plan.batch.world_size} process")],
-        ),
+        ("device", [_row("device", plan.device), *_processes(plan)]),
         ("number formats", _formats(plan)),
         ("attention", _attention(plan)),
         ("batch", _batch(plan)),
         ("size", _size(plan)),
         ("memory per device", _memory(plan.memory)),
     ]
+
+
+def _processes(plan: Plan) -> list[Row]:
+    count, parallel = plan.batch.world_size, plan.parallel
+    if parallel is None:
+        return [_row("processes", plan.distribution, f"{count} process")]
+    on = "" if parallel.machines == 1 else f" on {parallel.machines} machines"
+    rows = [_row("processes", plan.distribution, f"{count} processes{on}"), _row("strategy", plan.distribution)]
+    rows[0] = (*rows[0][:2], f"one device each, {count // parallel.machines} on a machine")
+    rows += [
+        (f"with {name}", size(total), f"memory of one device, estimated: {verdict}")
+        for name, total, verdict in parallel.memory
+    ]
+    return [*rows, _row("exchanged", parallel.param), _row("summed", parallel.reduce), _row("buffers", parallel.buffer)]
 
 
 def _formats(plan: Plan) -> list[Row]:

@@ -28,17 +28,16 @@ _SLOWER = {True: "a quarter", False: "a third"}
 
 
 def plan_memory(
-    config: RunConfig,
-    hardware: Hardware,
-    facts: ModelFacts,
-    precision: PrecisionPlan,
-    attention: AttentionPlan,
-    packing: bool,
-    adapted: Adapted,
+    config: RunConfig, facts: ModelFacts, work: Workload, available: int
 ) -> tuple[Choice[bool], MemoryPlan]:
-    """Gradient checkpointing (decided here where it is ``auto``) and the estimate that goes with it."""
-    work = _workload(config, hardware, facts, precision, attention, packing, adapted)
-    available = min(device.memory_bytes for device in hardware.devices)
+    """Gradient checkpointing (decided here where it is ``auto``) and the estimate that goes with it.
+
+    Args:
+        config: what was asked.
+        facts: the model.
+        work: one device's share, as the plan's strategy gives it.
+        available: bytes that one process may use.
+    """
     asked = config.training.gradient_checkpointing
     plain, saving = estimate(work, facts), estimate(replace(work, checkpointing=True), facts)
     costs = (
@@ -51,7 +50,7 @@ def plan_memory(
     else:
         checkpointing = Choice(True, costs)
     chosen = saving if checkpointing.value else plain
-    disk = round(adapted.count.value * (work.trainable + MOMENTS[work.optimizer] * work.state))
+    disk = round(work.trained * (work.trainable + MOMENTS[work.optimizer] * work.state))
     return checkpointing, MemoryPlan(
         weights=chosen.weights,
         gradients=chosen.gradients,
@@ -66,7 +65,13 @@ def plan_memory(
     )
 
 
-def _workload(
+def per_process(hardware: Hardware, processes: int) -> int:
+    """Bytes of the smallest device; processes of one machine share its main memory."""
+    smallest = min(device.memory_bytes for device in hardware.devices)
+    return smallest // processes if hardware.kind in ("cpu", "mps") else smallest
+
+
+def workload(
     config: RunConfig,
     hardware: Hardware,
     facts: ModelFacts,
@@ -75,6 +80,7 @@ def _workload(
     packing: bool,
     adapted: Adapted,
 ) -> Workload:
+    """What one process does in a step, with the whole model on its device."""
     training, adapter = config.training, config.adapter
     length = config.data.max_length
     rows, budget = batch_size(config)

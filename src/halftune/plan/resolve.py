@@ -11,7 +11,8 @@ from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
 from halftune.plan.batch import plan_batch
-from halftune.plan.memory import plan_memory
+from halftune.plan.distribution import choose_strategy, plan_parallel
+from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.packing import choose_packing
 from halftune.plan.trainable import count_trainable
 from halftune.plan.tree import Plan
@@ -37,7 +38,10 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     _check_optimizer(config, precision)
     packing, attention = _rows(config, hardware, facts, precision)
     adapted = count_trainable(facts, config.adapter)
-    checkpointing, memory = plan_memory(config, hardware, facts, precision, attention, packing.value, adapted)
+    work = workload(config, hardware, facts, precision, attention, packing.value, adapted)
+    distribution, work = choose_strategy(config, hardware, facts, work, world_size)
+    available = per_process(hardware, max(1, world_size // config.distributed.num_machines))
+    checkpointing, memory = plan_memory(config, facts, work, available)
     batch = plan_batch(config, hardware.kind, world_size, packing, checkpointing)
     counted = (
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
@@ -48,12 +52,13 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         attention=attention,
         batch=batch,
         memory=memory,
-        distribution=_distribution(hardware, world_size),
+        distribution=distribution,
         num_parameters=Choice(facts.num_parameters, counted),
         num_trainable=adapted.count,
         warnings=(*precision.warnings, *_warnings(config, hardware, facts, world_size, memory.verdict)),
         model=f"{facts.name_or_path} ({facts.model_type})",
         machine=_machine(hardware),
+        parallel=plan_parallel(config, hardware, facts, precision, work, world_size),
     )
 
 
@@ -109,22 +114,15 @@ def _machine(hardware: Hardware) -> str:
     return f"{_counted(hardware)}; {hardware.cpu_cores} cores, {gigabytes:.0f} GiB of main memory"
 
 
-def _distribution(hardware: Hardware, world_size: int) -> Choice[str]:
-    if world_size > 1:
-        return Choice("ddp", f"{world_size} processes, each with a whole copy of the model")
-    return Choice("single", "one process")
-
-
 def _warnings(
     config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size: int, verdict: Choice[str]
 ) -> list[str]:
     """What the parts do not see by themselves."""
     warnings = [f"{note[0].upper()}{note[1:]}." for note in hardware.notes]
-    if hardware.kind != "cpu" and world_size < len(hardware.devices):
-        warnings.append(
-            f"{world_size} of {len(hardware.devices)} devices is used: start one process per device "
-            f"(torchrun --nproc-per-node {len(hardware.devices)} -m halftune train …)."
-        )
+    machines = config.distributed.num_machines
+    if hardware.kind != "cpu" and world_size < len(hardware.devices) * machines:
+        everyone = len(hardware.devices) * machines
+        warnings.append(f"{world_size} of {everyone} devices is used (distributed.num_processes).")
     longest = facts.max_position_embeddings
     if longest and config.data.max_length > longest:
         warnings.append(

@@ -71,13 +71,37 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class ParallelPlan:
+    """How processes share the work, beyond ``Plan.distribution``, which names the strategy.
+
+    Attributes:
+        machines: that train together.
+        param, reduce, buffer: dtypes in which weights are gathered, gradients are summed over processes, and buffers
+            are kept.
+        wrap: class names of the modules that fsdp2 gathers one after the other; empty for the decoder layers.
+        reshard, offload: fsdp2's choices.
+        memory: (strategy, estimated bytes on one device, whether they fit), of every strategy that is possible.
+    """
+
+    machines: int
+    param: Choice[str]
+    reduce: Choice[str]
+    buffer: Choice[str]
+    wrap: tuple[str, ...] = ()
+    reshard: bool = True
+    offload: bool = False
+    memory: tuple[tuple[str, int, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that was decided about a run, each with its reason.
 
     Attributes:
         device: kind of the devices: ``cuda | rocm | mps | xpu | cpu``.
         precision, attention, batch, memory: the parts.
-        distribution: ``single | ddp``.
+        distribution: ``single | ddp | fsdp2``.
+        parallel: how processes share the work; None with one.
         num_parameters, num_trainable: weights, and those that are trained.
         warnings: full sentences that the user must see before training, those of the parts included.
         model, machine: what the plan is for, in words.
@@ -94,6 +118,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     model: str = ""
     machine: str = ""
+    parallel: ParallelPlan | None = None
 
     def unpacked(self, reason: str) -> Plan:
         """The same plan without packing, where a start-up check found that packed samples would mix."""

@@ -68,6 +68,7 @@ class Attempts:
         trained = session.trained
         self.stepper = Stepper(
             session.accelerator,
+            session.strategy,
             session.wrapped,
             trained.optimizer,
             trained.schedule,

@@ -18,7 +18,7 @@ _PROBE = 2  # tokens
 _proven: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
+def plain_head(base: Any, inputs: Mapping[str, Any], through: nn.Module | None = None) -> nn.Linear | None:
     """The head of a model that returns its head's product untouched; None for any other.
 
     Soft-capped, scaled, adapted, wrapped and watched heads are other ones, and so is every head in fp16, whose unscaled
@@ -28,6 +28,7 @@ def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
     Args:
         base: the transformers model itself.
         inputs: of a forward pass, without labels; on the model's device.
+        through: what forward passes must be made with where weights are in shards; ``base`` itself by default.
     """
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     if type(head) is not nn.Linear or torch.compiler.is_compiling() or "forward" in vars(head):
@@ -37,7 +38,7 @@ def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
     if _computes_in(head) == torch.float16:
         return None
     if base not in _proven:
-        _proven[base] = _returns_what_its_head_returns(base, head, inputs)
+        _proven[base] = _returns_what_its_head_returns(through or base, head, inputs)
     return head if _proven[base] else None
 
 
@@ -69,7 +70,7 @@ def _computes_in(head: nn.Linear) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
 
 
-def _returns_what_its_head_returns(base: Any, head: nn.Linear, inputs: Mapping[str, Any]) -> bool:
+def _returns_what_its_head_returns(model: Any, head: nn.Linear, inputs: Mapping[str, Any]) -> bool:
     """Runs a few tokens and looks whether the model's logits are the very tensor that its head returned."""
     returned: list[torch.Tensor] = []
     watching = head.register_forward_hook(
@@ -78,7 +79,7 @@ def _returns_what_its_head_returns(base: Any, head: nn.Linear, inputs: Mapping[s
     device = head.weight.device
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            logits = base(**_few_tokens(inputs), use_cache=False).logits
+            logits = model(**_few_tokens(inputs), use_cache=False).logits
     finally:
         watching.remove()
     return len(returned) == 1 and returned[0] is logits

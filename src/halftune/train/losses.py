@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from halftune.data.sample import NO_LABEL
@@ -60,7 +61,7 @@ def forward_loss_sum(
         positions = positions.new_zeros(1)
     targets = targets[:, positions]
     base = _base(model)
-    head = None if _is_compiled(model) else plain_head(base, inputs)
+    head = None if _is_compiled(model) else plain_head(base, inputs, model if isinstance(model, FSDPModule) else None)
     takes_positions = _takes_positions(type(base))
     if takes_positions:
         inputs["logits_to_keep"] = positions

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoConfig
 
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
@@ -17,6 +16,7 @@ from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.architectures import read_config
 from halftune.model.fused import fuse
 from halftune.model.load import load_model
 from halftune.model.locate import locate
@@ -29,6 +29,8 @@ from halftune.train.checkpoint import Trained
 from halftune.train.feed import Feed
 from halftune.train.memory import keep_freed_memory
 from halftune.train.optim import make_optimizer
+from halftune.train.parallel import make_strategy
+from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import make_accelerator
 from halftune.train.random_state import seed_everything
 from halftune.train.schedule import make_schedule
@@ -41,6 +43,7 @@ class Session:
     """What a run trains with; ``run`` is the part of it that callbacks see."""
 
     accelerator: Accelerator
+    strategy: Strategy
     run: Run
     data: PreparedData
     feed: Feed
@@ -72,13 +75,14 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase
     model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
-    model.to(accelerator.device)
+    strategy = make_strategy(accelerator, plan)
+    strategy.place(model)
     fuse_layers(model, plan)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     if config.training.torch_compile:
         model.compile()
-    wrapped: nn.Module = accelerator.prepare_model(model)
+    wrapped = strategy.wrap(model)
     rank, world = accelerator.process_index, accelerator.num_processes
     pad_token_id = tokenizer.pad_token_id
     assert isinstance(pad_token_id, int), "load_tokenizer sees to a padding token"
@@ -96,7 +100,7 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase
         torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value),
     )
     run = Run(config, plan, folder, model, tokenizer, accelerator.device, accelerator.is_main_process, total, per_epoch)
-    return Session(accelerator, run, data, feed, eval_feed, wrapped, trained)
+    return Session(accelerator, strategy, run, data, feed, eval_feed, wrapped, trained)
 
 
 def fuse_layers(model: nn.Module, plan: Plan) -> None:
@@ -113,7 +117,7 @@ def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:
     """
     if not plan.batch.packing.value:
         return plan
-    config = AutoConfig.from_pretrained(locate(model), trust_remote_code=model.trust_remote_code)
+    config = read_config(locate(model), trust_remote_code=model.trust_remote_code)
     verdict = packing_verdict(config, plan)
     if verdict.value:
         log.info("packing: %s", verdict.reason)

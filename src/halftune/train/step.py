@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from halftune.train.callbacks.base import StepMetrics
 from halftune.train.feed import MicroBatch
 from halftune.train.losses import forward_loss_sum
 from halftune.train.memory import peak_memory_bytes
+from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import sum_over_processes
 
 
@@ -27,12 +27,14 @@ class Stepper:
 
     Attributes:
         accelerator: processes and devices; its own mixed precision is off, the plan's autocast is used.
-        model: as the accelerator prepared it.
+        strategy: how processes share the model.
+        model: as the strategy wrapped it.
         check_finite: called with loss, gradient norm and the micro-batches before the weights change; raises to leave
             them alone.
     """
 
     accelerator: Accelerator
+    strategy: Strategy
     model: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler
@@ -55,7 +57,7 @@ class Stepper:
         tokens, real, trained = (int(value) for value in sums)
         loss = self._accumulate(batches, trained)
         self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
+        norm = self.strategy.gradient_norm(self.trainable, self.max_grad_norm)
         rate = float(self.schedule.get_last_lr()[0])
         metrics = StepMetrics(loss, rate, norm, tokens, real, trained, 0.0, 0)
         self._update(metrics, batches)
@@ -63,12 +65,12 @@ class Stepper:
         return metrics
 
     def _accumulate(self, batches: list[MicroBatch], trained: int) -> float:
-        # DDP averages gradients over processes; the loss wants their sum.
+        # Gradients are averaged over processes; the loss wants their sum.
         scale = self.accelerator.num_processes / max(trained, 1)
         losses = []
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
+            with self.strategy.accumulating(self.model, last=last):
                 loss_sum = self.forward(batch, self.model, scale)
                 self.scaler.scale(loss_sum * scale).backward()
             losses.append(loss_sum.detach())
@@ -84,12 +86,6 @@ class Stepper:
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
         with autocast(self.plan.precision, device):
             return forward_loss_sum(model, inputs, scale=scale)[0]
-
-    def _clip(self) -> float:
-        if self.max_grad_norm > 0:
-            return float(nn.utils.clip_grad_norm_(self.trainable, self.max_grad_norm))
-        gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
-        return float(nn.utils.get_total_norm(gradients))
 
     def _update(self, metrics: StepMetrics, batches: list[MicroBatch]) -> None:
         # An overflow of scaled gradients is the scaler's daily business: it skips the update and lowers the scale.

@@ -23,23 +23,28 @@ def evaluate(
     Args:
         stepper: gives devices, processes and autocast.
         model: unwrapped: processes may run different numbers of batches, and a wrapped one would wait for the others.
+            Where it is sharded, they run equally many and leave together.
         feed: the evaluation split.
         abandoned: asked before every batch; true leaves at once.
     """
     loss, count = 0.0, 0
     training = model.training
     model.eval()
-    left = False
+    left, together = False, stepper.strategy.sharded
     try:
         for batches in feed.once():
-            if left := abandoned():
+            left = abandoned()
+            if together:
+                left = sum_over_processes(stepper.accelerator, [float(left)])[0] > 0
+            if left:
                 break
             for batch in batches:
-                if batch.tokens_trained:
+                if batch.tokens_trained or together:
                     loss += float(stepper.forward(batch, model))
                     count += batch.tokens_trained
     finally:
         model.train(training)
+        stepper.strategy.after_evaluation(model)
     total, counted, leaving = sum_over_processes(stepper.accelerator, [loss, count, float(left)])
     if leaving:
         return None

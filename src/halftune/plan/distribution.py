@@ -1,0 +1,139 @@
+"""How processes share a model: whole on each device, or in shards; with the memory that each way takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from halftune.config.model_facts import ModelFacts
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.hardware.facts import Hardware
+from halftune.hardware.memory import Workload
+from halftune.plan.memory import per_process, plan_memory
+from halftune.plan.tree import MemoryPlan, ParallelPlan
+from halftune.precision.plan import PrecisionPlan
+
+STRATEGIES = ("ddp", "fsdp2")
+GIB = 2**30
+
+
+def choose_strategy(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, world_size: int
+) -> tuple[Choice[str], Workload]:
+    """The strategy, and what one process has to do under it.
+
+    Args:
+        config, hardware, facts: what was asked, where it runs, the model.
+        work: with the whole model on one device.
+        world_size: processes over all machines.
+
+    Raises:
+        PlanError: what was asked for cannot be had here.
+    """
+    asked, fsdp = config.distributed.strategy, config.distributed.fsdp
+    refused = cannot_shard(hardware, facts)
+    if asked == "deepspeed":
+        raise PlanError(
+            "deepspeed casts and keeps weights by rules of its own, which cannot be held to this plan",
+            where="distributed.strategy",
+            remedy="fsdp2 shards the same things: weights, gradients and optimizer state",
+        )
+    if asked == "fsdp2" and config.training.torch_compile:
+        what = "torch.compile of a model in shards has not been shown to compute the same"
+        raise PlanError(what, where="distributed.strategy", remedy="training.torch_compile: false, or strategy: ddp")
+    if asked == "fsdp2" and refused:
+        raise PlanError(refused, where="distributed.strategy", remedy="distributed.strategy: ddp")
+    if fsdp.cpu_offload and hardware.kind in ("cpu", "mps"):
+        what = "there is no other memory than main memory here"
+        raise PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it")
+    if world_size == 1:
+        return Choice("single", "one process"), work
+    if asked != "auto":
+        chosen = Choice(asked, f"asked for; {_meaning(asked, world_size)}")
+    else:
+        chosen = _by_memory(config, hardware, facts, work, world_size, refused)
+    return chosen, under(chosen.value, work, config, world_size)
+
+
+def cannot_shard(hardware: Hardware, facts: ModelFacts) -> str:
+    """Why fsdp2 is not possible here, as a sentence; empty where it is."""
+    if hardware.kind == "mps":
+        return "fsdp2 needs a device that processes talk over; MPS is none"
+    if facts.quantization is not None:
+        return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
+    return ""
+
+
+def under(strategy: str, work: Workload, config: RunConfig, world_size: int) -> Workload:
+    """The same work shared by so many processes."""
+    fsdp = config.distributed.fsdp
+    return replace(
+        work,
+        strategy=strategy,
+        processes=world_size,
+        offload=fsdp.cpu_offload,
+        regather=fsdp.reshard_after_forward,
+    )
+
+
+def plan_parallel(
+    config: RunConfig,
+    hardware: Hardware,
+    facts: ModelFacts,
+    precision: PrecisionPlan,
+    work: Workload,
+    world_size: int,
+) -> ParallelPlan | None:
+    """Dtypes between processes and the memory of each strategy; None for one process.
+
+    The dtypes are set explicitly wherever processes exchange tensors, and nothing else may set them.
+    """
+    if world_size == 1:
+        return None
+    asked = config.distributed
+    param = Choice(precision.storage.value, "as stored")
+    if work.strategy == "fsdp2" and precision.autocast.value and precision.storage.value == "fp32":
+        param = Choice(precision.compute.value, "linear layers, which autocast casts anyway; all else as stored")
+    return ParallelPlan(
+        machines=asked.num_machines,
+        param=param,
+        reduce=precision.reduce,
+        buffer=Choice("as loaded", "no process changes them; rotary tables are fp32"),
+        wrap=asked.fsdp.wrap,
+        reshard=asked.fsdp.reshard_after_forward,
+        offload=asked.fsdp.cpu_offload,
+        memory=tuple(
+            (name, memory.total, memory.verdict.value)
+            for name, memory in _estimates(config, hardware, facts, work, world_size)
+        ),
+    )
+
+
+def _by_memory(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, world_size: int, refused: str
+) -> Choice[str]:
+    room = per_process(hardware, world_size // config.distributed.num_machines)
+    whole = plan_memory(config, facts, under("ddp", work, config, world_size), room)[1]
+    said = f"a whole model needs {whole.total / GIB:.1f} GiB of {room / GIB:.1f} GiB on each device"
+    if whole.verdict.value != "does not fit":
+        return Choice("ddp", f"{said}: it fits, and {_meaning('ddp', world_size)}")
+    if refused:
+        return Choice("ddp", f"{said}, which does not fit, but {refused}")
+    return Choice("fsdp2", f"{said}, which does not fit; {_meaning('fsdp2', world_size)}")
+
+
+def _estimates(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, world_size: int
+) -> Iterator[tuple[str, MemoryPlan]]:
+    room = per_process(hardware, world_size // config.distributed.num_machines)
+    for name in STRATEGIES:
+        if name == "ddp" or not cannot_shard(hardware, facts):
+            yield name, plan_memory(config, facts, under(name, work, config, world_size), room)[1]
+
+
+def _meaning(strategy: str, world_size: int) -> str:
+    if strategy == "ddp":
+        return f"{world_size} processes, each with a whole copy of the model"
+    return f"{world_size} processes, each with a share of weights, gradients and optimizer state"

@@ -1,0 +1,20 @@
+"""How processes share a model while it trains, one file per strategy. This table names them."""
+
+from __future__ import annotations
+
+from accelerate import Accelerator
+
+from halftune.core.table import load
+from halftune.plan import Plan
+from halftune.train.parallel.strategy import Strategy
+
+STRATEGIES: dict[str, str] = {
+    "single": "halftune.train.parallel.strategy:Strategy",
+    "ddp": "halftune.train.parallel.ddp:Ddp",
+    "fsdp2": "halftune.train.parallel.fsdp2:Fsdp2",
+}
+
+
+def make_strategy(accelerator: Accelerator, plan: Plan) -> Strategy:
+    """The strategy that the plan chose."""
+    return load(STRATEGIES, plan.distribution.value, kind="strategy")(accelerator, plan)

@@ -1,0 +1,49 @@
+"""Distributed data parallelism: a whole model on each device, gradients averaged while they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halftune.core.errors import PlanError
+from halftune.plan import Plan
+from halftune.train.parallel.strategy import Strategy
+
+
+class Ddp(Strategy):
+    """torch's DDP through accelerate.
+
+    Gradients live in the buckets that are summed, so that they take no memory twice.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
+        super().__init__(accelerator, plan)
+        options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        accelerator.ddp_handler = options
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """See :class:`Strategy`."""
+        wrapped: nn.Module = self.accelerator.prepare_model(model)
+        if not isinstance(wrapped, DistributedDataParallel):
+            raise PlanError(
+                f"ddp was planned, but {type(wrapped).__name__} came up: the processes would train apart",
+                remedy="start it with `halftune train` or torchrun",
+            )
+        return wrapped
+
+    @contextmanager
+    def accumulating(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:
+        """See :class:`Strategy`."""
+        if last:
+            yield
+            return
+        with self.accelerator.no_sync(wrapped):
+            yield

@@ -1,0 +1,152 @@
+"""Fully sharded data parallelism with torch's ``fully_shard``: each process holds a share of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from halftune.core.errors import PlanError
+from halftune.core.log import get_logger
+from halftune.core.table import did_you_mean
+from halftune.plan import ParallelPlan
+from halftune.precision.dtypes import torch_dtype
+from halftune.train.parallel.strategy import Strategy
+
+log = get_logger(__name__)
+
+
+class Fsdp2(Strategy):
+    """One code path for CPU and GPU: accelerate's FSDP is none on a CPU, without a word."""
+
+    name: ClassVar[str] = "fsdp2"
+    sharded: ClassVar[bool] = True
+
+    def place(self, model: nn.Module) -> None:
+        """Nothing: a whole model may not fit there; layer by layer goes there when it is sharded."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shards ``model`` in place: its decoder layers (or ``wrap``) one by one, then all that is left.
+
+        Raises:
+            PlanError: a layer's trained weights have several dtypes, or there is no module to wrap.
+        """
+        parallel = self.plan.parallel
+        assert parallel is not None, "fsdp2 is planned for several processes only"
+        device = self.accelerator.device
+        mesh = init_device_mesh(device.type, (self.accelerator.num_processes,), mesh_dim_names=("shard",))
+        _check_dtypes(model)
+        layers = modules_to_wrap(model, parallel.wrap)
+        for layer in layers:
+            self._shard(layer, mesh, parallel, reshard=parallel.reshard)
+        self._shard(model, mesh, parallel, reshard=None)
+        self._check(model)
+        log.info("fsdp2: %d modules (%s) in %d shards", len(layers), type(layers[0]).__name__, mesh.size())
+        return model
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, parallel: ParallelPlan, *, reshard: bool | None) -> None:
+        """Shards one group; the linear layers in it apart where they are gathered in another dtype."""
+        reduce = torch_dtype(parallel.reduce.value)
+        stored = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy() if parallel.offload else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+        # The root's own weights stay gathered from its forward to its backward pass, which begins right after.
+        options["reshard_after_forward"] = reshard
+        if reshard is not None and parallel.param.value != self.plan.precision.storage.value:
+            cast = MixedPrecisionPolicy(torch_dtype(parallel.param.value), reduce, cast_forward_inputs=False)
+            if linear := linear_layers(module):
+                fully_shard(linear, mp_policy=cast, **options)
+        fully_shard(module, mp_policy=stored, **options)
+
+    def _check(self, model: nn.Module) -> None:
+        apart = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+        if apart:
+            raise PlanError(f"fsdp2 was planned, but {len(apart)} weights are not sharded, first {apart[0]}")
+
+    @contextmanager
+    def accumulating(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:
+        """Gradients are reduced after every micro-batch: whole ones would not fit, which is why there are shards."""
+        yield
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+        """See :class:`Strategy`."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if limit > 0:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return float(norm)
+
+    def after_evaluation(self, wrapped: nn.Module) -> None:
+        """Lets the gathered weights go, which otherwise the backward pass would do."""
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Strategy`."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def result(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """See :class:`Strategy`. One tensor after the other is gathered and goes to the main process's memory.
+
+        Of a model under an adapter only what is trained; tied tensors go on sharing their memory.
+        """
+        adapted, done, state = isinstance(model, PeftModel), {}, {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if adapted and not tensor.requires_grad:
+                continue
+            if id(tensor) not in done:
+                whole = self.whole(tensor.detach())
+                done[id(tensor)] = whole.cpu() if self.accelerator.is_main_process else None
+            if done[id(tensor)] is not None:
+                state[name] = done[id(tensor)]
+        return state
+
+
+def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules that are gathered one after the other: those of the classes named, or the decoder layers.
+
+    Raises:
+        PlanError: there is no such module.
+    """
+    classes = {type(module).__name__ for module in model.modules()}
+    if strangers := [name for name in names if name not in classes]:
+        what = f"this model has no module of the class {strangers[0]}"
+        raise PlanError(what, where="distributed.fsdp.wrap", remedy=did_you_mean(strangers[0], classes))
+    if names:
+        return [module for module in model.modules() if type(module).__name__ in names]
+    listed = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not listed:
+        raise PlanError("the model has no list of layers", remedy="name their class in distributed.fsdp.wrap")
+    layers = max(listed, key=lambda one: sum(parameter.numel() for parameter in one.parameters()))
+    return list(layers)
+
+
+def linear_layers(module: nn.Module) -> list[nn.Module]:
+    """Linear layers whose weights autocast casts: frozen bases under an adapter are stored in the compute dtype."""
+    return [
+        child
+        for child in module.modules()
+        if type(child) is nn.Linear and child.weight.dtype == torch.float32 and not isinstance(child, BaseTunerLayer)
+    ]
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if len(dtypes) > 1:
+        raise PlanError(
+            f"fsdp2 reduces gradients of one dtype only, and the trained weights have {len(dtypes)}: "
+            f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}",
+            where="precision.trainable",
+            remedy="precision.trainable: auto, or distributed.strategy: ddp",
+        )

@@ -1,0 +1,64 @@
+"""What the trainer asks of a strategy; by itself this is the strategy of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from halftune.plan import Plan
+
+
+class Strategy:
+    """One process with a whole model.
+
+    Attributes:
+        name: as in ``Plan.distribution``.
+        sharded: whether a process holds a share of each weight only. Then every forward pass, and whatever looks at
+            whole weights, needs all processes at the same time.
+    """
+
+    name: ClassVar[str] = "single"
+    sharded: ClassVar[bool] = False
+
+    def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
+        self.accelerator, self.plan = accelerator, plan
+
+    def place(self, model: nn.Module) -> None:
+        """Puts a model that was built on the CPU where it is computed, if it may be there as a whole."""
+        model.to(self.accelerator.device)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What forward passes are made with; the optimizer is made after this, from ``model``'s own parameters.
+
+        Raises:
+            PlanError: the strategy that came up is not the planned one.
+        """
+        return model
+
+    @contextmanager
+    def accumulating(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:
+        """Around forward and backward pass of a micro-batch; gradients are complete after the ``last`` of a step."""
+        yield
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+        """The norm of all gradients together, over whatever is shared; clips them to ``limit`` where that is not 0."""
+        if limit > 0:
+            return float(nn.utils.clip_grad_norm_(parameters, limit))
+        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+    def after_evaluation(self, wrapped: nn.Module) -> None:
+        """Forward passes without a backward pass are over."""
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight, a gradient or a moment in full, on its device; asked for by all processes in the same order."""
+        return tensor
+
+    def result(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """What the final result is written from, by all processes at once: whole tensors by their names on the main
+        process and none elsewhere; None where the model itself holds them."""
+        return None
