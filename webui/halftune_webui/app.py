@@ -55,4 +55,11 @@ def theme() -> Base:
         text_size=sizes.text_md,
         font=SANS,
         font_mono=MONO,
+    ).set(
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover_dark="*primary_600",
+        button_primary_text_color="white",
+        block_label_text_size="*text_sm",
     )

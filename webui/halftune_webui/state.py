@@ -43,8 +43,23 @@ def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0) -> str
         "entries": counts,
         "problems": beside,
         "impossible": outlook.impossible if outlook is not None else {},
+        "outcome": _outcome(outlook),
     }
     return json.dumps(state, ensure_ascii=False)
+
+
+def _outcome(outlook: Outlook | None) -> dict[str, tuple[str, str]]:
+    """What the plan made of the choices that may say ``auto``: dotted key → (value, reason)."""
+    if outlook is None or outlook.plan is None:
+        return {}
+    plan = outlook.plan
+    packing, linear = plan.batch.packing, plan.attention.linear
+    return {
+        "precision.compute": (plan.precision.compute.value, plan.precision.compute.reason),
+        "attention.backend": (plan.attention.softmax.value, plan.attention.softmax.reason),
+        "attention.linear": (linear.value, linear.reason),
+        "data.packing.enabled": (str(packing.value).lower(), packing.reason),
+    }
 
 
 def said(problem: HalftuneError) -> str:

@@ -116,9 +116,10 @@ function draw(row, path, into) {
   input.setAttribute('aria-describedby', `${id}-help ${id}-problem`);
   const problem = make('p', 'problem'); problem.id = `${id}-problem`; problem.setAttribute('role', 'alert');
   const why = make('details', 'why'); why.hidden = true;
-  node.append(head, input, problem, why, help);
+  const outcome = make('p', 'outcome'); outcome.hidden = true;
+  node.append(head, input, outcome, problem, why, help);
   into.append(node);
-  rows.set(path, {row, node, control: input, problem, why, reset});
+  rows.set(path, {row, node, control: input, problem, why, outcome, reset});
 }
 
 function drawList(row, path, into) {
@@ -192,6 +193,13 @@ function mark(path, entry) {
   }
 }
 
+// What the plan made of a choice, right below it.
+function tell(path, entry) {
+  const said = state.outcome[path];
+  entry.outcome.hidden = !said;
+  entry.outcome.replaceChildren('→ ', make('b', '', said ? said[0] : ''), said ? ` ${said[1]}` : '');
+}
+
 function complain(node, texts) {
   node.textContent = (texts || []).join('\n');
   node.closest('.row').classList.toggle('wrong', Boolean(texts && texts.length));
@@ -212,6 +220,7 @@ function apply(next) {
     const when = entry.row.when;
     entry.node.hidden = Boolean(when && value(when[0]) !== when[1]);
     if (entry.row.kind === 'choice') mark(path, entry);
+    tell(path, entry);
   }
   for (const [path, list] of lists) complain(list.problem, state.problems[path]);
   for (const outer of root.querySelectorAll('.group')) {
