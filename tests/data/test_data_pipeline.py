@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import shutil
+import signal
 import sys
 import threading
 import types
@@ -138,6 +140,20 @@ def test_several_processes_give_the_same(tokenizer, make_config, write, monkeypa
     path = write([*rows, {"prompt": "A?"}], "wrong.jsonl")
     with pytest.raises(DataError, match="line 62: row without an answer"):
         prepare(make_config(path, num_workers=2), tokenizer)
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_a_sentence(tokenizer, make_config, write, monkeypatch):
+    """As the kernel does when memory is short; multiprocessing.Pool would wait for ever."""
+    monkeypatch.setattr(workers, "CHUNK", 16)
+    monkeypatch.setattr(workers, "_work", killed)
+    with pytest.raises(DataError, match=r"a process that tokenises rows has ended") as caught:
+        prepare(make_config(write(ROWS), cache=False, num_workers=2), tokenizer)
+    assert (caught.value.where, "data.num_workers: 1" in caught.value.remedy) == ("data.num_workers", True)
 
 
 def test_sources_are_mixed_by_weight_and_count(tokenizer, make_config, write):

@@ -32,12 +32,19 @@ def check_weights(folder: Path) -> None:
             remedy = "name its base model; `halftune export` merges an adapter into one"
             raise ModelError("this folder holds an adapter, not a model", where=where, remedy=remedy)
         raise ModelError("the folder has no config.json", where=where, remedy="name the folder of a model")
+    if (folder / "adapter_config.json").is_file():
+        what = "holds an adapter beside the model, and transformers would load the base model that the adapter names"
+        remedy = "move adapter_config.json elsewhere, or name the folder of the model alone"
+        raise ModelError(what, where=where, remedy=remedy)
     if read_headers(folder):
         return
     if pickles := pickles_in(folder):
         what = f"the weights are pickles ({pickles[0]}), which can run code when they are loaded"
         raise ModelError(what, where=where, remedy=f"if you trust them: {model_command(folder)}")
-    if (folder / "model.safetensors").is_file():
+    if (single := folder / "model.safetensors").is_symlink() and not single.exists():
+        what = f"is a link to {single.readlink()}, which is not there"
+        raise ModelError(what, where=str(single), remedy="mend the link, or copy the file itself")
+    if single.is_file():
         raise ModelError("it holds no weight", where=f"{folder}/model.safetensors", remedy="copy or download it again")
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     what = f"no weights in model.safetensors{f' (there is {others[0]})' if others else ''}, nor in files of an index"

@@ -51,6 +51,9 @@ def _shards(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         remedy = "the file is damaged: copy or download it again"
         raise ModelError("the index of the weights cannot be read", where=str(index), remedy=remedy) from error
+    if others := [name for name in names if not name.endswith(".safetensors")]:
+        what = f"the index names {others[0]}, which is no safetensors file: it may be a pickle, which can run code"
+        raise ModelError(what, where=str(index), remedy="take the model in safetensors")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         what = f"{len(missing)} of {len(files)} weight files are missing, first {missing[0]}"

@@ -17,6 +17,8 @@ Messages = Sequence[Mapping[str, Any]]
 # `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
 # block trims white space exactly as the original does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# what a template raises that meets a shape which it does not expect, or asks for more than there is
+_TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError, MemoryError)
 _QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
 
 
@@ -96,8 +98,7 @@ class ChatTemplate:
             )  # type: ignore[return-value]
         except TemplateError as error:
             raise RowDropped(f"the chat template refuses it: {str(error)[:200] or type(error).__name__}") from error
-        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            # a template that trips over a shape it does not expect
+        except _TRIPPED as error:
             raise RowDropped(f"the chat template cannot render it: {str(error)[:200]}") from error
 
     def _frame(self) -> str:

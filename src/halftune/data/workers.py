@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from halftune.core.errors import DataError
 from halftune.data.detect import Reading
 from halftune.data.tokenize import BadRow, Outcome, RowTokenizer, Settings
 from halftune.hardware.host import cpu_cores
@@ -30,7 +33,7 @@ def tokenize_rows(
 
     Raises:
         BadRow: with the row's index.
-        DataError: this tokenizer cannot do it.
+        DataError: this tokenizer cannot do it, or a process was killed.
     """
     row_tokenizer = RowTokenizer(tokenizer, reading, settings)  # also where others do the work: errors come from here
     chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
@@ -41,9 +44,19 @@ def tokenize_rows(
         return
     # spawn: a forked child of a process with threads (tokenizers, torch) may hang
     context = multiprocessing.get_context("spawn")
-    with context.Pool(count, initializer=_start, initargs=(tokenizer, reading, settings)) as pool:
-        for number, result in enumerate(pool.imap(_work, chunks)):
-            yield from _placed(result, number)
+    # not multiprocessing.Pool, which waits for ever when one of its processes is killed
+    with ProcessPoolExecutor(count, context, initializer=_start, initargs=(tokenizer, reading, settings)) as pool:
+        try:
+            for number, result in enumerate(pool.map(_work, chunks)):
+                yield from _placed(result, number)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenises rows has ended, killed or without memory",
+                where="data.num_workers",
+                remedy=f"fewer than {count} of them, or data.num_workers: 1, which tokenises in this process",
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _count(num_workers: int | str, rows: int) -> int:

@@ -19,7 +19,16 @@ DAMAGE = (
     SafetensorError,
 )
 # The same of a chat template that is rendered: it is a program, and can do whatever a program can.
-TEMPLATE_FAULTS = (TemplateError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+TEMPLATE_FAULTS = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 def first_line(error: BaseException) -> str:
