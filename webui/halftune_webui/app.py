@@ -15,7 +15,7 @@ from halftune_webui.labels import load_words
 from halftune_webui.settings import Settings
 from halftune_webui.tabs import TABS
 
-STYLE = Path(str(files("halftune_webui").joinpath("assets", "board.css")))
+STYLES = [Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("board", "runs")]
 # Fonts of the reader's system: the page asks no other server for anything.
 SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]

@@ -42,7 +42,7 @@ def serve(
         from fastapi import FastAPI
         from gradio import mount_gradio_app
 
-        from halftune_webui.app import STYLE, build, theme
+        from halftune_webui.app import STYLES, build, theme
 
     port = listener.getsockname()[1]
     board = build(settings)
@@ -56,7 +56,7 @@ def serve(
         enable_monitoring=False,
         ssr_mode=False,
         theme=theme(),
-        css_paths=[STYLE],
+        css_paths=STYLES,
         show_error=True,
         max_file_size=MAX_UPLOAD,
     )

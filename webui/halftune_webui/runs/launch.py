@@ -111,6 +111,18 @@ def _begin(settings: Settings, run: Path, command: list[str], *, wait: bool) -> 
         raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(run)) from error
 
 
+def start_now(settings: Settings, run: Path) -> None:
+    """Starts a run that waits, beside whatever runs.
+
+    Raises:
+        HalftuneError: it does not wait (any more).
+    """
+    _check_own(settings, run)
+    if not queue.remove(settings.runs, run):
+        raise ConfigError("the run does not wait any more", where=str(run))
+    launch(run, settings.runs)
+
+
 def stop(settings: Settings, run: Path) -> None:
     """Asks a run to finish its step, save and leave; asked again, it leaves at once. A waiting one leaves the queue.
 

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 TABS: dict[str, str] = {
     "train": "halftune_webui.tabs.train:build",
+    "runs": "halftune_webui.tabs.runs:build",
 }

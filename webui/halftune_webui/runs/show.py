@@ -1,0 +1,167 @@
+"""Runs as HTML: the list, and a card for each run that is open. Everything that comes from a run is escaped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from html import escape
+from pathlib import Path
+
+from halftune.plan.duration import clock
+from halftune_webui.labels import Words
+from halftune_webui.runs.metrics import Alarm
+from halftune_webui.runs.state import RunState
+
+REPORT = "report.html"
+
+
+def name_of(run: Path, runs: Path) -> str:
+    """How a run is called: its path below the folder of runs, else its whole path."""
+    return str(run.relative_to(runs)) if run.is_relative_to(runs) else str(run)
+
+
+def run_list(states: Sequence[RunState], opened: Collection[Path], runs: Path, words: Words) -> str:
+    """The table of all runs."""
+    if not states:
+        return f'<p class="empty">{escape(words("runs.none", folder=runs))}</p>'
+    head = "".join(
+        f"<th{' class=n' if name in ('loss', 'left') else ''}>{escape(words(f'runs.{name}'))}</th>"
+        for name in ("name", "state", "progress", "loss", "left", "started")
+    )
+    rows = "".join(_row(state, state.folder in opened, runs, words) for state in states)
+    return f'<div class="list"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
+    name, path = escape(name_of(state.folder, runs)), escape(str(state.folder))
+    what = " · ".join(part for part in (state.model, state.precision) if part)
+    tick = (
+        f'<input type="checkbox" data-act="tick" data-run="{path}" {"checked" if opened else ""} '
+        f'aria-label="{escape(words("runs.show", name=name_of(state.folder, runs)))}">'
+    )
+    left = "" if state.seconds_left is None else clock(state.seconds_left)
+    cells = [
+        f"<td>{tick}</td>",
+        f'<td><button class="name" data-act="open" data-run="{path}">{name}</button>{_sub(what)}</td>',
+        f"<td>{_badge(state, words)}</td>",
+        f'<td class="how">{_bar(state) if state.live else ""}{_sub(_steps(state, words))}</td>',
+        f'<td class="n quiet">{_loss(state, words)}</td>',
+        f'<td class="n quiet">{escape(left)}</td>',
+        f'<td class="quiet">{_when(state.began)}</td>',
+    ]
+    return f'<tr class="{"open" if opened else ""}">{"".join(cells)}</tr>'
+
+
+def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, words: Words) -> str:
+    """One run: what it does, how far it is, what is odd, why it ended, what can be done."""
+    name = name_of(state.folder, runs)
+    acts = f'<span class="acts">{_acts(state, name, words)}</span>'
+    parts = [f"<header><h3>{escape(name)}</h3>{_badge(state, words)}{acts}</header>"]
+    if state.live:
+        parts.append(_bar(state))
+    parts.append(f'<div class="facts">{_facts(state, words)}</div>')
+    parts += [f'<p class="alarm" role="alert">{escape(_alarm(alarm, words))}</p>' for alarm in alarms]
+    if state.casts:
+        parts.append(f'<p class="alarm">{escape(words("runs.casts", n=f"{state.casts:,}"))}</p>')
+    if reason := ending(state, words):
+        calm = " calm" if state.state == "stopped" else ""
+        parts.append(f'<p class="cause{calm}">{escape(reason)}</p>')
+    if log:
+        key = escape(f"log {state.folder}")
+        opened = " open" if state.state == "died" else ""
+        text = f'<pre data-keep="{key} text" tabindex="0">{escape(log)}</pre>'
+        summary = f"<summary>{escape(words('runs.log'))}</summary>"
+        parts.append(f'<details data-keep="{key}"{opened}>{summary}{text}</details>')
+    return f'<section class="card" data-card="{escape(str(state.folder))}">{"".join(parts)}</section>'
+
+
+def ending(state: RunState, words: Words) -> str:
+    """Why a run ended, or cannot be read; empty where nothing is to be said."""
+    if state.end == "crashed":
+        return words("runs.end.crashed", signal=state.cause)
+    if state.end:
+        return "\n".join(part for part in (words(f"runs.end.{state.end}"), state.cause) if part)
+    return state.cause
+
+
+def _badge(state: RunState, words: Words) -> str:
+    return f'<span class="state {state.state}">{escape(words(f"runs.states.{state.state}"))}</span>'
+
+
+def _bar(state: RunState) -> str:
+    if not state.total:
+        return '<div class="progress unknown"><i></i></div>'
+    share = min(1.0, state.step / state.total)
+    edges = f'aria-valuenow="{state.step}" aria-valuemin="0" aria-valuemax="{state.total}"'
+    return f'<div class="progress" role="progressbar" {edges}><i style="width:{share:.1%}"></i></div>'
+
+
+def _sub(text: str) -> str:
+    return f'<span class="sub">{escape(text)}</span>'
+
+
+def _steps(state: RunState, words: Words) -> str:
+    parts = []
+    if state.live and state.phase:
+        parts.append(words(f"runs.phases.{state.phase}"))
+    if state.step or state.total:
+        parts.append(f"{state.step:,}" + (f" / {state.total:,}" if state.total else ""))
+    return " · ".join(parts)
+
+
+def _facts(state: RunState, words: Words) -> str:
+    facts = [("phase", words(f"runs.phases.{state.phase}") if state.live and state.phase else "")]
+    if state.step or state.total:
+        facts.append(("step", f"{state.step:,}" + (f" / {state.total:,}" if state.total else "")))
+    facts += [
+        ("left", "" if state.seconds_left is None else clock(state.seconds_left)),
+        ("loss", _loss(state, words)),
+        ("model", state.model),
+        ("precision", state.precision),
+        ("host", state.host),
+        ("started", _when(state.began)),
+        ("folder", str(state.folder)),
+    ]
+    shown = [
+        f"<div><span>{escape(words(f'runs.{name}'))}</span> <b>{escape(text)}</b></div>" for name, text in facts if text
+    ]
+    return "".join(shown)
+
+
+def _loss(state: RunState, words: Words) -> str:
+    if state.loss is None:
+        return escape(words("runs.no_number")) if state.step else ""
+    return f"{state.loss:.4g}"
+
+
+def _alarm(alarm: Alarm, words: Words) -> str:
+    return words(f"runs.alarms.{alarm.kind}", step=f"{alarm.step:,}", n=f"{alarm.count:,}")
+
+
+def _acts(state: RunState, name: str, words: Words) -> str:
+    acts: list[tuple[str, str, str]] = []  # what, label, question
+    if state.state == "queued":
+        acts += [("now", "now", ""), ("stop", "unqueue", "")]
+    if state.live and not state.host:
+        twice = state.state == "stopping"
+        acts.append(("stop", "stop_at_once" if twice else "stop", words("runs.ask_stop_at_once") if twice else ""))
+    if state.state in ("stopped", "died"):
+        acts.append(("resume", "resume", ""))
+    if (state.folder / REPORT).is_file():
+        acts.append(("report", "report", ""))
+    if not state.live and state.state != "queued":
+        acts.append(("delete", "delete", words("runs.ask_delete", name=name)))
+    path = escape(str(state.folder))
+    return "".join(
+        f'<button data-act="{act}" data-run="{path}" class="{"bad" if act in ("stop", "delete") else ""}"'
+        f"{f' data-ask={_quoted(question)}' if question else ''}>{escape(words(f'runs.acts.{label}'))}</button>"
+        for act, label, question in acts
+    )
+
+
+def _quoted(text: str) -> str:
+    return f'"{escape(text)}"'
+
+
+def _when(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) if moment else ""
