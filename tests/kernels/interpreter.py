@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ _COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, 
 _mended = False
 
 
-_KERNEL_FILES = ("triton", "kernels")  # modules of ours that define kernels or parts of them
+_KERNEL_FILES = ("triton", "kernels", "delta_kernels")  # modules of ours that define kernels or parts of them
 
 
 @contextlib.contextmanager
@@ -46,9 +46,13 @@ def _switched_on() -> Iterator[None]:
                 setattr(module, name, interpreter.InterpretedFunction(value.fn))
     kept = {key: _forget(key) for key in list(sys.modules) if _is_ours(key)}
     os.environ["TRITON_INTERPRET"] = "1"
+    patches, call = _patch_language(), interpreter.InterpretedFunction.__call__
+    interpreter.InterpretedFunction.__call__ = _call_patched
     try:
         yield
     finally:
+        interpreter.InterpretedFunction.__call__ = call
+        patches.restore()
         del os.environ["TRITON_INTERPRET"]
         for key in [key for key in sys.modules if _is_ours(key)]:
             _forget(key)
@@ -58,6 +62,16 @@ def _switched_on() -> Iterator[None]:
             setattr(sys.modules[package], name, module)
         for module, name, value in swapped:
             setattr(module, name, value)
+
+
+def _patch_language() -> Any:
+    """What the interpreter does to Triton's language at every call of a function inside a kernel, done once instead."""
+    languages = {"tl": tl, "core": tl.core}
+    return interpreter._patch_lang(FunctionType((lambda: None).__code__, languages))
+
+
+def _call_patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.rewrite()(*args, **kwargs)
 
 
 def _forget(key: str) -> ModuleType:

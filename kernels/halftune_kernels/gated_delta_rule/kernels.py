@@ -25,16 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _row(x, at, live):
-    """One number per row of a chunk, fp32; 1 where there are none."""
-    value = tl.full(live.shape, 1.0, tl.float32)
-    if x is not None:
-        value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-    return value
+from halftune_kernels.delta_kernels import LOG2E, row_factor, unit_inverse
 
 
 @triton.jit
@@ -43,8 +34,7 @@ def solve(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
     PRECISION: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """T of one chunk and head, by halves: from the inverse of the diagonal blocks of s rows follows that of 2s rows,
-    X - X E X with E the blocks between. Stable also for equal keys, where a power series would cancel.
+    """T of one chunk and head.
 
     Stores what the scans need and do not depend on the state: b, T * D and P = scale Q K^T * D. If rq and rk are given,
     they get 1 / norm of the rows of q and k, and these count as divided by theirs."""
@@ -83,16 +73,7 @@ def solve(
     square = (base * HV + head) * C + c[:, None] * (HV * C) + c[None, :]
     tl.store(p + square, met.to(p.dtype.element_ty), mask=live[:, None])
     low = tl.where(c[:, None] > c[None, :], low, 0.0)
-    pair = (c[:, None] // 2) == (c[None, :] // 2)
-    inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(pair, low, 0.0)
-    size = 2
-    for _ in tl.static_range(LEVELS):
-        between = ((c[:, None] // (2 * size)) == (c[None, :] // (2 * size))) & (
-            (c[:, None] // size) != (c[None, :] // size)
-        )
-        step = tl.dot(tl.where(between, low, 0.0), inverse, input_precision="tf32x3")
-        inverse -= tl.dot(inverse, step, input_precision="tf32x3")
-        size = size * 2
+    inverse = unit_inverse(low, C, LEVELS)
     tl.store(t + square, (inverse * decay).to(t.dtype.element_ty), mask=live[:, None])
 
 
@@ -119,8 +100,8 @@ def scan_forward(
         at_k, at_v = c[:, None] * (H * K) + kk[None, :], c[:, None] * (HV * V) + vv[None, :]
         bk = tl.load(k + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
         bq = tl.load(q + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
-        nk = _row(rk, base * H + hk + c * H, live)
-        nq = _row(rq, base * H + hk + c * H, live) * scale
+        nk = row_factor(rk, base * H + hk + c * H, live)
+        nq = row_factor(rq, base * H + hk + c * H, live) * scale
         bv = tl.load(v + (base * HV + head) * V + at_v, mask=in_v, other=0.0).to(tl.float32)
         at_t = c[:, None] * (HV * C) + c[None, :]
         bt = tl.load(t + (base * HV + head) * C + at_t, mask=live[:, None], other=0.0)
@@ -172,8 +153,8 @@ def scan_backward(
         at_k, at_v = c[:, None] * (H * K) + kk[None, :], c[:, None] * (HV * V) + vv[None, :]
         bk = tl.load(k + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
         bq = tl.load(q + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
-        nk = _row(rk, base * H + hk + c * H, live)
-        nq = _row(rq, base * H + hk + c * H, live) * scale
+        nk = row_factor(rk, base * H + hk + c * H, live)
+        nq = row_factor(rq, base * H + hk + c * H, live) * scale
         bo = tl.load(do + (base * HV + head) * V + at_v, mask=in_v, other=0.0)
         at_t = c[:, None] * (HV * C) + c[None, :]
         bt = tl.load(t + (base * HV + head) * C + at_t, mask=live[:, None], other=0.0)
@@ -222,7 +203,7 @@ def chunk_backward(
     sums = tl.load(b + by_row, mask=live, other=0.0)
     bb = tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)
     e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
-    nq, nk = _row(rq, base * H + hk + c * H, live), _row(rk, base * H + hk + c * H, live)
+    nq, nk = row_factor(rq, base * H + hk + c * H, live), row_factor(rk, base * H + hk + c * H, live)
 
     p, pt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     m, mt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
@@ -296,32 +277,3 @@ def chunk_backward(
     dgate = tl.cumsum(db, 0, reverse=True) + tl.sum(through, 0)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)
     tl.store(dbeta + by_row, dbe.to(dbeta.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def reduce_heads(
-    q, k, dqs, dks, dq, dk, rows,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Sums the value heads of a key head and goes back through the norm; queries in grid row 0, keys in 1."""
-    row, kk, head = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, BK), tl.program_id(1)
-    inside = (row < rows)[:, None] & (kk < K)[None, :]
-    at = (tl.cast(row, tl.int64)[:, None] * H + head) * K + kk[None, :]
-    many = (tl.cast(row, tl.int64)[:, None] * HV + head * (HV // H)) * K + kk[None, :]
-    if tl.program_id(2) == 0:
-        _reduce(q, dqs, dq, at, many, inside, HV // H, K, NORM)
-    else:
-        _reduce(k, dks, dk, at, many, inside, HV // H, K, NORM)
-
-
-@triton.jit
-def _reduce(x, parts, dx, at, many, inside, R: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
-    total = tl.zeros(at.shape, tl.float32)
-    for r in range(R):
-        total += tl.load(parts + many + r * K, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        r = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
-        unit = wide * r
-        total = r * (total - unit * tl.sum(unit * total, 1)[:, None])
-    tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from halftune_kernels import delta_kernels
 from halftune_kernels.gated_delta_rule import kernels
 from halftune_kernels.launch import Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.segments import Segments, chunk_table, segment_table
@@ -109,7 +110,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         rows, tall = q.shape[0] * q.shape[1], max(1, 2048 // how["BK"])
         kept = {name: how[name] for name in ("H", "HV", "K", "BK")} | {"NORM": rq is not None}
         grid = (ceil_div(rows, tall), how["H"], 2)
-        start(kernels.reduce_heads, grid, _REDUCE, q, k, dqs, dks, dq, dk, rows, M=tall, **kept)
+        start(delta_kernels.reduce_heads, grid, _REDUCE, q, k, dqs, dks, dq, dk, rows, M=tall, **kept)
         if dinitial is not None and initial is not None:
             dinitial = dinitial.to(initial.dtype)
         return dq, dk, dv, dg, dbeta, dinitial, None, None, None, None
