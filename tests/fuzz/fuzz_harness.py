@@ -31,7 +31,7 @@ def budget(share: float, few: int) -> settings:
         database=None,
         phases=(Phase.explicit, Phase.generate),  # a failing input is shown as it is: making it smaller takes long
         print_blob=TOTAL is not None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # type: ignore[arg-type]  # a metaclass's iterator
     )
 
 
