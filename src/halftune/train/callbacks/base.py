@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from halftune.config.run import RunConfig
 from halftune.plan import Plan
+
+if TYPE_CHECKING:  # the files of a run are read, and its report is written, without torch
+    import torch
 
 Phase = Literal["loading", "tokenising", "training", "evaluating", "saving", "finished"]
 

@@ -59,6 +59,19 @@ def write_report(folder: Path, status: Status | None = None) -> Path:
     return folder / NAME
 
 
+def bring_up_to_date(folder: Path) -> None:
+    """Writes the report of a finished run that was killed, or met a full disk, after its result and before its report.
+
+    Needs no torch. That it cannot be written is said, and nothing else.
+    """
+    report, finished = folder / NAME, folder / "finished.json"
+    try:
+        if not report.exists() or report.stat().st_mtime_ns < finished.stat().st_mtime_ns:
+            write_report(folder)
+    except OSError as error:
+        log.warning("cannot write %s: %s", report, error.strerror)
+
+
 def page(record: Record, status: Status) -> Html:
     """The whole page."""
     parts = [(anchor, title, _shown(build, title, record)) for anchor, title, build in _SECTIONS]
