@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(config, tokenizer)
     shown = range(min(max(args.samples, 0), len(prepared.train)))
     if args.json:
-        samples = [as_data(prepared.train.sample(number), tokenizer) for number in shown]
+        samples = [
+            {"where": prepared.train.where([number]), **as_data(prepared.train.sample(number), tokenizer)}
+            for number in shown
+        ]
         print(json.dumps({**prepared.report.to_dict(), "samples": samples}, indent=2, ensure_ascii=False))
         return 0
     console = Console()

@@ -19,7 +19,7 @@ const html = (name, className, text) => {
   return node;
 };
 const spell = (value, unit) => {
-  if (unit === 'bytes') return (value / 2 ** 30).toPrecision(3) + ' GiB';
+  if (unit === 'bytes') return (value / 2 ** 30).toPrecision(3);
   if (value === 0) return '0';
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(size >= 1e6 ? 2 : 1).replace('e+', 'e');
@@ -44,15 +44,23 @@ function drawn(chart) {
   return lines;
 }
 
+function whole() {  // all charts show the same stretch of steps
+  let left = Infinity, right = -Infinity;
+  for (const chart of data.charts) for (const line of chart.lines) {
+    left = Math.min(left, line.points[0][0]);
+    right = Math.max(right, line.points[line.points.length - 1][0]);
+  }
+  return [left, right];
+}
+
 function bounds(lines, logarithmic) {
-  let low = Infinity, high = -Infinity, left = Infinity, right = -Infinity;
+  let low = Infinity, high = -Infinity, left, right;
   for (const line of lines) for (const [step, value] of line.points) {
-    left = Math.min(left, step); right = Math.max(right, step);
     if (zoom && (step < zoom[0] || step > zoom[1])) continue;
     if (value === null || (logarithmic && value <= 0)) continue;
     low = Math.min(low, value); high = Math.max(high, value);
   }
-  if (zoom) [left, right] = zoom;
+  [left, right] = zoom || whole();
   if (low > high) return null;
   if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
   if (left === right) { left -= 1; right += 1; }
@@ -97,7 +105,11 @@ function figure(chart) {
       path += `${pen ? 'L' : 'M'}${x(step).toFixed(1)} ${y(value).toFixed(1)}`;
       pen = true;
     }
-    if (line.points.length === 1) path += 'h0';
+    if (line.points.length <= 40) for (const [step, value] of line.points) {
+      if (value !== null && (!logarithmic || value > 0)) {
+        svg.append(make('circle', {cx: x(step), cy: y(value), r: 2.5, style: `fill:${colour(line.run)}`, 'clip-path': `url(#${clip})`}));
+      }
+    }
     svg.append(make('path', {d: path, class: line.kind, style: `stroke:${colour(line.run)}`, 'clip-path': `url(#${clip})`, 'data-points': line.points.length}));
   }
   listen(box, svg, chart, lines, range, width);

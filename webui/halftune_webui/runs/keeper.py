@@ -33,7 +33,7 @@ def launch(run: Path, runs: Path) -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
-        env=_environment(),
+        env=environment(),
     )
     note_process(run, Process.of(keeper.pid))
 
@@ -52,7 +52,7 @@ def keep(run: Path, runs: Path) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=job.cwd,
-            env=_environment(),
+            env=environment(),
         )
     note_process(run, Process.of(os.getpid()), Process.of(child.pid))
     code = child.wait()
@@ -63,7 +63,8 @@ def keep(run: Path, runs: Path) -> int:
     return 0
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """That of the board, without its secrets; what is printed comes at once."""
     kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
     return {**kept, "PYTHONUNBUFFERED": "1"}
 

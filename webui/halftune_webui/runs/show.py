@@ -52,9 +52,9 @@ def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
     return f'<tr class="{"open" if opened else ""}">{"".join(cells)}</tr>'
 
 
-def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, words: Words) -> str:
+def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, words: Words, *, name: str = "") -> str:
     """One run: what it does, how far it is, what is odd, why it ended, what can be done."""
-    name = name_of(state.folder, runs)
+    name = name or name_of(state.folder, runs)
     acts = f'<span class="acts">{_acts(state, name, words)}</span>'
     parts = [f"<header><h3>{escape(name)}</h3>{_badge(state, words)}{acts}</header>"]
     if state.live:

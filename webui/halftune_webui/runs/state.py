@@ -112,7 +112,7 @@ def look(folder: Path, *, waits: bool = False) -> RunState:
     numbers = _numbers(folder, status)
     if waits:
         return RunState(state="queued", **numbers, **common)
-    if (folder / FINISHED).is_file():
+    if (folder / FINISHED).is_file() or (status is not None and status.state == "finished"):
         return RunState(state="finished", **numbers, **common)
     state, end, cause = _of_dead(folder, started, status)
     return RunState(state=state, end=end, cause=cause, **numbers, **common)

@@ -5,4 +5,9 @@ from __future__ import annotations
 TABS: dict[str, str] = {
     "train": "halftune_webui.tabs.train:build",
     "runs": "halftune_webui.tabs.runs:build",
+    "data": "halftune_webui.tabs.data:build",
+    "chat": "halftune_webui.tabs.chat:build",
+    "export": "halftune_webui.tabs.export:build",
+    "machine": "halftune_webui.tabs.machine:build",
+    "doctor": "halftune_webui.tabs.doctor:build",
 }

@@ -139,11 +139,11 @@ def _edited(text: str, edits: list[dict[str, Any]]) -> str:
         try:
             match edit["op"]:
                 case "set":
-                    text = change(text, edit["path"], edit["value"])
+                    text = change(text, edit["field"], edit["value"])
                 case "add":
-                    text = add_entry(text, edit["path"])
+                    text = add_entry(text, edit["field"])
                 case "remove":
-                    text = remove_entry(text, edit["path"])
+                    text = remove_entry(text, edit["field"])
         except ConfigError as error:
             gr.Warning(str(error))
     return text

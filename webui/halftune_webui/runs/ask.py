@@ -1,0 +1,64 @@
+"""Asks a verb of halftune that answers in JSON, in a process of its own, so that the board never imports torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from halftune.core.atomic import write_text
+from halftune.core.errors import HalftuneError
+from halftune_webui.runs.keeper import environment
+from halftune_webui.runs.launch import HALFTUNE
+from halftune_webui.runs.log_tail import cause_in
+from halftune_webui.runs.queue import BOARD
+
+PATIENCE = 900.0  # seconds
+
+
+def ask(verb: str, *arguments: str, good: Sequence[int] = (0,)) -> dict[str, Any]:
+    """What ``halftune VERB … --json`` answers.
+
+    Args:
+        verb: the verb.
+        arguments: its options.
+        good: exit codes that come with an answer.
+
+    Raises:
+        HalftuneError: it failed, in its own words, or took longer than a quarter of an hour.
+    """
+    try:
+        done = subprocess.run(
+            [*HALFTUNE, verb, *arguments, "--json"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PATIENCE,
+            check=False,
+            env=environment(),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HalftuneError(f"halftune {verb} took longer than {PATIENCE / 60:.0f} minutes") from error
+    said = done.stderr.decode(errors="replace")
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = None
+    if done.returncode not in good or not isinstance(answer, dict):
+        raise HalftuneError(cause_in(said) or f"halftune {verb} ended with code {done.returncode}")
+    return answer
+
+
+@contextmanager
+def recipe_file(runs: Path, text: str) -> Iterator[Path]:
+    """A file that holds a recipe of the browser, for as long as the block."""
+    path = runs / BOARD / f"{time.time_ns()}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_text(path, text)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

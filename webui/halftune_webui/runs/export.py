@@ -1,0 +1,65 @@
+"""Exports as processes of their own, with notes and progress like a run's."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from halftune.core.errors import ConfigError
+from halftune.core.status import NAME
+from halftune_webui.paths import inside
+from halftune_webui.runs.keeper import launch
+from halftune_webui.runs.launch import HALFTUNE
+from halftune_webui.runs.queue import BOARD
+from halftune_webui.runs.started import note_job
+from halftune_webui.runs.state import RunState, look
+from halftune_webui.settings import Settings
+
+DTYPES = ("bf16", "fp16", "fp32")
+_SHOWN = 8
+_MARK = "·"  # between the time and the name of an export's folder
+
+
+def finished(runs: list[RunState]) -> list[Path]:
+    """The runs that have a result."""
+    return [state.folder for state in runs if (state.folder / "final").is_dir() and not state.live]
+
+
+def start(settings: Settings, run: Path, output: str, dtype: str | None, *, force: bool) -> Path:
+    """Starts an export.
+
+    Args:
+        settings: limits of the board.
+        run: a finished run.
+        output: folder to write, of the browser.
+        dtype: one of ``DTYPES``, or None for the base checkpoint's own.
+        force: replace an earlier model there.
+
+    Returns:
+        the folder of its notes.
+
+    Raises:
+        ConfigError: the output lies outside the board's folders.
+    """
+    target = inside(settings.roots, output)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"there is no format {dtype}", remedy=" | ".join(DTYPES))
+    job = settings.runs / BOARD / "exports" / f"{time.strftime('%Y%m%d-%H%M%S')}{_MARK}{target.name}"
+    job.mkdir(parents=True, exist_ok=True)
+    command = [*HALFTUNE, "export", str(run), "--output", str(target), "--status", str(job / NAME)]
+    command += (["--dtype", dtype] if dtype else []) + (["--force"] if force else [])
+    note_job(job, command, Path.cwd(), time.time())
+    launch(job, settings.runs)
+    return job
+
+
+def exports(settings: Settings) -> list[RunState]:
+    """The latest exports, newest first."""
+    folder = settings.runs / BOARD / "exports"
+    jobs = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
+    return [look(job) for job in jobs[:_SHOWN] if job.is_dir()]
+
+
+def title(job: Path) -> str:
+    """How an export is called."""
+    return job.name.partition(_MARK)[2] or job.name

@@ -1,0 +1,197 @@
+"""The Chat tab: a run's result and its base model side by side, under the run's own plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import gradio as gr
+from gradio.context import Context as Blocks
+
+from halftune.config.generation import GenerationSection
+from halftune.core.errors import HalftuneError
+from halftune_webui.context import Context
+from halftune_webui.runs import launch
+from halftune_webui.runs.chat import Chat
+from halftune_webui.runs.listing import Listing
+from halftune_webui.runs.state import is_live
+from halftune_webui.tabs.choose import chooser
+from halftune_webui.tabs.data import failed, waiting
+from halftune_webui.tabs.runs import live
+
+Messages = list[dict[str, Any]]
+_DEFAULTS = GenerationSection()
+
+
+@dataclass
+class Chats:
+    """The chats of all pages, one each: a page that opens another model, or is closed, gives its model back."""
+
+    of: dict[str, Chat] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self, page: str, chat: Chat) -> None:
+        """A page's new chat."""
+        self.close(page)
+        with self.lock:
+            self.of[page] = chat
+
+    def close(self, page: str) -> None:
+        """Ends a page's chat."""
+        with self.lock:
+            chat = self.of.pop(page, None)
+        if chat is not None:
+            chat.close()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the events read and write."""
+
+    run: gr.Dropdown
+    loaded: gr.HTML
+    both: gr.Checkbox
+    system: gr.Textbox
+    trained: gr.Chatbot
+    base: gr.Chatbot
+    base_side: gr.Column
+    text: gr.Textbox
+    sampling: list[gr.Slider]
+
+
+def build(context: Context) -> None:
+    """The model, both conversations, the question, and how answers are chosen."""
+    words, settings = context.words, context.settings
+    with gr.Row(elem_id="chat-model"):
+        run = chooser(context, Listing(settings.runs), "chat-run")
+        load = gr.Button(words("chat.load"), variant="primary", elem_id="chat-load")
+        free = gr.Button(words("chat.free"), elem_id="chat-free")
+    loaded = live("chat-loaded")
+    with gr.Row(elem_id="answers"):
+        with gr.Column(min_width=300):
+            trained = gr.Chatbot(label=words("chat.trained"), elem_id="trained", height=360, buttons=["copy"])
+        with gr.Column(min_width=300) as base_side:
+            base = gr.Chatbot(label=words("chat.base"), elem_id="base", height=360, buttons=["copy"])
+    with gr.Row(elem_id="asking"):
+        text = gr.Textbox(label=words("chat.ask"), lines=2, scale=6, elem_id="chat-text", submit_btn=False)
+        with gr.Column(scale=1, min_width=150):
+            send = gr.Button(words("chat.send"), variant="primary", elem_id="chat-send")
+            stop = gr.Button(words("chat.stop"), elem_id="chat-stop")
+            anew = gr.Button(words("chat.anew"), elem_id="chat-new")
+    with gr.Accordion(words("chat.settings"), open=False, elem_id="chat-settings"):
+        both = gr.Checkbox(value=True, label=words("chat.both"), elem_id="chat-both")
+        system = gr.Textbox(label=words("chat.system"), lines=2, elem_id="chat-system")
+        with gr.Row():
+            sampling = [
+                gr.Slider(1, 2048, value=_DEFAULTS.max_new_tokens, step=1, label=words("chat.max_new_tokens")),
+                gr.Slider(0, 2, value=_DEFAULTS.temperature, step=0.05, label=words("chat.temperature")),
+                gr.Slider(0.01, 1, value=_DEFAULTS.top_p, step=0.01, label=words("chat.top_p")),
+                gr.Slider(0, 200, value=_DEFAULTS.top_k, step=1, label=words("chat.top_k")),
+                gr.Slider(0.5, 2, value=_DEFAULTS.repetition_penalty, step=0.05, label=words("chat.penalty")),
+            ]
+    parts = _Parts(run, loaded, both, system, trained, base, base_side, text, sampling)
+    _wire(context, parts, load, free, send, stop, anew)
+
+
+def _wire(
+    context: Context, parts: _Parts, load: gr.Button, free: gr.Button, send: gr.Button, stop: gr.Button, anew: gr.Button
+) -> None:
+    chats, quiet = Chats(), dict[str, Any](show_progress="hidden", api_visibility="private")
+
+    def opened(name: str | None, request: gr.Request) -> Iterator[Any]:
+        yield from _load(context, chats, name, str(request.session_hash))
+
+    def asked(*values: Any, request: gr.Request) -> Iterator[Any]:
+        yield from _ask(context, chats.of.get(str(request.session_hash)), *values)
+
+    def stopped(request: gr.Request) -> None:
+        if chat := chats.of.get(str(request.session_hash)):
+            chat.stop()
+
+    def freed(request: gr.Request) -> str:
+        chats.close(str(request.session_hash))
+        return f'<p class="help">{escape(context.words("chat.freed"))}</p>'
+
+    def closed(request: gr.Request) -> None:
+        chats.close(str(request.session_hash))
+
+    both_sides = [parts.trained, parts.base]
+    inputs = [parts.text, *both_sides, parts.both, parts.system, *parts.sampling]
+    load.click(opened, parts.run, [parts.loaded, *both_sides], concurrency_limit=4, **quiet)
+    free.click(freed, None, parts.loaded, **quiet)
+    gr.on([send.click, parts.text.submit], asked, inputs, [parts.text, *both_sides], concurrency_limit=8, **quiet)
+    stop.click(stopped, None, None, queue=False, api_visibility="private")
+    anew.click(lambda: ([], []), None, both_sides, **quiet)
+    parts.both.change(lambda on: gr.Column(visible=on), parts.both, parts.base_side, **quiet)
+    board = Blocks.root_block
+    assert board is not None
+    board.unload(closed)
+
+
+def _load(context: Context, chats: Chats, name: str | None, page: str) -> Iterator[Any]:
+    """Loads the model of a run; the conversations begin anew."""
+    words = context.words
+    if not name:
+        yield failed(words("chat.choose")), gr.skip(), gr.skip()
+        return
+    yield waiting(words("chat.loading")), [], []
+    try:
+        run = launch.find(context.settings, name)
+        if is_live(run):
+            raise HalftuneError(words("chat.live"))
+        chat = Chat(run)
+        chats.open(page, chat)
+        ready = chat.ready()
+    except HalftuneError as error:
+        yield failed(str(error)), gr.skip(), gr.skip()
+        return
+    what = words("chat.ready", **{key: ready[key] for key in ("base", "storage", "compute", "device")})
+    yield f'<p class="ok" id="chat-ready">{escape(what)}</p>', [], []
+
+
+def _ask(
+    context: Context,
+    chat: Chat | None,
+    text: str,
+    trained: Messages,
+    base: Messages,
+    both: bool,
+    system: str,
+    *sampling: float,
+) -> Iterator[Any]:
+    """Streams the answer of the trained model, then that of its base."""
+    if not text.strip():
+        return
+    if chat is None or not chat.alive:
+        gr.Warning(context.words("chat.first"))
+        return
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+    whole = {"max_new_tokens", "top_k"}
+    generation = {name: int(value) if name in whole else value for name, value in zip(names, sampling, strict=True)}
+    sides = {True: trained, **({False: base} if both else {})}
+    for adapter in sides:
+        sides[adapter] = [*_plain(sides[adapter]), {"role": "user", "content": text}]
+    for adapter, messages in sides.items():
+        start = [{"role": "system", "content": system}] if system.strip() else []
+        try:
+            for answer, _ in chat.answer([*start, *messages], adapter=adapter, generation=generation):
+                sides[adapter] = [*messages, {"role": "assistant", "content": answer}]
+                yield "", sides[True], sides.get(False, base)
+        except HalftuneError as error:
+            gr.Warning(str(error))
+            return
+    yield "", sides[True], sides.get(False, base)
+
+
+def _plain(messages: Messages) -> Messages:
+    """Role and text alone: Gradio keeps more, and content in parts."""
+    plain = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content if part.get("type") == "text")
+        plain.append({"role": message["role"], "content": content})
+    return plain

@@ -1,0 +1,65 @@
+"""The Export tab: a run's result as a plain model, merged and checked in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from halftune.core.errors import HalftuneError
+from halftune_webui.context import Context
+from halftune_webui.runs import export, launch
+from halftune_webui.runs.listing import Listing
+from halftune_webui.runs.log_tail import log_tail
+from halftune_webui.runs.show import run_card
+from halftune_webui.tabs.choose import chooser
+from halftune_webui.tabs.runs import EVERY, live
+
+_OWN = "own"
+
+
+def build(context: Context) -> None:
+    """Which run, where to, in which format; below what is being exported and what has been."""
+    words, settings = context.words, context.settings
+    listing = Listing(settings.runs)
+    gr.HTML(f'<p class="ht-live help">{words("export.what")}</p>', js_on_load=None)
+    with gr.Row(elem_id="exporting"):
+        run = chooser(context, listing, "export-run")
+        output = gr.Textbox(label=words("export.output"), info=words("export.output_help"), elem_id="export-output")
+        formats = [(words("export.own"), _OWN), *((name, name) for name in export.DTYPES)]
+        dtype = gr.Dropdown(formats, value=_OWN, label=words("export.dtype"), elem_id="export-dtype")
+    with gr.Row(elem_id="export-go"):
+        force = gr.Checkbox(label=words("export.force"), elem_id="export-force")
+        button = gr.Button(words("export.start"), variant="primary", elem_id="export-start")
+    shown = live("exports")
+    run.change(lambda name: f"models/{Path(name).name}" if name else "", run, output, show_progress="hidden")
+
+    def cards() -> str:
+        states = export.exports(settings)
+        return "".join(
+            run_card(state, (), log_tail(state.folder), settings.runs, words, name=export.title(state.folder))
+            for state in states
+        )
+
+    def start(name: str | None, target: str, stored: str, again: bool) -> str:
+        try:
+            found = launch.find(settings, name or "")
+            export.start(settings, found, target, None if stored == _OWN else stored, force=again)
+        except HalftuneError as error:
+            gr.Warning(str(error))
+        return cards()
+
+    def acted(event: gr.EventData) -> str:
+        try:
+            job = Path(event.run)
+            if job in [state.folder for state in export.exports(settings)]:
+                {"stop": launch.stop, "delete": launch.delete}[event.act](settings, job)
+        except HalftuneError as error:
+            gr.Warning(str(error))
+        return cards()
+
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    button.click(start, [run, output, dtype, force], shown, **quiet)
+    shown.submit(acted, None, shown, **quiet)
+    gr.Timer(EVERY).tick(cards, None, shown, **quiet)
