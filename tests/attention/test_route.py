@@ -274,7 +274,7 @@ def test_layers_without_a_way_in_keep_their_own_code() -> None:
     assert "linear_key_head_dim 512 is over 256" in dict(route("cpu", facts=wide).rejected_linear)["halftune"]
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "xlstm"])
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "rwkv7", "xlstm"])
 @pytest.mark.parametrize("machine", ["cpu", "a100"])
 def test_a_model_without_attention_says_so(machine: str, kind: str) -> None:
     routed = route(machine, facts=model(kind))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.model import ModelSection
@@ -17,6 +17,7 @@ from halftune.config.model_facts import facts_from_config, read_model_facts
 from halftune.config.model_families import LLAMA_LIKE, OTHERS
 from halftune.config.model_weights import Tensor
 from halftune.core.errors import ModelError
+from halftune.model.architectures import own_architectures
 
 SMALL = {
     "hidden_size": 64,
@@ -79,6 +80,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("falcon 40b style", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     ("falcon rw style", "falcon", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
 ]
+RWKV7 = {
+    **{"num_heads": 2, "head_dim": None, "value_dim": 128, "norm_first": False, "norm_bias": False, "hidden_ratio": 3},
+    **{"decay_low_rank_dim": None, "a_low_rank_dim": 12, "v_low_rank_dim": None, "gate_low_rank_dim": None},
+}
 # Their sizes have names of their own: the tensors are compared, and through them the sizes.
 STATEFUL: list[tuple[str, str, dict[str, Any]]] = [
     ("mamba2", "mamba2", {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 12, "n_groups": 2}),
@@ -103,12 +108,21 @@ STATEFUL: list[tuple[str, str, dict[str, Any]]] = [
             **{"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
         },
     ),
+    ("rwkv7", "rwkv7", {"head_dim": 16, "intermediate_size": None, "tie_word_embeddings": False}),
+    ("rwkv7, other switches", "rwkv7", RWKV7),
 ]
+
+LINEAR_CLASSES = ("Linear", "Conv1D", "FalconLinear", "WideBias")
 
 
 def config_of(model_type: str, extra: dict[str, Any]) -> dict[str, Any]:
     base = {k: v for k, v in SMALL.items() if model_type != "gpt2" or k.endswith(("vocab_size", "token_id"))}
     return {**base, "model_type": model_type, **extra}
+
+
+def built_config(raw: dict[str, Any]) -> PretrainedConfig:
+    with own_architectures():
+        return AutoConfig.for_model(**raw)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +133,7 @@ def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any
     raw = config_of(model_type, extra)
     facts = facts_from_config(raw, "here")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+        model = AutoModelForCausalLM.from_config(built_config(raw))
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     ours: dict[str, tuple[int, ...]] = {}
     for tensor in facts.tensors:
@@ -133,9 +147,7 @@ def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any
     assert ours.keys() == built.keys()
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
     assert facts.num_parameters_exact
-    linear = {
-        name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
-    }
+    linear = {name for name, module in model.named_modules() if type(module).__name__ in LINEAR_CLASSES}
     assert {m for t in facts.tensors if t.kind == "linear" for m in t.modules()} == linear - (
         {"lm_head"} if facts.tie_word_embeddings else set()
     )
@@ -144,7 +156,7 @@ def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any
 @pytest.mark.parametrize(("model_type", "extra"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_sizes_are_those_of_transformers(model_type: str, extra: dict[str, Any]) -> None:
     raw = config_of(model_type, extra)
-    facts, config = facts_from_config(raw, "here"), AutoConfig.for_model(**raw)
+    facts, config = facts_from_config(raw, "here"), built_config(raw)
     heads = config.num_attention_heads
     assert (facts.hidden_size, facts.num_layers, facts.num_heads) == (
         config.hidden_size,
@@ -169,7 +181,7 @@ def test_every_described_family_is_tested() -> None:
 def test_builtin_models_are_counted_exactly(name: str) -> None:
     facts = read_model_facts(ModelSection(name_or_path=f"builtin:{name}"))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BUILTIN_MODELS[name]))
+        model = AutoModelForCausalLM.from_config(built_config(BUILTIN_MODELS[name]))
     assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert facts.dtype == "fp32"
 
@@ -183,7 +195,7 @@ def test_an_undescribed_family_is_estimated(tmp_path: Path) -> None:
     raw = {**SMALL, "model_type": "arcee", "num_key_value_heads": 2}
     facts = read_model_facts(folder_with(tmp_path, raw))
     with torch.device("meta"):
-        exact = sum(p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).parameters())
+        exact = sum(p.numel() for p in AutoModelForCausalLM.from_config(built_config(raw)).parameters())
     assert not facts.num_parameters_exact
     assert facts.num_parameters == pytest.approx(exact, rel=0.25)
 
@@ -209,7 +221,7 @@ def test_a_whole_checkpoint_as_transformers_saves_it_is_never_refused(
     tmp_path: Path, model_type: str, extra: dict[str, Any]
 ) -> None:
     """GPT-2 keeps its matrices transposed, GPT-NeoX its head under another name; old configs hold only differences."""
-    config = AutoConfig.for_model(**config_of(model_type, {"num_hidden_layers": 4, **extra, "vocab_size": 60}))
+    config = built_config(config_of(model_type, {"num_hidden_layers": 4, **extra, "vocab_size": 60}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path)
     section = ModelSection(name_or_path=str(tmp_path))

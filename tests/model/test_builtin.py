@@ -23,6 +23,7 @@ PARAMETERS = {
     "qwen3_5-tiny": 3e6,
     "kimi_linear-tiny": 3.4e6,
     "mamba2-tiny": 2.3e6,
+    "rwkv7-tiny": 3.6e6,
 }
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 

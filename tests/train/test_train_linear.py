@@ -18,7 +18,7 @@ from halftune.train.trainer import train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("name", ["qwen3_5-tiny", "kimi_linear-tiny", "mamba2-tiny"])
+@pytest.mark.parametrize("name", ["qwen3_5-tiny", "kimi_linear-tiny", "mamba2-tiny", "rwkv7-tiny"])
 def test_packed_training_learns(name: str, adapter: str, tmp_path: Path) -> None:
     recipe: dict[str, Any] = {
         "model": {"name_or_path": f"builtin:{name}"},
@@ -37,6 +37,6 @@ def test_packed_training_learns(name: str, adapter: str, tmp_path: Path) -> None
     assert losses[-1] < losses[0]
     if adapter == "none":
         with safe_open(tmp_path / "run" / "final" / "model.safetensors", "pt") as weights:
-            decays = [key for key in weights.keys() if key.endswith(("A_log", "dt_bias"))]  # noqa: SIM118
+            decays = [key for key in weights.keys() if key.endswith(("A_log", "dt_bias", "w_lora.lora.2.bias"))]  # noqa: SIM118
             assert decays
             assert {weights.get_slice(key).get_dtype() for key in decays} == {"F32"}

@@ -30,6 +30,8 @@ RWKV7_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """What the format assumes where config.json is silent: files leave out what equals it."""
+RWKV7_NULLS = ("head_dim", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
+"""Where null is no default: the sizes follow from others."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,13 @@ def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
     Raises:
         ModelError: layers of softmax attention, widths that do not divide, or values of several widths.
     """
-    given = {**RWKV7_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
+    said = {name: value for name, value in raw.items() if value is not None or name in RWKV7_NULLS}
+    given = {**RWKV7_DEFAULTS, **said}
     hidden, layers = int(given["hidden_size"]), int(given["num_hidden_layers"])
     if given.get("attn"):
         remedy = "take a checkpoint without `attn` in its config.json"
         raise ModelError("this RWKV-7 has layers of softmax attention, which are not supported", remedy=remedy)
-    head_dim = int(given["head_dim"])
-    if raw.get("head_dim") is None and raw.get("num_heads"):
-        head_dim = hidden // int(raw["num_heads"])
+    head_dim = int(given["head_dim"] or hidden // int(given.get("num_heads") or hidden))
     if not head_dim or hidden % head_dim:
         raise ModelError(f"config.json: hidden_size {hidden} is no multiple of head_dim {head_dim}")
     heads, value = hidden // head_dim, _value(given.get("value_dim"), hidden)
@@ -85,10 +86,10 @@ def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
         head_dim=head_dim,
         value=value,
         width=int(width),
-        decay_rank=_rank(raw, "decay_low_rank_dim", 2.5 * head_dim / 64, hidden),
-        a_rank=_rank(raw, "a_low_rank_dim", 2.5 * head_dim / 64, hidden),
-        v_rank=_rank(raw, "v_low_rank_dim", 1.7 * head_dim / 64, hidden),
-        gate_rank=_rank(raw, "gate_low_rank_dim", 5.0, hidden),
+        decay_rank=_rank(given, "decay_low_rank_dim", 2.5 * head_dim / 64, hidden),
+        a_rank=_rank(given, "a_low_rank_dim", 2.5 * head_dim / 64, hidden),
+        v_rank=_rank(given, "v_low_rank_dim", 1.7 * head_dim / 64, hidden),
+        gate_rank=_rank(given, "gate_low_rank_dim", 5.0, hidden),
     )
 
 
@@ -102,7 +103,7 @@ def _value(value: Any, hidden: int) -> int:
     return int(widths.pop())
 
 
-def _rank(raw: Mapping[str, Any], name: str, factor: float, hidden: int) -> int:
+def _rank(given: Mapping[str, Any], name: str, factor: float, hidden: int) -> int:
     """As config.json gives it; where it says null, the nearest multiple of 32 to ``factor * sqrt(hidden)``."""
-    rank = raw.get(name, RWKV7_DEFAULTS[name])
+    rank = given[name]
     return int(rank) if rank is not None else max(32, round(factor * hidden**0.5 / 32) * 32)

@@ -59,9 +59,8 @@ def begin_head(weight: torch.Tensor) -> None:
 
 
 def _begin_low_rank(part: LowRank, bias: torch.Tensor | None) -> None:
-    down, _, up = part.lora
-    init.zeros_(down.weight)
-    n_out, rank = up.weight.shape
-    init.orthogonal_(up.weight, gain=0.1 * math.sqrt(max(rank / n_out, 1)))
+    init.zeros_(part.get_parameter("lora.0.weight"))
+    up = part.get_parameter("lora.2.weight")
+    init.orthogonal_(up, gain=0.1 * math.sqrt(max(up.shape[1] / up.shape[0], 1)))
     if bias is not None:
-        init.copy_(up.bias, bias)
+        init.copy_(part.get_parameter("lora.2.bias"), bias)

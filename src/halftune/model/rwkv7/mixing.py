@@ -100,18 +100,17 @@ class TimeMixing(nn.Module):
         r, w, k, v, a, g = (_shifted(x_BTD, before_BTD, getattr(self, f"x_{name}")) for name in "rwkvag")
         w_BTD, a_BTD, g_BTE = SLOWEST_DECAY * self.w_lora(w).sigmoid(), self.a_lora(a).sigmoid(), self.g_lora(g)
         r_BTD, k_BTD, v_BTE = self.r_proj(r), self.k_proj(k), self.v_proj(v)
-        if first_BTE is None:
-            first_BTE = v_BTE
-        else:
-            own = wide(v_BTE)
-            v_BTE = torch.lerp(own, wide(first_BTE), self.v_lora(v).sigmoid()).to(v_BTE.dtype)
+        own_BTE = v_BTE
+        if first_BTE is not None:
+            v_BTE = torch.lerp(wide(own_BTE), wide(first_BTE), self.v_lora(v).sigmoid()).to(own_BTE.dtype)
         erased_BTHK = self._unit(wide(k_BTD) * wide(self.k_k))
         k_BTD = (wide(k_BTD) * (1 + (a_BTD - 1) * wide(self.k_a))).to(k_BTD.dtype)
         r_BTHK, w_BTHK, k_BTHK, a_BTHK = (self._by_head(y) for y in (r_BTD, w_BTD, k_BTD, a_BTD))
         v_BTHV = self._by_head(row.without_padding(v_BTE))
         read, written = (-erased_BTHK).to(k_BTD.dtype), (erased_BTHK * a_BTHK).to(k_BTD.dtype)
         o_BTHV = self._recur(r_BTHK, w_BTHK, k_BTHK, v_BTHV, read, written, row)
-        return self._gated(o_BTHV, r_BTHK, k_BTHK, v_BTHV, g_BTE), first_BTE
+        out_BTD = self._gated(o_BTHV, r_BTHK, k_BTHK, v_BTHV, g_BTE)
+        return out_BTD, own_BTE if first_BTE is None else first_BTE
 
     def _by_head(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return x_BTD.unflatten(-1, (self.shape.heads, -1))
@@ -139,8 +138,13 @@ class TimeMixing(nn.Module):
         if state is not None and v_BTHV.shape[1] == 1 and not torch.is_grad_enabled():
             r, w, k, v, a, b = (x[:, 0] for x in inputs)
             return rwkv7_step(r, w, k, v, a, b, state)[:, None]
-        going = row.cache is not None
-        out, final = rwkv7(*inputs, initial_state=state, output_final_state=going, **row.boundaries)
+        out, final = rwkv7(
+            *inputs,
+            initial_state=state,
+            output_final_state=row.cache is not None,
+            cu_seqlens=row.cu_seqlens,
+            seq_idx=row.seq_idx,
+        )
         if row.cache is not None:
             row.cache.update_recurrent_state(cast(torch.Tensor, final), self.layer)
         return out

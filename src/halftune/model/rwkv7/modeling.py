@@ -36,9 +36,9 @@ class RWKV7Block(GradientCheckpointingLayer):
         """The stream after this layer, and the first layer's values."""
         if hasattr(self, "pre_norm"):
             x_BTD = self.pre_norm(x_BTD)
-        mixed_BTD, first_BTE = self.attn(self.attn_norm(x_BTD), first_BTE, row)
+        mixed_BTD, values_BTE = self.attn(self.attn_norm(x_BTD), first_BTE, row)
         x_BTD = x_BTD + mixed_BTD
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD), row), first_BTE
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD), row), values_BTE
 
 
 class RWKV7PreTrainedModel(PreTrainedModel):

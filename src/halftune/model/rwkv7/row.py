@@ -40,14 +40,16 @@ class Row:
 
     Attributes:
         mask_BT1: 1 for tokens and 0 for padding; None without padding.
-        starts_1T1: whether a token begins a sample of a packed row; None where rows are samples.
-        boundaries: ``cu_seqlens`` or ``seq_idx``, as the operator takes them.
+        starts_BT1: whether a token begins a sample of a packed row; None where rows are samples.
+        cu_seqlens: [N + 1] boundaries of a packed row's samples.
+        seq_idx: [B, T] numbers of the samples, where there are no ``cu_seqlens``.
         cache: of generation; it is read and written.
     """
 
     mask_BT1: torch.Tensor | None
-    starts_1T1: torch.Tensor | None
-    boundaries: dict[str, torch.Tensor]
+    starts_BT1: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    seq_idx: torch.Tensor | None
     cache: Cache | None
 
     def without_padding(self, x_BTH: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,7 @@ class Row:
         """The token before each, zeros before a sample's first. The last one is remembered for generation."""
         if self.cache is None:
             before_BTH = F.pad(x_BTH[:, :-1], (0, 0, 1, 0))
-            return before_BTH if self.starts_1T1 is None else before_BTH.masked_fill(self.starts_1T1, 0)
+            return before_BTH if self.starts_BT1 is None else before_BTH.masked_fill(self.starts_BT1, 0)
         known = self.cache.update_conv_state(x_BTH.mT, layer, mixing, conv_kernel_size=1).mT
         length = x_BTH.shape[1]
         return known[:, :length] if known.shape[1] > length else F.pad(x_BTH[:, :-1], (0, 0, 1, 0))
@@ -76,20 +78,17 @@ def describe_row(
         handed_on: ``cu_seqlens``, ``cu_seq_lens_q`` or ``seq_idx`` of a packed row, and what else a collator gives.
     """
     tokens = x_BTH.shape[1]
-    bounds = next(
-        (handed_on[name] for name in ("cu_seqlens", "cu_seq_lens_q") if handed_on.get(name) is not None), None
-    )
-    numbers = handed_on.get("seq_idx")
-    boundaries, starts_T = {}, None
+    bounds: torch.Tensor | None = handed_on.get("cu_seqlens")
+    if bounds is None:
+        bounds = handed_on.get("cu_seq_lens_q")
+    numbers: torch.Tensor | None = handed_on.get("seq_idx") if bounds is None else None
+    starts_BT1 = None
     if bounds is not None:
-        boundaries = {"cu_seqlens": bounds}
-        # an empty sample at the end begins after the last token
+        # one place more: an empty sample at the end begins after the last token
         starts_T = torch.zeros(tokens + 1, dtype=torch.bool, device=x_BTH.device).index_fill(0, bounds.long(), True)
-        starts_T = starts_T[:tokens]
+        starts_BT1 = starts_T[None, :tokens, None]
     elif numbers is not None:
-        boundaries = {"seq_idx": numbers}
-        starts_T = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)[..., None]
-    starts = starts_T[None, :, None] if starts_T is not None and starts_T.ndim == 1 else starts_T
+        starts_BT1 = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)[..., None]
     # a token that was just made is no padding
     mask = attention_mask[:, -tokens:, None] if attention_mask is not None and tokens > 1 else None
-    return Row(mask, starts, boundaries, cache)
+    return Row(mask, starts_BT1, bounds, numbers, cache)
