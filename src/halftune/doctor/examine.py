@@ -18,13 +18,14 @@ from halftune.attention.contract import ENTRY_POINTS, LINEAR_ENTRY_POINTS, ROTAR
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import has_towers, inputs_for
-from halftune.doctor.subject import broken, build, last_line, prepare, read_config, written_in
+from halftune.doctor.subject import broken, build, last_line, prepare, read_config
 from halftune.model.packing_check import small_copy
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.flash_sinks import flash_attn_importable
+from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.tracer import Arrival, Tracer
 from halftune.precision.trace.weightless import NEEDS_VALUES, Weightless
 
@@ -92,7 +93,7 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
     )
     notes: list[str] = []
     tensors = "a small copy with numbers" if real else "without weights"
-    with _silent(), _as_python(), _registered(tracer), flash_attn_importable():
+    with _silent(), _as_python(), _registered(tracer), flash_attn_importable(), tracer.importing():
         model_config = read_config(config.model)
         if real:
             _small(model_config, config, plan, tracer)
@@ -108,7 +109,7 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
     found = findings(
         tracer.arrivals, mode=plan.attention.guard, scale=_scale(plan, tracer), objection=objection, training=TRAIN
     )
-    found = [replace(one, file=written_in(one.file, config.model)) for one in found]
+    found = [replace(one, file=written_in(one.file, config.model.name_or_path)) for one in found]
     notes += _notes(model_config, plan, tracer)
     return Examination(
         model=plan.model,

@@ -20,13 +20,17 @@ from transformers import (
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import config_file
+from halftune.config.model_types import OWN
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.architectures import own_architectures
+from halftune.model.architectures import read_config as read_checkpoint_config
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.quiet import quiet
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
+from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.weightless import Weightless
 
 # Sub-configurations that hold a whole language model with its towers; what else is around them is not trained.
@@ -41,11 +45,12 @@ def read_config(section: ModelSection) -> PretrainedConfig:
     """
     name = section.name_or_path
     if name.startswith("builtin:"):
-        return AutoConfig.for_model(**BUILTIN_MODELS[name.removeprefix("builtin:")])
+        with own_architectures():
+            return AutoConfig.for_model(**BUILTIN_MODELS[name.removeprefix("builtin:")])
     folder = config_file(section).parent
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        config = read_checkpoint_config(folder, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # the model's own code may raise anything
         raise broken(error, section, folder) from error
     for inner in _WITHIN:
@@ -60,7 +65,7 @@ def build(config: PretrainedConfig, section: ModelSection, attention: str, dtype
     Raises:
         ModelError: the model's code cannot be imported or cannot build it.
     """
-    remote = section.trust_remote_code
+    remote = section.trust_remote_code and config.model_type not in OWN
     try:
         with quiet():
             for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
@@ -119,7 +124,9 @@ def broken(error: BaseException, section: ModelSection, folder: Path | None) -> 
     file, colon, line = last_line(error).rpartition(":")
     if isinstance(error, SyntaxError):
         file, colon, line = _unreadable(Path(section.name_or_path)) or file, ":", str(error.lineno)
-    where = f"{written_in(file, section)}{colon}{line}" or (str(folder) if folder else section.name_or_path)
+    where = f"{written_in(file, section.name_or_path)}{colon}{line}" or (
+        str(folder) if folder else section.name_or_path
+    )
     return ModelError(f"the model cannot be built: {type(error).__name__}: {first}", where=where, remedy=remedy)
 
 
@@ -143,11 +150,3 @@ def last_line(error: BaseException) -> str:
             place = f"{file}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
-
-
-def written_in(file: str, section: ModelSection) -> str:
-    """Where the user finds a source file: transformers runs a checkpoint's code from a copy in its cache."""
-    own = Path(section.name_or_path) / Path(file).name
-    if "transformers_modules" in file and own.is_file() and own.read_bytes() == Path(file).read_bytes():
-        return str(own)
-    return file

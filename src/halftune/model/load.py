@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from halftune.config.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
+from halftune.model.architectures import own_architectures, runs_its_code
 from halftune.model.damage import DAMAGE, first_line
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
-from halftune.model.patch import guard_imports_by_hand, register_attention
+from halftune.model.patch import current_guard, guard_imports_by_hand, register_attention
 from halftune.model.patch_linear import route_linear_layers
+from halftune.model.patch_own_code import attention_for, brings_code
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.plan import Plan
@@ -42,9 +44,11 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
         ModelError: the checkpoint cannot be read, or its weights are not all and only this architecture's.
     """
     folder = locate(model)
-    storage = torch_dtype(plan.precision.storage.value)
+    attention = register_attention(plan)
+    trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
+    guard_imports_by_hand(own_code=trusted and brings_code(folder))
     with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
-        loaded, info = _read(folder, model, storage, register_attention(plan))
+        loaded, info = _read(folder, plan, attention, trusted=trusted)
     guard_imports_by_hand()
     _check_complete(info, folder)
     route_linear_layers(loaded, plan)
@@ -54,6 +58,7 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     # what adapters, cards and messages name as the base is what the user wrote, not a folder in a cache
     loaded.config.name_or_path = loaded.name_or_path = model.name_or_path
     if not for_training:
+        current_guard().watch(loaded)
         return loaded.requires_grad_(False).eval()
     loaded.config.use_cache = False
     if plan.batch.gradient_checkpointing.value:
@@ -97,18 +102,19 @@ def _recompute_activations(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _read(
-    folder: Path, model: ModelSection, storage: torch.dtype, attention: str
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read(folder: Path, plan: Plan, attention: str, *, trusted: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=storage,
-            attn_implementation=attention,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if trusted and brings_code(folder):
+            attention = attention_for(folder, plan, attention)
+        with own_architectures():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch_dtype(plan.precision.storage.value),
+                attn_implementation=attention,
+                trust_remote_code=trusted,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
         return loaded
     except DAMAGE as error:
         first = first_line(error)

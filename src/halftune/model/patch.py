@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, flash_attention_mask, flex_attention_mask, sdpa_mask
 
 from halftune.attention.contract import ENTRY_POINTS, ROTARY_ENTRY_POINT, silent_hole
+from halftune.attention.flash_in_torch import IN_TORCH
 from halftune.attention.varlen import Attention, attention_callable
 from halftune.core.errors import ModelError
 from halftune.plan import Plan
@@ -106,18 +107,24 @@ def current_guard() -> Guard:
     return _current[-1].guard
 
 
-def guard_imports_by_hand() -> list[str]:
+def guard_imports_by_hand(*, own_code: bool = False) -> list[str]:
     """Puts the current guard before flash_attn's functions in every module that imported them by hand.
 
-    Only where something has imported the package: importing it costs seconds, and a model that never asked for it does
-    not call it.
+    Only where something has imported the package, or may: importing it costs seconds, and a model of transformers does
+    not call it by itself. A plan in fp32 has those functions computed in plain torch.
+
+    Args:
+        own_code: the model brings its own code, which is imported next and may keep a function where no name is.
 
     Returns:
         ``module.name`` of each place.
     """
-    if "flash_attn" not in sys.modules:
+    if "flash_attn" not in sys.modules and not own_code:
         return []
-    return patch(current_guard(), ENTRY_POINTS, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
+    guard = current_guard()
+    if guard.compute == "fp32":  # no kernel of the package takes it
+        return patch(guard, ENTRY_POINTS, (ROTARY_ENTRY_POINT,), instead=IN_TORCH)
+    return patch(guard, ENTRY_POINTS, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
 
 
 def refuse_silent_hole(query: torch.Tensor, dropout: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +18,16 @@ from torch import nn
 from halftune.core.errors import DtypeContractError
 from halftune.core.formats import Format
 from halftune.core.log import get_logger
-from halftune.precision.dtypes import torch_dtype
+from halftune.precision.dtypes import plain_name, torch_dtype
 from halftune.precision.trace.recorder import Recorder, credit
+from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.steps import first_promotion, shown
 
 log = get_logger(__name__)
 
 Mode = Literal["cast", "strict", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
+_LAYER = re.compile(r"\.\d+(?=\.)")
 _HALF = (torch.bfloat16, torch.float16)
 _OPERANDS = (("query", "q"), ("key", "k"), ("value", "v"))
 
@@ -37,7 +40,8 @@ class Site:
         casts: calls in which at least one operand was cast. Recomputation under gradient checkpointing counts again.
         arrived: what arrived the first time, e.g. ``query fp32, key fp32, value bf16``.
         cast_to: what it was cast to.
-        promoted: the source line and call that first left the computing dtype; empty where it was not seen.
+        promoted: the source line and call that first left the computing dtype, of each operand where they differ; empty
+            where it was not seen.
     """
 
     casts: int
@@ -68,6 +72,8 @@ class Guard:
         self._watched: Callable[[], nn.Module | None] | None = None  # until its recording is asked for
         self._pending = False  # the watched model's next forward pass will be recorded
         self._untold: dict[str, str] = {}  # sites that wait for it, and where their operands were going
+        self._folder = ""  # where the model's own code is, as the user knows it
+        self._refused: DtypeContractError | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Learns the paths of a model's modules, so that sites are named by them. Not needed for the casts.
@@ -76,7 +82,9 @@ class Guard:
         promoted it; a model that keeps to its plan is never recorded. In ``strict``, where there is no next pass, the
         first one is.
         """
-        self._paths.update({module: name for name, module in model.named_modules() if name})
+        self._paths.update({module: plain_name(name) for name, module in model.named_modules() if name})
+        named = (vars(module)["name_or_path"] for module in model.modules() if "name_or_path" in vars(module))
+        self._folder = next(named, "")
         if self.mode != "off":
             self._watched = weakref.ref(model)
         if self.mode == "strict":
@@ -167,8 +175,8 @@ class Guard:
             if dtype is not None and all(operand.dtype is dtype for operand in operands):
                 return fn(*args, **kwargs)
             site = self._site(fn, args[0] if has_module and args else kwargs.get("module"))
-            shown = [spelling[0] for spelling in spellings]
-            dtype = self._settle(site, target, dict(zip(shown, operands, strict=True)), dtype)
+            named = dict(zip([spelling[0] for spelling in spellings], operands, strict=True))
+            dtype = self._settle(site, target, named, dtype)
             args_list = list(args)
             for (at, name), operand in zip(places, operands, strict=True):
                 if at < len(args_list):
@@ -204,25 +212,25 @@ class Guard:
             return dtype  # a compiled graph casts without counting
         arrived = ", ".join(f"{name} {shown(operand.dtype)}" for name, operand in operands.items())
         if dtype is None:
-            raise DtypeContractError(
+            raise self._refusal(
                 f"{arrived}: two half formats on the way into {target}",
-                where=site,
-                remedy="find the module that is in the other format: dtypes.json in the run folder lists them",
+                site,
+                "find the module that is in the other format: dtypes.json in the run folder lists them",
             )
-        strays = [tensor for tensor in operands.values() if tensor.dtype is not dtype]
-        promoted = next((line for line in map(self._explain, strays) if line), "")
+        promoted = self._explain({name: tensor for name, tensor in operands.items() if tensor.dtype is not dtype})
         if self.mode == "strict":
-            raise DtypeContractError(
-                f"{arrived} on the way into {target}, which computes in {shown(dtype)}{promoted}",
-                where=site,
-                remedy="attention.guard: cast brings it back; `halftune doctor` names every line that promotes",
+            since = f"; {promoted}" if promoted else ""
+            raise self._refusal(
+                f"{arrived} on the way into {target}, which computes in {shown(dtype)}{since}",
+                site,
+                "attention.guard: cast brings it back; `halftune doctor` names every line that promotes",
             )
         if site in self._sites:
             self._sites[site].casts += 1
         else:
             self._sites[site] = Site(1, arrived, shown(dtype))
         if promoted and not self._sites[site].promoted:
-            self._sites[site].promoted = promoted.removeprefix("; ")
+            self._sites[site].promoted = promoted
         if self._sites[site].casts == 1 or site in self._untold:
             if not promoted and self._record_next():
                 self._untold[site] = target
@@ -234,29 +242,60 @@ class Guard:
     def _tell(self, name: str, target: str) -> None:
         """One line for each site; the first of many equal layers is news, the others are for whoever looks."""
         site = self._sites[name]
-        kind = (site.arrived, site.cast_to, site.promoted)
+        kind = (site.arrived, site.cast_to, _LAYER.sub(".*", site.promoted))
         say = log.debug if kind in self._logged else log.warning
         self._logged.add(kind)
         since = f"; {site.promoted}" if site.promoted else ""
         say("%s: %s arrive at %s; cast to %s%s", name, site.arrived, target, site.cast_to, since)
 
-    def _explain(self, stray: torch.Tensor) -> str:
-        """``; fp32 since file:line …``, where the forward pass is being recorded."""
-        step = self._recorder.step_of(stray) if self._recorder is not None else None
-        if step is None:
-            return ""
-        first = first_promotion(step)
-        return f"; {shown(first.dtype)} since {first.place}: {first.formula()}, {first.cause()}"
+    def _refusal(self, what: str, site: str, remedy: str) -> DtypeContractError:
+        error = DtypeContractError(what, where=site, remedy=remedy)
+        self._refused = self._refused or error
+        return error
+
+    def check(self) -> None:
+        """For after a step: a model that catches exceptions computes on without attention's result.
+
+        Raises:
+            DtypeContractError: a call was refused, and nobody has seen it.
+        """
+        if self._refused is not None:
+            what = f"{self._refused.what}; the model's own code caught this error and computed something else"
+            raise DtypeContractError(what, where=self._refused.where, remedy=self._refused.remedy)
+
+    def _explain(self, strays: dict[str, torch.Tensor]) -> str:
+        """``fp32 since file:line …``, where the forward pass is being recorded; by operand where they differ."""
+        lines: dict[str, list[str]] = {}
+        for name, stray in strays.items():
+            step = self._recorder.step_of(stray) if self._recorder is not None else None
+            if step is not None:
+                first = first_promotion(step)
+                place = f"{written_in(first.place.file, self._folder)}:{first.place.line}"
+                since = f"{shown(first.dtype)} since {place}: {first.formula()}, {first.cause()}"
+                lines.setdefault(since, []).append(name)
+        if len(lines) == 1:
+            return next(iter(lines))
+        return "; ".join(f"{' and '.join(names)} {since}" for since, names in lines.items())
 
     def _site(self, fn: Callable[..., Any], module: nn.Module | None) -> str:
         if torch.compiler.is_compiling() and self.mode == "cast":
             return ""
         if module is None:
-            return f"{fn.__module__}.{fn.__qualname__}"
+            return self._caller() or f"{fn.__module__}.{fn.__qualname__}"
         if module in self._paths:
             return self._paths[module]
         layer = getattr(module, "layer_idx", None)
         return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
+
+    def _caller(self) -> str:
+        """Path of the innermost watched module that is running; empty where none is."""
+        frame = sys._getframe(2) if not torch.compiler.is_compiling() else None
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in self._paths:
+                return self._paths[module]
+            frame = frame.f_back
+        return ""
 
 
 @contextmanager

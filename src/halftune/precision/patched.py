@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from halftune.precision.guard import Guard
-from halftune.precision.rebind import EntryPoint, installed, rebind, rebound
+from halftune.precision.rebind import EntryPoint, Function, gated, installed
 
 Refusal = Callable[[torch.Tensor, float], None]  # of the first operand and the dropout; raises where it must not be
 
-_in_place: dict[Callable[..., Any], Callable[..., Any]] = {}  # what ``patch`` put there → what was there
+_standing = ExitStack()  # what ``patch`` put there
 
 
 @contextmanager
@@ -24,19 +24,23 @@ def patched(
     functions: Sequence[EntryPoint],
     rotary: Sequence[EntryPoint] = (),
     refuse: Refusal | None = None,
+    instead: Mapping[str, Function] | None = None,
 ) -> Iterator[list[str]]:
     """Inside, the package's functions are guarded wherever a loaded module knows them; fully undone on exit.
+
+    Also where a model that is imported inside keeps one in a partial, a dict, a default argument or an attribute.
 
     Args:
         guard: stands in front; one that is off changes nothing.
         functions: attention functions, by module and name. Boundaries of packed rows in int64 become int32.
         rotary: rotary helpers.
         refuse: asked before every call with dropout that gradients may flow through.
+        instead: by name, what is called in an attention function's place.
 
     Yields:
         ``module.name`` of each place; none where the package is not installed.
     """
-    with rebound(_guarded(guard, functions, rotary, refuse)) as places:
+    with gated(_guarded(guard, functions, rotary, refuse, instead or {})) as places:
         yield places
 
 
@@ -45,27 +49,30 @@ def patch(
     functions: Sequence[EntryPoint],
     rotary: Sequence[EntryPoint] = (),
     refuse: Refusal | None = None,
+    instead: Mapping[str, Function] | None = None,
 ) -> list[str]:
     """The same for the rest of the process; a later call replaces what an earlier one put there."""
     unpatch()
-    replacements = _guarded(guard, functions, rotary, refuse)
-    _in_place.update({replacement: original for original, replacement in replacements.items()})
-    return rebind(replacements)
+    return _standing.enter_context(patched(guard, functions, rotary, refuse, instead))
 
 
 def unpatch() -> None:
     """Undoes ``patch``."""
-    rebind(_in_place)
-    _in_place.clear()
+    _standing.close()
 
 
 def _guarded(
-    guard: Guard, functions: Sequence[EntryPoint], rotary: Sequence[EntryPoint], refuse: Refusal | None
-) -> dict[Callable[..., Any], Callable[..., Any]]:
-    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    guard: Guard,
+    functions: Sequence[EntryPoint],
+    rotary: Sequence[EntryPoint],
+    refuse: Refusal | None,
+    instead: Mapping[str, Function],
+) -> dict[Function, Function]:
+    found: dict[Function, Function] = {}
     for entry in functions if guard.mode != "off" else ():
         if (function := installed(entry)) is not None:
-            checked = function if refuse is None else _checked(function, entry.operands[0], refuse)
+            called = instead.get(entry.name, function)
+            checked = called if refuse is None else _checked(called, entry.operands[0], refuse)
             found[function] = _int32_boundaries(guard.attention(checked, entry.operands))
     for entry in rotary if guard.mode != "off" else ():
         if (function := installed(entry)) is not None:

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -80,6 +81,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 _ATTENTION = tuple(name for name in list(globals()) if name.startswith("flash_attn_"))
 _PADDING = ("index_first_axis", "unpad_input", "pad_input")
+SINKS = {name: globals()[name] for name in (*_ATTENTION, *_PADDING, "apply_rotary_emb")}
+"""By name; these stay what they are while the module's own names are replaced like everybody's."""
 _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn": _ATTENTION,
     "flash_attn.flash_attn_interface": _ATTENTION,
@@ -95,18 +98,25 @@ def flash_attn_importable() -> Iterator[bool]:
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
         yield True
         return
-    for name, functions in _MODULES.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        vars(module).update({function: globals()[function] for function in functions})
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-    vars(sys.modules["flash_attn"])["__version__"] = "2.8.3"
+    sys.modules.update(_modules())
     try:
         yield False
     finally:
         for name in _MODULES:
             sys.modules.pop(name, None)
+
+
+@cache
+def _modules() -> dict[str, ModuleType]:
+    """The stand-ins, always the same ones: a model that was traced before keeps what it imported."""
+    made: dict[str, ModuleType] = {}
+    for name, functions in _MODULES.items():
+        made[name] = module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        vars(module).update({function: SINKS[function] for function in functions})
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(made[parent], child, module)
+    vars(made["flash_attn"])["__version__"] = "2.8.3"
+    return made

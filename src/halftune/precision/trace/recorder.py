@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import vmap
 from torch.overrides import TorchFunctionMode
 
+from halftune.precision.dtypes import plain_name
 from halftune.precision.trace.steps import Place, Source, Step, spelled
 
 _STEP = "halftune_step"  # a tensor's attribute: the call that made it; it goes when the tensor goes
@@ -48,10 +50,11 @@ class Recorder(TorchFunctionMode):
         self._autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         for kind, named in (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers)):
             for name, tensor in named(remove_duplicate=False):
-                self._leaves.setdefault(id(tensor), f"{kind} {name}")
+                self._leaves.setdefault(id(tensor), f"{kind} {plain_name(name)}")
         for name, module in self.model.named_modules():
             self._hooks.callback(module.register_forward_pre_hook(self._enter_module(name), prepend=True).remove)
             self._hooks.callback(module.register_forward_hook(self._leave_module(), always_call=True).remove)
+        self._hooks.enter_context(_batches_credited())
         super().__enter__()
         return self
 
@@ -135,6 +138,29 @@ def credit(tensor: torch.Tensor, like: torch.Tensor) -> None:
     """Gives ``tensor`` the record of another that was made in its place, as the author of the model wrote it."""
     if _STEP in vars(like):
         setattr(tensor, _STEP, vars(like)[_STEP])
+
+
+@contextmanager
+def _batches_credited() -> Iterator[None]:
+    """Inside, what goes into ``torch.vmap`` and what comes out of it keeps its record: the mode sees neither."""
+
+    def crediting(convert: Callable[..., Any], at: int) -> Callable[..., Any]:
+        def converted(*args: Any) -> Any:
+            result = convert(*args)
+            if isinstance(result, torch.Tensor) and isinstance(args[at], torch.Tensor):
+                credit(result, args[at])
+            return result
+
+        return converted
+
+    before = {name: vars(vmap)[name] for name in ("_add_batch_dim", "_maybe_remove_batch_dim")}
+    for at, (name, convert) in enumerate(before.items()):  # the tensor is the first argument, and the second
+        setattr(vmap, name, crediting(convert, at))
+    try:
+        yield
+    finally:
+        for name, convert in before.items():
+            setattr(vmap, name, convert)
 
 
 def calling_line(frame: FrameType | None) -> Place:

@@ -17,9 +17,9 @@ from torch import nn
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.plan import PrecisionPlan
-from halftune.precision.rebind import EntryPoint, installed, rebound
-from halftune.precision.trace import flash_sinks
+from halftune.precision.rebind import EntryPoint, gated, installed, rebound
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
+from halftune.precision.trace.flash_sinks import SINKS
 from halftune.precision.trace.recorder import Recorder
 from halftune.precision.trace.steps import HALF, Step
 
@@ -102,12 +102,20 @@ class Tracer:
             return returned((out, None), list(named.values()), dtype)
 
     @contextmanager
+    def importing(self) -> Iterator[None]:
+        """A model whose code is imported inside is seen wherever it keeps a function that it calls by hand."""
+        entries = (*self.functions, *self.rotary)
+        with gated({function: function for function in map(installed, entries) if function is not None}):
+            yield
+
+    @contextmanager
     def phase(self, name: str, model: nn.Module, *, grad: bool) -> Iterator[Recorder]:
         """What runs inside is traced as ``name``, under the plan's autocast."""
         with ExitStack() as stack:
             if self.cuda_rules:
                 stack.enter_context(cuda_autocast_rules())
-            stack.enter_context(rebound(dict(self._replacements())))
+            stack.enter_context(gated(dict(self._by_hand())))
+            stack.enter_context(rebound(dict(self._linear())))
             stack.enter_context(torch.set_grad_enabled(grad))
             half = self.precision.autocast.value
             dtype = torch_dtype(self.precision.compute.value)
@@ -164,12 +172,14 @@ class Tracer:
         finally:
             self._inside = before
 
-    def _replacements(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+    def _by_hand(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         for entries, target in ((self.functions, "attention"), (self.rotary, "rotary")):
             for entry in entries:
                 function = installed(entry)
                 if function is not None:
-                    yield function, self._sink(target, entry, vars(flash_sinks)[entry.name])
+                    yield function, self._sink(target, entry, SINKS[entry.name])
+
+    def _linear(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         for function, entry in _everywhere(self.linear):
             yield function, self._sink("linear attention", entry, function)
 

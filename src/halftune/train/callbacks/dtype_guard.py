@@ -11,7 +11,7 @@ from halftune.core.log import get_logger
 from halftune.model.patch import current_guard
 from halftune.precision.guard import Guard
 from halftune.precision.report import dtype_report
-from halftune.train.callbacks.base import Callback, Run
+from halftune.train.callbacks.base import Callback, Run, StepMetrics
 
 log = get_logger(__name__)
 
@@ -28,6 +28,15 @@ class DtypeGuard(Callback):
         self.guard.watch(run.model)
         if run.is_main:
             _write(run.folder / "dtypes.json", dtype_report(run.model, run.plan.precision).to_dict())
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Stops a run whose model caught the guard's refusal and went on without attention.
+
+        Raises:
+            DtypeContractError: a call of this step was refused.
+        """
+        if self.guard is not None:
+            self.guard.check()
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
         """Writes ``guard.json``; casts of this sitting only, and of this process."""

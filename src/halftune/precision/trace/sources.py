@@ -1,0 +1,20 @@
+"""Where a user finds the source file of a model that brings its own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def written_in(file: str, folder: str) -> str:
+    """The file in the model's folder that ``file`` is a copy of, or ``file`` itself.
+
+    transformers runs a checkpoint's code from a copy in its cache.
+
+    Args:
+        file: as Python knows it.
+        folder: the model as the recipe names it; no folder for one of the hub, whose copy is all there is.
+    """
+    own = Path(folder) / Path(file).name
+    if folder and "transformers_modules" in file and own.is_file() and own.read_bytes() == Path(file).read_bytes():
+        return str(own)
+    return file

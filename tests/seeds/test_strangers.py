@@ -1,0 +1,176 @@
+"""Models that nobody here has seen, whose code imports flash_attn by hand: trained, talked with, merged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from standins.strangers import stranger
+from transformers import dynamic_module_utils
+
+from halftune.config.load import load_config
+from halftune.config.model_facts import read_model_facts
+from halftune.core.errors import DtypeContractError
+from halftune.doctor.examine import examine
+from halftune.export.merged import export_run
+from halftune.hardware.catalogue import lookup
+from halftune.infer.session import open_session
+from halftune.model.finished import open_run
+from halftune.plan import resolve
+from halftune.precision.patched import unpatch
+from halftune.train.trainer import train
+
+BF16 = torch.bfloat16
+# In a dict and in a partial: places that no look through a module's globals finds.
+HIDDEN = {
+    "imports": "import flash_attn.flash_attn_interface as interface\nKERNELS = {'flash': interface.flash_attn_func}",
+    "made": """
+        self.attend = functools.partial(KERNELS["flash"], causal=True)
+        self.scale = nn.Parameter(torch.ones(self.size))
+    """,
+    "attended": """
+        k = F.normalize(k.float(), dim=-1).to(k.dtype)
+        q = q * self.scale.float()  # promotes q
+        out = self.attend(q, k, v)
+    """,
+}
+# Imported where it is called, under another name; boundaries in int64.
+LATE = {
+    "made": "self.bias = nn.Parameter(torch.zeros(self.size))\nself.fill = nn.Parameter(torch.zeros(1))",
+    "attended": """
+        from flash_attn import flash_attn_varlen_func as fvf
+        v = v + self.bias.float()  # promotes v
+        k = torch.where(k.abs() > 100, self.fill.float(), k)  # promotes k
+        cu = torch.arange(rows + 1, device=x.device) * length
+        out = fvf(*(t.flatten(0, 1) for t in (q, k, v)), cu, cu, length, length, causal=True)
+    """,
+}
+CATCHER = {
+    "imports": "from flash_attn import flash_attn_func",
+    "attended": """
+        q = torch.vmap(lambda row: row * torch.ones(self.size))(q)  # promotes q
+        try:
+            out = flash_attn_func(q, k, v, causal=True)
+        except Exception:
+            out = F.scaled_dot_product_attention(*(t.float().transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+            out = out.to(x.dtype)
+    """,
+}
+
+
+@pytest.fixture(autouse=True)
+def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Copies of foreign code go beside the test, not into the user's cache."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    unpatch()
+
+
+@pytest.fixture
+def trained(flash, tmp_path: Path) -> Callable[..., Path]:
+    """``trained(folder, "lora")``: the run folder after two steps; the stand-in saw those steps' calls alone."""
+
+    def run(model: Path, adapter: str, **sections: Any) -> Path:
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n' * 8)
+        steps = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": True}
+        tree = {
+            "model": {"name_or_path": str(model), "trust_remote_code": True, "tokenizer": "builtin:qwen2-tiny"},
+            "precision": "bf16",
+            "adapter": {"type": adapter},
+            "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 32},
+            "training": {"output_dir": str(tmp_path / "run"), "save_steps": "end", **steps},
+            "generation": {"max_new_tokens": 3},
+            "logging": {"progress": False},
+            **sections,
+        }
+        (tmp_path / "x.yaml").write_text(json.dumps(tree))
+        loaded = load_config(tmp_path / "x.yaml")
+        train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
+        return tmp_path / "run"
+
+    return run
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize(("code", "operands"), [(HIDDEN, "q"), (LATE, "kv")], ids=["hidden", "late"])
+def test_every_call_is_guarded_from_training_to_the_merged_model(
+    flash, trained: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: dict, operands: str, adapter: str
+) -> None:
+    model = stranger(tmp_path / "model", **code)
+    run = trained(model.folder, adapter)
+    assert {dtypes for _, dtypes in flash.calls} == {(BF16,) * 3}
+    sites = {site["site"]: site for site in json.loads((run / "guard.json").read_text())["sites"]}
+    assert list(sites) == ["blocks.0", "blocks.1"], "the module that calls, in the model's own words"
+    for operand in operands:
+        assert all(f"fp32 since {model.marks[operand]}: " in site["promoted"] for site in sites.values()), sites
+    said = [record.getMessage() for record in caplog.records if "arrive at attention" in record.getMessage()]
+    assert len(said) == 1, "equal layers are news once"
+    flash.calls.clear()
+    caplog.clear()
+    finished = open_run(str(run))
+    session = open_session(finished)
+    for tuned in (True, False):
+        assert isinstance(session.answer("one", tuned=tuned), str)
+    assert {dtypes for _, dtypes in flash.calls} == {(BF16,) * 3}
+    assert "blocks.0: q " in caplog.text, "generation names the module, too"
+    assert "fp32 since" in caplog.text
+    written = export_run(finished, tmp_path / "exported").folder
+    assert {path.name for path in model.folder.glob("*.py")} <= {path.name for path in written.iterdir()}
+
+
+def test_a_refusal_that_the_model_catches_stops_the_run(trained: Callable, tmp_path: Path) -> None:
+    model = stranger(tmp_path / "model", **CATCHER)
+    with pytest.raises(DtypeContractError, match="own code caught this error and computed something else") as caught:
+        trained(model.folder, "none", attention={"guard": "strict"})
+    assert caught.value.where == "blocks.0"
+    assert f"fp32 since {model.marks['q']}: mul(bf16, fp32)" in caught.value.what, "inside torch.vmap"
+
+
+@pytest.mark.parametrize("code", [HIDDEN, LATE, CATCHER], ids=["hidden", "late", "catcher"])
+def test_the_doctor_names_the_same_lines(tmp_path: Path, code: dict) -> None:
+    model = stranger(tmp_path / "model", **code)
+    tree = {
+        "model": {"name_or_path": str(model.folder), "trust_remote_code": True, "tokenizer": "builtin:qwen2-tiny"},
+        "precision": "bf16",
+        "adapter": "none",
+        "data": {"train": "builtin:python-docs"},
+        "training": {"output_dir": "run"},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(tree))
+    config = load_config(tmp_path / "x.yaml").run
+    for _ in range(2):  # in one process: what the model's module keeps is seen again
+        found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+        assert found.calls == {"attention, train": 2, "attention, chat": 2}
+        assert {one.operand: f"{one.file}:{one.line}" for one in found.broken} == model.marks
+
+
+OLD = {
+    "imports": """
+from flash_attn import flash_attn_func
+
+def plain(q, k, v):
+    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+
+KINDS = {"eager": plain, "flash_attention_2": functools.partial(flash_attn_func, causal=True)}
+""",
+    "made": "self.attend = KINDS[config._attn_implementation]",
+    "attended": "out = self.attend(q, k, v)",
+}
+
+
+def test_a_table_of_implementations_is_asked_for_one_that_it_has(
+    trained: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "halftune"):
+        run = trained(stranger(tmp_path / "model", **OLD).folder, "none")
+    assert "StrangerForCausalLM computes attention in code of its own: built with transformers' eager" in caplog.text
+    assert json.loads((run / "guard.json").read_text())["casts"] == 0
