@@ -9,18 +9,11 @@ from typing import Any
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.missing_weights import check_complete
 from halftune.config.model import ModelSection
-from halftune.config.model_families import (
-    LLAMA_LIKE,
-    OTHERS,
-    defaults_of,
-    linear_layers,
-    llama_like,
-    null_says,
-    tensors_of,
-)
+from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
 from halftune.config.model_folder import read_json
 from halftune.config.model_types import check_causal
 from halftune.config.model_weights import Sizes, Tensor
+from halftune.config.rwkv7_shape import NULL_SAYS
 from halftune.config.safetensors_headers import (
     count_parameters,
     has_head_of_its_own,
@@ -203,7 +196,7 @@ def facts_from_config(
     nested = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
     text = {**raw, **nested} if isinstance(nested, dict) else raw
     model_type = _text_type(raw, text)
-    given = {key: value for key, value in text.items() if value is not None or key in null_says(model_type)}
+    given = {key: value for key, value in text.items() if value is not None or key in NULL_SAYS.get(model_type, ())}
     text = {**defaults_of(model_type), **_grouped(given), **given}
     text |= {"tie_word_embeddings": False} if head_apart else {}
     sizes = _sizes(text, where or name)

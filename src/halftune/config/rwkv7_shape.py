@@ -30,8 +30,9 @@ RWKV7_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """What the format assumes where config.json is silent: files leave out what equals it."""
-RWKV7_NULLS = ("head_dim", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
-"""Where null is no default: the sizes follow from others."""
+_NULLS = ("head_dim", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
+NULL_SAYS: dict[str, tuple[str, ...]] = {"rwkv7": _NULLS}
+"""Keys whose null in config.json is no default: these sizes follow from others."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
     Raises:
         ModelError: layers of softmax attention, widths that do not divide, or values of several widths.
     """
-    said = {name: value for name, value in raw.items() if value is not None or name in RWKV7_NULLS}
+    said = {name: value for name, value in raw.items() if value is not None or name in _NULLS}
     given = {**RWKV7_DEFAULTS, **said}
     hidden, layers = int(given["hidden_size"]), int(given["num_hidden_layers"])
     if given.get("attn"):
