@@ -111,7 +111,9 @@ def read_status(path: Path) -> Status | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no status: {error}") from error
     known = {field.name for field in fields(Status)}
     if not isinstance(values, dict) or not {"state", "phase", "pid"} <= values.keys():
-        raise ValueError(f"{path} is no status")
+        raise ValueError(f"{path.name} is no status")
     return Status(**{name: value for name, value in values.items() if name in known})

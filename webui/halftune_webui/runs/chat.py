@@ -27,7 +27,8 @@ class Chat:
 
     def __init__(self, run: Path, idle: float = IDLE) -> None:
         self.run, self.idle = run, idle
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115: as long as the process
+        # open as long as the process
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [*HALFTUNE, "chat", str(run), "--json-lines"],
             stdin=subprocess.PIPE,

@@ -62,7 +62,7 @@ def cause_in(console: str) -> str:
 
 def _shown(text: str) -> list[str]:
     """Lines as a terminal would show them: a bar that was drawn again and again is there once."""
-    return [_TERMINAL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.splitlines() if line]
+    return [_TERMINAL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n") if line]
 
 
 def last_metrics(run: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class _Parts:
 def build(context: Context) -> None:
     """The model, both conversations, the question, and how answers are chosen."""
     words, settings = context.words, context.settings
-    with gr.Row(elem_id="chat-model"):
+    with gr.Row(elem_id="chat-model", elem_classes="ht-row"):
         run = chooser(context, Listing(settings.runs), "chat-run")
         load = gr.Button(words("chat.load"), variant="primary", elem_id="chat-load")
         free = gr.Button(words("chat.free"), elem_id="chat-free")

@@ -18,8 +18,8 @@ from halftune_webui.tabs.runs import live
 def build(context: Context) -> None:
     """A button, the number of samples, the report."""
     words, settings = context.words, context.settings
-    gr.HTML(f'<p class="ht-live help">{escape(words("data.what"))}</p>', js_on_load=None)
-    with gr.Row(elem_id="look"):
+    gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("data.what"))}</p></div>', js_on_load=None)
+    with gr.Row(elem_id="look", elem_classes="ht-row"):
         count = gr.Slider(1, 20, value=5, step=1, label=words("data.how_many"), elem_id="sample-count")
         button = gr.Button(words("data.look"), variant="primary", elem_id="look-at-data")
     report = live("data-report")

@@ -22,8 +22,8 @@ _ANSWERS = (0, 1, 2, 3)  # 1: something is not well; 2, 3: the recipe or the mod
 def build(context: Context) -> None:
     """What to look at, and what was found."""
     words, settings = context.words, context.settings
-    gr.HTML(f'<p class="ht-live help">{escape(words("doctor.what"))}</p>', js_on_load=None)
-    with gr.Row(elem_id="examine"):
+    gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("doctor.what"))}</p></div>', js_on_load=None)
+    with gr.Row(elem_id="examine", elem_classes="ht-row"):
         recipe = gr.Checkbox(value=True, label=words("doctor.recipe"), elem_id="doctor-recipe")
         kernels = gr.Checkbox(label=words("doctor.kernels"), elem_id="doctor-kernels")
         button = gr.Button(words("doctor.start"), variant="primary", elem_id="doctor-start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ def build(context: Context) -> None:
     """Which run, where to, in which format; below what is being exported and what has been."""
     words, settings = context.words, context.settings
     listing = Listing(settings.runs)
-    gr.HTML(f'<p class="ht-live help">{words("export.what")}</p>', js_on_load=None)
-    with gr.Row(elem_id="exporting"):
+    gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("export.what"))}</p></div>', js_on_load=None)
+    with gr.Row(elem_id="exporting", elem_classes="ht-row"):
         run = chooser(context, listing, "export-run")
         output = gr.Textbox(label=words("export.output"), info=words("export.output_help"), elem_id="export-output")
         formats = [(words("export.own"), _OWN), *((name, name) for name in export.DTYPES)]
         dtype = gr.Dropdown(formats, value=_OWN, label=words("export.dtype"), elem_id="export-dtype")
-    with gr.Row(elem_id="export-go"):
+    with gr.Row(elem_id="export-go", elem_classes="ht-row"):
         force = gr.Checkbox(label=words("export.force"), elem_id="export-force")
         button = gr.Button(words("export.start"), variant="primary", elem_id="export-start")
     shown = live("exports")

@@ -1,0 +1,124 @@
+"""Metrics are read on from where the last look ended, also over a resumed run's cut; thinning loses no spike."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halftune_webui.runs import metrics as module
+from halftune_webui.runs.curves import POINTS, chart, smoothed, thinned
+from halftune_webui.runs.metrics import Metrics, Series
+
+
+def line(step: int, **values: Any) -> str:
+    entry = {"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, "grad_norm": 2.0, "tokens": 100, "seconds": 0.5}
+    return json.dumps({**entry, "memory_bytes": 10, **values}) + "\n"
+
+
+def write(run: Path, *lines: str, mode: str = "a") -> None:
+    with (run / "metrics.jsonl").open(mode) as file:
+        file.writelines(lines)
+
+
+def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(tmp_path)
+    assert not metrics.update()
+    write(tmp_path, line(1), line(2), json.dumps({"step": 2, "eval_loss": 0.7}) + "\n")
+    assert metrics.update()
+    parsed: list[bytes] = []
+    real = json.loads
+    monkeypatch.setattr(module.json, "loads", lambda text: parsed.append(text) or real(text))
+    assert not metrics.update()
+    third = line(3)
+    write(tmp_path, third[:20])
+    assert not metrics.update()  # a line that is being written is left for later
+    write(tmp_path, third[20:])
+    assert metrics.update()
+    assert parsed == [third.encode().rstrip()]
+    assert list(metrics.series["loss"].steps) == [1, 2, 3]
+    assert list(metrics.series["eval_loss"].values) == [0.7]
+    assert list(metrics.series["tokens_per_second"].values) == [200.0] * 3
+
+
+@pytest.mark.parametrize("again", [1, 3, 9])
+def test_a_resumed_run_cuts_the_file_back(tmp_path: Path, again: int) -> None:
+    write(tmp_path, *(line(step) for step in range(1, 7)))
+    metrics = Metrics(tmp_path)
+    metrics.update()
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:4]
+    # truncated in place, and by the next look shorter than, as long as, or longer than before
+    write(tmp_path, *kept, *(line(4 + number, loss=9.0) for number in range(1, again + 1)), mode="w")
+    assert metrics.update()
+    assert list(metrics.series["loss"].steps) == [1, 2, 3, 4, *range(5, 5 + again)]
+    assert list(metrics.series["loss"].values)[4:] == [9.0] * again
+
+
+def test_a_file_that_goes_and_comes_is_read_anew(tmp_path: Path) -> None:
+    write(tmp_path, line(1), line(2))
+    metrics = Metrics(tmp_path)
+    metrics.update()
+    (tmp_path / "metrics.jsonl").unlink()
+    assert metrics.update()
+    assert not len(metrics.series["loss"].steps)
+    write(tmp_path, line(1), "{broken\n", '"text"\n', '{"loss": 1}\n', line(2))
+    metrics.update()
+    assert list(metrics.series["loss"].steps) == [1, 2]
+
+
+def test_alarms(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    write(tmp_path, line(1), line(2, loss=0.0))
+    metrics.update()
+    assert metrics.alarms == []  # once may be a batch without a trained token
+    write(tmp_path, line(3, loss=0.0), line(4, loss=None, grad_norm=None), line(5, grad_norm=None, skipped=1.0))
+    metrics.update()
+    found = {alarm.kind: (alarm.step, alarm.count) for alarm in metrics.alarms}
+    expected = {"loss_zero": (2, 2), "loss_not_finite": (4, 1), "norm_not_finite": (4, 1), "skipped": (5, 1)}
+    assert found == expected
+    assert math.isnan(metrics.series["loss"].values[3])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=4000), st.randoms())
+def test_thinning_keeps_ends_extremes_and_gaps(values: list[float], random: Any) -> None:
+    series = Series()
+    for step, value in enumerate(values, 1):
+        series.add(step, value)
+    points = thinned(series, 100)
+    assert len(points) <= max(100, min(len(values), 100))
+    steps = [point[0] for point in points]
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (1, len(values))
+    finite = [value for value in values if math.isfinite(value)]
+    shown = [value for _, value in points if value is not None]
+    if finite:
+        assert max(shown) == pytest.approx(max(finite), rel=1e-5)
+        assert min(shown) == pytest.approx(min(finite), rel=1e-5)
+    assert (None in [value for _, value in points]) == (len(finite) < len(values))
+
+
+def test_a_chart_of_long_runs_is_small() -> None:
+    series = Series()
+    for step in range(1, 100_001):
+        series.add(step, math.sin(step / 9000) + (5 if step == 77_777 else 0))
+    sent = chart("loss", [("a", series), ("empty", Series())], smooth=True)
+    assert [one["run"] for one in sent["lines"]] == ["a"]
+    assert len(sent["lines"][0]["points"]) <= POINTS
+    assert [77_777, pytest.approx(5 + math.sin(77_777 / 9000), rel=1e-5)] in sent["lines"][0]["points"]
+    smooth = sent["lines"][0]["smooth"]
+    assert len(smooth) <= POINTS
+    inner = [point for point in smooth if 5_000 < point[0] < 70_000]
+    assert max(abs(value - math.sin(step / 9000)) for step, value in inner) < 0.02
+
+
+def test_a_short_series_is_not_smoothed() -> None:
+    series = Series()
+    for step in range(19):
+        series.add(step, 1.0)
+    assert smoothed(series) == []
