@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 from halftune import __version__
 from halftune.cli.failure import drop_output, open_streams, tell, wants_traceback
+from halftune.cli.overrides import place
+from halftune.core.errors import HalftuneError
 from halftune.core.table import did_you_mean
 
 # verb → (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("halftune.cli.train", "train from a YAML file: plan, load, train, save, report"),
+    "launch": ("halftune.cli.launch", "print the command that starts every process of a run, or a template around it"),
     "plan": ("halftune.cli.plan", "show every decision about a run and its reason, without loading anything"),
     "doctor": ("halftune.cli.doctor", "look at the environment, and trace which line promotes a tensor, without a GPU"),
     "data": ("halftune.cli.data", "show the data report and samples with their trained tokens coloured"),
@@ -77,7 +80,12 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(parser)
         parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
-        code = module.run(parser.parse_intermixed_args(arguments))
+        args = parser.parse_intermixed_args(arguments)
+        try:
+            code = module.run(args)
+        except HalftuneError as error:
+            place(error, args)
+            raise
         sys.stdout.flush()  # here, where a reader that has left or a full disk can still be told
         return code
     except BrokenPipeError:  # the reader of our output (head, less) has left

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from halftune import __version__
 from halftune.core.errors import HalftuneError, TrainingError
+from halftune.core.failures import leave
 from halftune.core.paths import cache_dir
 
 VARIABLE = "HALFTUNE_TRACEBACK"
@@ -38,9 +39,14 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
     if show:
         traceback.print_exception(error)
     if known is None:
-        print(f"halftune {verb}: {_bug(error, shown=show)}", file=sys.stderr)
+        text = _bug(error, shown=show)
+        if not leave(error, text):
+            print(f"halftune {verb}: {text}", file=sys.stderr)
         return BUG
     text = str(known)
+    stopped = known.exit_code >= 128  # by a signal: nothing to sum up, and the main process speaks for all
+    if leave(known, text) and (not stopped or os.environ.get("RANK") != "0"):
+        return known.exit_code
     print(text if "\n" in text else f"halftune {verb}: {text}", file=sys.stderr)
     return known.exit_code
 

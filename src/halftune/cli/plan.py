@@ -3,7 +3,7 @@
 halftune plan --config configs/qwen_lora_bf16.yaml
 halftune plan --config x.yaml --hardware t4x2         as it would be on another machine (a100+t4 for a mixed one)
 halftune plan --config x.yaml --hardware a100 --with flash-attn=2.8.3
-halftune plan --config x.yaml --hardware t4x2 --num-processes 2      as torchrun --nproc-per-node 2 would start it
+halftune plan --config x.yaml --hardware t4x2 --num-processes 1      on one of the two
 halftune plan --config x.yaml precision=auto --json
 """
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as if it were installed",
     )
     parser.add_argument(
-        "--num-processes", type=_count, metavar="N", help="processes, one device each (default: $WORLD_SIZE, else 1)"
+        "--num-processes", type=_count, metavar="N", help="processes, one device each (default: as train starts them)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, as in plan.json")
 
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     """Loads the recipe, plans, prints; leaves with 1 when the run is not expected to fit."""
     loaded = load_from(args)
     hardware = _machine(args.hardware, args.packages)
-    plan = resolve(loaded.run, hardware, model_facts(loaded), world_size=args.num_processes or world_size())
+    plan = resolve(
+        loaded.run, hardware, model_facts(loaded), world_size=args.num_processes or world_size(loaded.run, hardware)
+    )
     pace = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
     if args.json:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))

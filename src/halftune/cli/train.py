@@ -4,6 +4,7 @@ train --config configs/quickstart.yaml
 train --config x.yaml training.learning_rate=1e-4 precision=auto
 train --config x.yaml --print-config        the resolved configuration and where each value came from
 train --config x.yaml --profile             also record a few steps: a trace, and a table of where the time goes
+train --config x.yaml distributed.num_processes=2      processes; by default one per visible device
 train --rerun runs/my-run training.output_dir=runs/again
 """
 
@@ -23,6 +24,7 @@ from halftune.core import log
 from halftune.core.startup import quick_imports
 from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
+from halftune.launch.command import command, launched, processes
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
 from halftune.train.folder import already_finished
@@ -50,8 +52,32 @@ def run(args: argparse.Namespace) -> int:
         print(resolved_yaml(loaded), end="")
         return 0
     log.configure()
+    if not launched() and (count := processes(loaded.run, probe())) > 1:
+        return start(loaded, count, arguments_of(args))
     train_one(loaded)
     return 0
+
+
+def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
+    """Starts this machine's processes of a run, after every check that needs none of them; does not return."""
+    check_unlocked(Path(loaded.run.training.output_dir))
+    resolve(loaded.run, probe(), model_facts(loaded), world_size=count)
+    check_folders(loaded.run.model)
+    look_over(loaded.run)
+    words = command(loaded.run.distributed, count, ["train", *arguments])
+    sys.stdout.flush()
+    os.execv(words[0], words)
+
+
+def arguments_of(args: argparse.Namespace) -> list[str]:
+    """What a verb with a configuration was called with, for another process."""
+    words = ["--config", args.config] if args.config is not None else []
+    if (rerun := vars(args).get("rerun")) is not None:
+        words += ["--rerun", rerun]
+    words += args.overrides
+    for value in args.set:
+        words += ["--set", value]
+    return words + (["--traceback"] if vars(args).get("traceback") else [])
 
 
 def train_one(loaded: LoadedConfig) -> None:
@@ -63,18 +89,24 @@ def train_one(loaded: LoadedConfig) -> None:
         check_unlocked(folder)
     if done := already_finished(loaded):
         if main:
+            from halftune.train.report.page import bring_up_to_date
+
+            bring_up_to_date(folder)
             _say_where(folder, done)
         return
-    plan = resolve(loaded.run, probe(), model_facts(loaded), world_size=world_size())
+    hardware, facts = probe(), model_facts(loaded)
+    plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
     check_folders(loaded.run.model)
     look_over(loaded.run)
     if main:
         print(explain(plan))
 
     with quick_imports():  # of torch, after every check that needs none
+        from halftune.train.parallel.together import together
         from halftune.train.trainer import train
 
-    outcome = train(loaded, plan)
+    with together(loaded.run, hardware, facts, plan) as agreed:
+        outcome = train(loaded, agreed)
     if main:
         _say_where(outcome.folder, outcome.message)
 

@@ -18,9 +18,6 @@ def machines_know_each_other(run: RunConfig, context: Context) -> Iterator[Findi
                 what = "has no effect with one machine"
                 yield Finding(("distributed", key), what, "distributed.num_machines: 2 or more, or remove it")
         return
-    if asked.main_process_ip is None:
-        what = f"is missing: {asked.num_machines} machines must know where to meet"
-        yield Finding(("distributed", "main_process_ip"), what, "the address of machine 0, as the others reach it")
     if asked.machine_rank >= asked.num_machines:
         what = f"{asked.machine_rank} is no machine of {asked.num_machines}: they are counted from 0"
         yield Finding(("distributed", "machine_rank"), what, f"0 to {asked.num_machines - 1}")

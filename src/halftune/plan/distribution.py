@@ -9,6 +9,7 @@ from halftune.config.model_facts import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
+from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
 from halftune.hardware.memory import Workload
 from halftune.plan.memory import per_process, plan_memory
@@ -93,7 +94,7 @@ def plan_parallel(
     if world_size == 1:
         return None
     asked = config.distributed
-    param = Choice(precision.storage.value, "as stored")
+    param: Choice[Format] = Choice(precision.storage.value, "as stored")
     if work.strategy == "fsdp2" and precision.autocast.value and precision.storage.value == "fp32":
         param = Choice(precision.compute.value, "linear layers, which autocast casts anyway; all else as stored")
     return ParallelPlan(
@@ -104,6 +105,7 @@ def plan_parallel(
         wrap=asked.fsdp.wrap,
         reshard=asked.fsdp.reshard_after_forward,
         offload=asked.fsdp.cpu_offload,
+        timeout=asked.timeout_seconds,
         memory=tuple(
             (name, memory.total, memory.verdict.value)
             for name, memory in _estimates(config, hardware, facts, work, world_size)

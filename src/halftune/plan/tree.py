@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from halftune.attention.plan import AttentionPlan
 from halftune.core.choice import Choice
+from halftune.core.formats import Format
 from halftune.precision.plan import PrecisionPlan
 
 RANDOM = Choice(False, "batches of random samples")
@@ -80,16 +81,18 @@ class ParallelPlan:
             are kept.
         wrap: class names of the modules that fsdp2 gathers one after the other; empty for the decoder layers.
         reshard, offload: fsdp2's choices.
+        timeout: seconds after which a process that does not answer ends the run.
         memory: (strategy, estimated bytes on one device, whether they fit), of every strategy that is possible.
     """
 
     machines: int
-    param: Choice[str]
-    reduce: Choice[str]
+    param: Choice[Format]
+    reduce: Choice[Format]
     buffer: Choice[str]
     wrap: tuple[str, ...] = ()
     reshard: bool = True
     offload: bool = False
+    timeout: float = 600.0
     memory: tuple[tuple[str, int, str], ...] = ()
 
 

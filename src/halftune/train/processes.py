@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, gather_object
 
 from halftune.core.errors import PlanError
 from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
+from halftune.train.parallel.meeting import join, meet
 
 _REPLICATED = {
     DistributedType.NO,
@@ -27,6 +29,8 @@ def make_accelerator(plan: Plan) -> Accelerator:
         PlanError: what came up is not what was planned: another device, another number of processes, or a sharding or
             compiling engine that the environment or a default config of accelerate switches on.
     """
+    if plan.parallel is not None:
+        _gather(plan, plan.parallel.timeout)
     accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
     expected = TORCH_TYPES[plan.device.value]
     if accelerator.device.type != expected:
@@ -46,7 +50,44 @@ def make_accelerator(plan: Plan) -> Accelerator:
             f"the environment switches {accelerator.distributed_type.value} or torch dynamo on, which the plan has not",
             remedy="unset the ACCELERATE_* variables; training.torch_compile compiles",
         )
+    answered = round(sum_over_processes(accelerator, [1.0])[0])
+    if answered != accelerator.num_processes:
+        raise PlanError(f"{answered} of {accelerator.num_processes} processes answered the first sum")
     return accelerator
+
+
+def _gather(plan: Plan, seconds: float) -> None:
+    """Waits for processes that still tokenise, however long that takes, and makes the group.
+
+    Raises:
+        PlanError: the launcher has set up fewer processes than were planned.
+    """
+    if not all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        raise PlanError(
+            f"the run was planned for {plan.batch.world_size} processes, but no launcher has set them up",
+            remedy="start it with `halftune train` or torchrun",
+        )
+    meeting = meet()
+    meeting.tell("ready", True)
+    meeting.wait("ready", lambda: True)  # one that dies meanwhile ends this one, too: its launcher sees to that
+    join(TORCH_TYPES[plan.device.value], seconds)
+
+
+def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:
+    """Makes sure that all processes have the same value.
+
+    Raises:
+        PlanError: names the first rank that has another one than rank 0.
+    """
+    if accelerator.num_processes == 1:
+        return
+    everybody = gather_object([value])
+    strangers = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
+    if strangers:
+        raise PlanError(
+            f"rank {strangers[0]} has another {what} than rank 0 ({everybody[strangers[0]][:12]}, {everybody[0][:12]})",
+            remedy="make it the same on all machines",
+        )
 
 
 def sum_over_processes(accelerator: Accelerator, values: Sequence[float]) -> list[float]:

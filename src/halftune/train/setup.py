@@ -31,7 +31,7 @@ from halftune.train.memory import keep_freed_memory
 from halftune.train.optim import make_optimizer
 from halftune.train.parallel import make_strategy
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.processes import make_accelerator
+from halftune.train.processes import check_agreed, make_accelerator
 from halftune.train.random_state import seed_everything
 from halftune.train.schedule import make_schedule
 
@@ -89,6 +89,7 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase
     device = accelerator.device if accelerator.device.type == "cuda" else None
     feed = Feed(data.train, config, plan.batch, plan.batch.packing.value, pad_token_id, rank, world, device)
     eval_feed = feed.for_evaluation(data.eval, config.training.per_device_eval_batch_size) if data.eval else None
+    check_agreed(accelerator, "training data", feed.fingerprint())
     total, per_epoch = feed.total_steps(), feed.steps_in(0)
     if total == 0 or per_epoch == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`")

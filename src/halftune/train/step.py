@@ -17,6 +17,7 @@ from halftune.train.callbacks.base import StepMetrics
 from halftune.train.feed import MicroBatch
 from halftune.train.losses import forward_loss_sum
 from halftune.train.memory import peak_memory_bytes
+from halftune.train.parallel.pulse import tick
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import sum_over_processes
 
@@ -82,6 +83,7 @@ class Stepper:
 
         ``scale`` is what the result will be multiplied with before the backward pass.
         """
+        tick()
         device = self.accelerator.device
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
         with autocast(self.plan.precision, device):

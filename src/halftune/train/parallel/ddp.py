@@ -26,8 +26,7 @@ class Ddp(Strategy):
 
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
         super().__init__(accelerator, plan)
-        options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        accelerator.ddp_handler = options
+        accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # type: ignore[assignment]
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """See :class:`Strategy`."""

@@ -1,0 +1,47 @@
+"""Start a run on several devices and machines, or print how.
+
+halftune launch --config x.yaml --dry-run                  this machine's command (--json: a list)
+halftune launch --config x.yaml distributed.num_machines=2 distributed.main_process_ip=10.0.0.1 --dry-run
+halftune launch --config x.yaml --template slurm           a batch script around it (or kubernetes, skypilot)
+halftune launch --config x.yaml                            the same as halftune train
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+from halftune.cli.facts import world_size
+from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.cli.train import arguments_of, start, train_one
+from halftune.core import log
+from halftune.hardware.probe import probe
+from halftune.launch.command import command, launched
+from halftune.launch.templates import TEMPLATES, render
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``halftune launch``."""
+    add_config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the command and leave")
+    parser.add_argument("--json", action="store_true", help="print it as a JSON list of arguments")
+    parser.add_argument("--template", choices=sorted(TEMPLATES), help="print a job for a scheduler, and leave")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the command, or a template around it, or starts it."""
+    loaded = load_from(args)
+    count, arguments = world_size(loaded.run, probe()), arguments_of(args)
+    if args.template:
+        print(render(args.template, loaded.run, count, ["train", *arguments]), end="")
+        return 0
+    words = command(loaded.run.distributed, count, ["train", *arguments])
+    if args.dry_run or args.json:
+        print(json.dumps(words, ensure_ascii=False) if args.json else shlex.join(words))
+        return 0
+    log.configure()
+    if count > 1 and not launched():
+        return start(loaded, count, arguments)
+    train_one(loaded)
+    return 0

@@ -1,0 +1,67 @@
+"""The command that starts every process of a run on one machine: torchrun's, with an end that can be read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from halftune.config.distributed import DistributedSection
+from halftune.config.run import RunConfig
+from halftune.core.errors import PlanError
+from halftune.hardware.facts import Hardware
+
+# What torchrun (and with it accelerate) gives each process that it starts.
+LAUNCHED: Final = ("RANK", "WORLD_SIZE")
+RUNNER = "halftune.launch.elastic"
+
+
+def launched() -> bool:
+    """Whether this is one of several processes that a launcher has started."""
+    return all(os.environ.get(name) for name in LAUNCHED)
+
+
+def processes(config: RunConfig, hardware: Hardware) -> int:
+    """Processes of a run over all machines: as asked, else one per device; one per machine on a CPU or a Mac.
+
+    Raises:
+        PlanError: more processes than devices.
+    """
+    asked = config.distributed
+    alone = hardware.kind in ("cpu", "mps")
+    devices = 1 if alone else len(hardware.devices)
+    if asked.num_processes is None:
+        return devices * asked.num_machines
+    each = asked.num_processes // asked.num_machines
+    if hardware.kind != "cpu" and each > devices:
+        raise PlanError(
+            f"{each} processes need {each} devices, and this machine has {devices}",
+            where="distributed.num_processes",
+            remedy=f"at most {devices * asked.num_machines}",
+        )
+    return asked.num_processes
+
+
+def command(asked: DistributedSection, world_size: int, arguments: Sequence[str]) -> list[str]:
+    """The command for one machine, as an argument list.
+
+    Args:
+        asked: the section.
+        world_size: processes over all machines.
+        arguments: of ``halftune``: ``["train", "--config", …]``.
+    """
+    each = world_size // asked.num_machines
+    words = ["--nnodes", str(asked.num_machines), "--nproc-per-node", str(each)]
+    if asked.num_machines == 1:
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(asked.main_process_port)]
+    elif asked.main_process_ip is None:
+        what = f"{asked.num_machines} machines must know where to meet"
+        remedy = "the address of machine 0, as the others reach it"
+        raise PlanError(what, where="distributed.main_process_ip", remedy=remedy)
+    else:
+        words += ["--node-rank", str(asked.machine_rank), "--rdzv-backend", "c10d", "--rdzv-id", "halftune"]
+        words += ["--rdzv-endpoint", f"{asked.main_process_ip}:{asked.main_process_port}"]
+        words += ["--rdzv-conf", f"join_timeout={max(int(asked.timeout_seconds), 60)}"]
+    words += ["--max-restarts", str(asked.max_restarts)]
+    return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]

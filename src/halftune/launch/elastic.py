@@ -1,0 +1,173 @@
+"""torchrun, taking its options, with one summary in place of its pages: ``python -m halftune.launch.elastic …``.
+
+The processes that it starts leave what went wrong in torch's error files. From these it tells the process that failed
+first from those that only lost it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halftune.core.failures import SUMMARY, Record, from_message
+from halftune.hardware.host import cpu_cores
+
+FAILED = 5  # as TrainingError
+_PORT = "HALFTUNE_STORE_PORT"
+_SOON = 5.0  # seconds; torchrun gives a process 30 to end by itself
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs torchrun in this process; returns the exit code of the process that failed first."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import get_args_parser, run
+
+    args = get_args_parser().parse_args(arguments)
+    prepare(args)
+    if (taken := _taken(args)) is not None:
+        return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
+    _silence()
+    try:
+        run(args)
+    except ChildFailedError as error:
+        found = {rank: _failure(rank, one) for rank, one in error.failures.items()}
+        return _say(*summary(found, int(args.max_restarts)))
+    except SignalException as error:
+        return _say(f"stopped by {signal.Signals(error.sigval).name}", 128 + error.sigval)
+    except (RendezvousError, DistError, OSError) as error:
+        where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return _say(f"the machines did not meet at {where}: {first} · is the address right, and the port open?", FAILED)
+    return 0
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Threads for each process, and for several machines the address and interface by which they reach each other."""
+    each = int(args.nproc_per_node) if str(args.nproc_per_node).isdecimal() else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // each)))
+    os.environ[SUMMARY] = "1"
+    if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint:
+        return
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    os.environ[_PORT] = str(int(port) + 1)  # else torchrun lets the processes meet at a random one
+    args.local_addr = args.local_addr or own_address(host)
+    if args.local_addr and (interface := interface_of(args.local_addr)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def own_address(host: str) -> str | None:
+    """The address of this machine in the network through which it reaches ``host``; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface that has an address."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a process ended.
+
+    Attributes:
+        rank, pid: which one.
+        code: exit code; the negative number of a signal.
+        record: what it left; None where it had no time to.
+        seen: when torchrun saw it, in seconds since the epoch.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    record: Record | None
+    seen: float = 0.0
+
+
+def first_of(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others followed from.
+
+    What went wrong by itself comes first, then a process that was killed before anybody noticed, then what only lost
+    another process, then those that torchrun ended because of it.
+    """
+    noticed = min((one.record.time for one in failures if one.record is not None), default=float("inf"))
+
+    def order(one: Failure) -> tuple[int, float, int]:
+        if one.record is not None:
+            return (2 if one.record.lost else 0), one.record.time, one.rank
+        ended = one.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or one.seen > noticed + _SOON
+        return (3 if ended else 1), one.seen, one.rank
+
+    return min(failures, key=order)
+
+
+def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, int]:
+    """What to tell of several processes that failed, and the exit code."""
+    first = first_of(list(failures.values()))
+    if first.record is not None:
+        text, code = first.record.text, first.code if first.code > 0 else FAILED
+        head = text if first.record.names_rank else f"rank {first.rank} on {socket.gethostname()}: {text}"
+    else:
+        code = FAILED
+        how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"left with {first.code}"
+        why = " (out of memory?)" if first.code == -signal.SIGKILL else ""
+        head = f"rank {first.rank} on {socket.gethostname()} (process {first.pid}) {how}{why}"
+    lines = [head]
+    if others := sorted(set(failures) - {first.rank}):
+        lines.append(f"  ended because of it: rank {', '.join(map(str, others))}")
+    if max_restarts:
+        lines.append(f"  started again {max_restarts} times (distributed.max_restarts), each time it failed")
+    return "\n".join(lines), code
+
+
+def _failure(rank: int, failure: Any) -> Failure:
+    return Failure(rank, failure.pid, failure.exitcode, from_message(failure.message), failure.timestamp)
+
+
+def _taken(args: argparse.Namespace) -> int | None:
+    """The port of a machine's only store, where another program has it."""
+    if args.rdzv_backend != "static" or args.master_port is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(args.master_port)))
+        except OSError:
+            return int(args.master_port)
+    return None
+
+
+def _silence() -> None:
+    """torchrun's own logger, and its deprecation notes: what matters is in the summary."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import logging
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"halftune: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

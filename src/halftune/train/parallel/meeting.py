@@ -1,0 +1,110 @@
+"""Where the processes of a run meet: one store of small values, and the process group made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from halftune.core.failures import PeerLost
+
+_PORT = "HALFTUNE_STORE_PORT"  # a fixed port of the run's own; else the launcher's store is used
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+_SLICE = timedelta(seconds=5)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The store that all processes of one attempt share.
+
+    Attributes:
+        store: of this process's main thread; a thread opens another one.
+        rank, world_size: which process this is, of how many.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Writes this process's JSON-able value under a topic."""
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+
+    def ask(self, topic: str, seconds: float) -> list[Any]:
+        """Everybody's value under a topic, by rank; waits for those that have not written.
+
+        Raises:
+            PeerLost: some did not within the time; names the first.
+        """
+        deadline, found = time.monotonic() + seconds, []
+        for rank in range(self.world_size):
+            self._wait(f"{topic}/{rank}", lambda: time.monotonic() < deadline, rank, seconds)
+            found.append(json.loads(self.store.get(f"{topic}/{rank}")))
+        return found
+
+    def wait(self, topic: str, patient: Callable[[], bool]) -> None:
+        """Waits until everybody has written under a topic, as long as ``patient`` says so."""
+        for rank in range(self.world_size):
+            self._wait(f"{topic}/{rank}", patient, rank, 0.0)
+
+    def _wait(self, key: str, patient: Callable[[], bool], rank: int, seconds: float) -> None:
+        while True:
+            try:
+                self.store.wait([key], _SLICE)
+            except dist.DistStoreError as error:
+                if patient():
+                    continue
+                within = f" within {seconds:.0f} s" if seconds else ""
+                what = f"rank {rank} did not come to the meeting{within}"
+                raise PeerLost(
+                    what, remedy="is it started, and do the machines reach each other?", named=True
+                ) from error
+            return
+
+
+@cache
+def meet() -> Meeting:
+    """The meeting of this process, by what its launcher has set; made once."""
+    return Meeting(open_store(server=True), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def open_store(*, server: bool = False) -> Store:
+    """A connection to the store: the launcher's, or on a port of the run's own that rank 0 serves."""
+    own = os.environ.get(_PORT)
+    agents = own is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = server and not agents and os.environ["RANK"] == "0"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(own or os.environ["MASTER_PORT"]),
+        is_master=serves,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=300),
+    )
+    return PrefixStore(f"halftune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def join(kind: str, seconds: float) -> None:
+    """Makes the process group of all processes.
+
+    Args:
+        kind: torch's name of the device type.
+        seconds: after which waiting for another process is an error.
+    """
+    if dist.is_initialized():
+        return
+    meeting = meet()
+    dist.init_process_group(
+        _BACKENDS.get(kind, "gloo"),
+        store=PrefixStore("group", meeting.store),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        timeout=timedelta(seconds=seconds),
+    )

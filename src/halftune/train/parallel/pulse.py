@@ -1,0 +1,152 @@
+"""Signs of life: what every process last did, for whoever must say which one is gone or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from halftune.core.errors import TrainingError
+from halftune.core.failures import PeerLost, leave
+from halftune.train.parallel.meeting import Meeting, open_store
+
+BEAT = 1.0  # seconds
+_GRACE = 10.0  # for the main thread to notice by itself that it waits in vain
+_PHRASES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL")
+_REMEDY = "the same command goes on from the newest checkpoint"
+
+_ticks = 0
+
+
+def tick() -> None:
+    """Called wherever training moves on; between two calls may lie no more than ``distributed.timeout_seconds``."""
+    global _ticks
+    _ticks += 1
+
+
+def lost_somebody(error: BaseException) -> bool:
+    """Whether an error only says that another process no longer answers."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a process said last.
+
+    Attributes:
+        ticks: how far it has come.
+        beat: counts its signs; one that stands still is gone or stopped.
+        host, where: machine, and the line of ours that its main thread is at.
+    """
+
+    ticks: int
+    beat: int
+    host: str
+    where: str
+
+
+class Pulse:
+    """A thread that gives signs of life, and ends this process where it hangs.
+
+    Args:
+        meeting: whom to tell.
+        seconds: how long a process may stand still once it has begun to train.
+    """
+
+    def __init__(self, meeting: Meeting, seconds: float) -> None:
+        self.rank, self.world_size, self.seconds = meeting.rank, meeting.world_size, seconds
+        self.store, self.lock, self.beat = open_store(), threading.Lock(), 0
+        self.main, self.over = threading.get_ident(), threading.Event()
+        self.thread = threading.Thread(target=self._beats, name="pulse", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """No more signs."""
+        self.over.set()
+
+    def blame(self, error: BaseException) -> PeerLost:
+        """Who is to blame where another process was lost: one without a sign of life, else the one furthest behind."""
+        waited = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+        try:
+            before = self.signs()
+            time.sleep(2.5 * BEAT)
+            after = self.signs()
+        except (RuntimeError, OSError):
+            return self._lost("rank 0 is gone, and with it the store that all meet at; its own output says why")
+        silent = [rank for rank in before if after[rank].beat == before[rank].beat and rank != self.rank]
+        if silent:
+            sign = after[silent[0]]
+            return self._lost(f"rank {silent[0]} on {sign.host} is gone or stopped: it gives no sign of life")
+        behind = min(after.values(), key=lambda sign: sign.ticks)
+        rank = next(rank for rank, sign in after.items() if sign is behind)
+        if rank != self.rank and behind.ticks < after[self.rank].ticks:
+            return self._lost(f"rank {rank} on {behind.host} hangs at {behind.where}: the others waited in vain")
+        return PeerLost(f"another process no longer answers: {waited}", remedy=_REMEDY)
+
+    def signs(self) -> dict[int, Sign]:
+        """Everybody's last sign; of one that never gave any, an empty one."""
+        found = {}
+        with self.lock:
+            for rank in range(self.world_size):
+                key = f"pulse/{rank}"
+                found[rank] = (
+                    Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(-1, -1, "?", "?")
+                )
+        return found
+
+    def _lost(self, what: str) -> PeerLost:
+        return PeerLost(what, remedy=_REMEDY, named=True)
+
+    def _beats(self) -> None:
+        last, since = 0, time.monotonic()
+        while not self.over.wait(BEAT):
+            self.beat += 1
+            sign = {"ticks": _ticks, "beat": self.beat, "host": socket.gethostname(), "where": self._where()}
+            try:
+                with self.lock:
+                    self.store.set(f"pulse/{self.rank}", json.dumps(sign))
+            except (RuntimeError, OSError):
+                pass  # the store is gone: the main thread will notice, or the time is up below
+            if _ticks != last:
+                last, since = _ticks, time.monotonic()
+            elif _ticks and time.monotonic() - since > self.seconds:
+                self._end(time.monotonic() - since)
+                since += _GRACE
+
+    def _end(self, seconds: float) -> None:
+        """Ends the process where it is the one that hangs; later, where it waits and nothing tells it so."""
+        try:
+            signs = self.signs()
+        except (RuntimeError, OSError):
+            signs = {}
+        mine = all(sign.ticks >= _ticks for sign in signs.values()) and any(
+            sign.ticks > _ticks for sign in signs.values()
+        )
+        if not mine and seconds < self.seconds + _GRACE:
+            return
+        where = self._where()
+        error: TrainingError = TrainingError(f"hangs at {where}: no progress for {seconds:.0f} s", remedy=_REMEDY)
+        if not mine:
+            error = PeerLost(f"waited {seconds:.0f} s at {where} for another process", remedy=_REMEDY)
+        if not leave(error, str(error)):
+            print(f"halftune: rank {self.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+    def _where(self) -> str:
+        frame: Any = sys._current_frames().get(self.main)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if "halftune" in path.parts:
+                return f"{path.parent.name}/{path.name}:{frame.f_lineno} ({frame.f_code.co_name})"
+            frame = frame.f_back
+        return "an unknown place"

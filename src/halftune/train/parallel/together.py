@@ -1,0 +1,37 @@
+"""Around a training of several processes: they meet, compare, give signs of life, and say who failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from halftune.config.model_facts import ModelFacts
+from halftune.config.run import RunConfig
+from halftune.hardware.facts import Hardware
+from halftune.plan import Plan
+from halftune.train.parallel.meeting import meet
+from halftune.train.parallel.preflight import compare
+from halftune.train.parallel.pulse import Pulse, lost_somebody
+
+
+@contextmanager
+def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Plan) -> Iterator[Plan]:
+    """Yields the plan that all processes agree on; with one process, its own.
+
+    Raises:
+        PlanError: the processes disagree; names the rank.
+        PeerLost: another process is gone or hangs; names it where that can be told.
+    """
+    if plan.batch.world_size == 1:
+        yield plan
+        return
+    meeting = meet()
+    pulse = Pulse(meeting, config.distributed.timeout_seconds)
+    try:
+        yield compare(meeting, config, hardware, facts, plan)
+    except RuntimeError as error:
+        if not lost_somebody(error):
+            raise
+        raise pulse.blame(error) from error
+    finally:
+        pulse.stop()
