@@ -69,7 +69,7 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     if asked != "auto" and objections[asked]:
         ways = "attention: {linear: auto}" + ("" if torch else " or {linear: torch}")
         way = ", or install it" if "not installed" in fla and asked == "fla" else ", or another Triton or device"
-        what = f"attention.linear: {asked} is not possible: {objections[asked]}"
+        what = f"{asked} is not possible: {objections[asked]}"
         raise PlanError(what, where="attention.linear", remedy=ways + (way if asked == "fla" else ""))
     if asked != "auto":
         chosen, why = asked, "asked for"

@@ -75,7 +75,7 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
     why = f"no layer of {facts.model_type} has softmax attention"
     linear = route_linear(section, hardware, facts)
     if section.backend not in ("auto", "eager"):
-        what = f"attention: {section.backend} is not possible: {why}"
+        what = f"{section.backend} is not possible: {why}"
         raise PlanError(what, where="attention", remedy="attention: auto")
     return AttentionPlan(
         softmax=Choice("eager", f"{why}: this is a name only"),
@@ -159,9 +159,9 @@ def _impossible(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, 
     """Names both sides of the conflict and the three ways out."""
     own = [(label, reason) for label, reason in rejected if asked in ("auto", label.partition(" ")[0])]
     why = own[0][1] if len(own) == 1 else " / ".join(f"{label}: {reason}" for label, reason in own)
-    what = f"attention: {asked} is not possible: {why}"
+    what = f"{asked} is not possible: {why}"
     if asked.startswith("fa") and compute == "fp32":
-        what = f"attention: {asked} and precision: {compute} exclude each other: {why}"
+        what = f"{asked} and precision: {compute} exclude each other: {why}"
     return PlanError(what, where="attention", remedy=_ways_out(asked, why, facts, compute))
 
 

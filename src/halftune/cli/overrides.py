@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from halftune.config.load import LoadedConfig, load_config, load_run
-from halftune.core.errors import ConfigError
+from halftune.config.load import DEFAULT, LoadedConfig, load_config, load_run
+from halftune.core.errors import ConfigError, HalftuneError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,24 @@ def load_from(args: argparse.Namespace) -> LoadedConfig:
     if rerun is not None and args.config is not None:
         raise ConfigError("--config and --rerun exclude each other", remedy="--rerun brings its own configuration")
     if rerun is not None:
-        return load_run(rerun, overrides)
+        return _noted(load_run(rerun, overrides), args)
     if args.config is None:
         recipe = next((one for one in overrides if one.endswith((".yaml", ".yml")) and "=" not in one), None)
         remedy = f"--config {recipe}" if recipe else "for example --config configs/quickstart.yaml"
         raise ConfigError("no recipe is named", remedy=remedy)
-    return load_config(args.config, overrides)
+    return _noted(load_config(args.config, overrides), args)
+
+
+def _noted(loaded: LoadedConfig, args: argparse.Namespace) -> LoadedConfig:
+    """Keeps in ``args`` where each key stands, for errors about one that are found later."""
+    args.origins = loaded.origins
+    return loaded
+
+
+def place(error: HalftuneError, args: argparse.Namespace) -> None:
+    """Puts file and line before the key that an error names, where the user has written one."""
+    key, origins = error.where, vars(args).get("origins", {})
+    names = (name for name in origins if name == key or name.startswith(f"{key}."))
+    origin = next((origins[name] for name in names if origins[name] != DEFAULT), "")
+    if key and origin:
+        error.where = f"{origin}: {key}"

@@ -37,7 +37,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template, so a conversation cannot be rendered",
-                where=f"model {tokenizer.name_or_path}",
+                where=str(tokenizer.name_or_path),
                 remedy="set model.chat_template: chatml, or to the path of a Jinja file",
             )
         self._tokenizer = tokenizer
@@ -53,7 +53,7 @@ class ChatTemplate:
         except ValueError as error:  # several named templates, and none of them is the default
             raise DataError(
                 f"no chat template can be chosen: {str(error).splitlines()[0]}",
-                where=f"model {self._tokenizer.name_or_path}",
+                where=str(self._tokenizer.name_or_path),
                 remedy="set model.chat_template",
             ) from error
 

@@ -187,7 +187,8 @@ def _unknown(
     else:
         what = f"the columns {names} fit no format"
     if all(name in found for name in PREFERENCE):
-        return DataError(what + " (preference pairs hold no single answer to learn)", where=where)
+        remedy = "to learn the chosen ones: columns: {completion: chosen}"
+        return DataError(f"{what}: preference pairs hold no single answer to learn", where=where, remedy=remedy)
     mapping = suggest(rows, found)
     if mapping:
         inner = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())

@@ -16,6 +16,8 @@ from halftune.core.optional import need
 from halftune.data.formats import FORMATS, load_format
 from halftune.data.strict_json import BadJson, fault, parse
 
+_AGAIN = "the file is damaged or of another kind: copy or download it again"
+_KINDS = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
 ARROW_NULLS = "null members in tools or tool calls left out (Arrow gives every object the members of all)"
 
 
@@ -68,7 +70,7 @@ def _text(path: Path) -> str:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"not a whole gzip file: {error}", where=str(path)) from error
+        raise DataError(f"not a whole gzip file: {error}", where=str(path), remedy=_AGAIN) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
     return _decoded(raw, path)
@@ -123,7 +125,7 @@ def _json(path: Path) -> FileRows:
     if isinstance(value, dict):
         value = _rows_of(value, path)
     if not isinstance(value, list):
-        raise DataError("should be a list of objects", where=str(path))
+        raise DataError("should be a list of objects", where=str(path), remedy='as in [{"prompt": "…", …}, …]')
     rows = [_object(row, f"{path} row {number}", suspect) for number, row in enumerate(value, start=1)]
     return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)
 
@@ -159,7 +161,9 @@ def _object(value: Any, where: str, suspect: bool) -> dict[str, Any]:
     if suspect and (what := fault(value)):
         raise DataError(what, where=where, remedy="correct or remove the row")
     if not isinstance(value, dict):
-        raise DataError(f"a row should be an object with named columns, not {type(value).__name__}", where=where)
+        kind = _KINDS.get(type(value), "a number")
+        remedy = 'write it as {"column": value, …}, for example {"prompt": "…", "completion": "…"}'
+        raise DataError(f"a row should be an object with named columns, not {kind}", where=where, remedy=remedy)
     return value
 
 
@@ -207,7 +211,7 @@ def _parquet(path: Path) -> FileRows:
         _check_names(parquet.read_schema(path).names, str(path))
         rows = parquet.read_table(path).to_pylist()
     except (arrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"not a Parquet file: {error}", where=str(path)) from error
+        raise DataError(f"not a Parquet file: {error}", where=str(path), remedy=_AGAIN) from error
     return arrow_rows(path, rows)
 
 

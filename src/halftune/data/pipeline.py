@@ -119,10 +119,20 @@ def _source(
         store, values = cached(cache_key(tokenizer, parts), make)
     report = SourceReport.from_dict(values)
     log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
-    for what, counts in (("dropped", report.dropped), ("shortened", report.truncated)):
-        for reason, count in counts.items():
-            log.warning("%s: %s: %s: %s", section.path, what, reason, count)
+    _warn(report, config.data.max_length)
     return store, report
+
+
+def _warn(report: SourceReport, max_length: int) -> None:
+    """Says which rows are not trained on as they stand, and what to do about it."""
+    raised = f"raise data.max_length ({max_length})"
+    for reason, count in report.dropped.items():
+        remedy = (
+            f"{raised}, or see data.overlong" if "max_length" in reason else "mend them, if they should be trained on"
+        )
+        log.warning("%s: left out: %s: %s · %s", report.name, reason, count, remedy)
+    for reason, count in report.truncated.items():
+        log.warning("%s: made to fit: %s: %s · %s to keep them whole", report.name, reason, count, raised)
 
 
 def _settings(config: RunConfig) -> Settings:

@@ -80,7 +80,7 @@ CASES = (
         f"{ROW}\n{LONG}\n",
         needs_torch=True,
         code=0,
-        says=("shortened", "row 2"),
+        says=("made to fit: question or tool result shortened: 1 (row 2)", "data.max_length (64)"),
     ),
     Case(
         "over-long rows that are dropped",
@@ -88,7 +88,7 @@ CASES = (
         f"{ROW}\n{LONG}\n",
         needs_torch=True,
         code=0,
-        says=("dropped: longer than max_length 64: 1 (row 2)",),
+        says=("left out: longer than max_length 64: 1 (row 2)", "data.overlong"),
     ),
     Case(
         "over-long rows that must not be there",

@@ -42,6 +42,18 @@ def pickled() -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def index_of_pickles() -> None:
+    folder = model_folder()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
+
+
+def link_to_nothing() -> None:
+    path = model_folder() / "model.safetensors"
+    path.unlink()
+    path.symlink_to("../blobs/gone")
+
+
 def without(name: str) -> None:
     (model_folder() / name).unlink()
 
@@ -153,6 +165,28 @@ CASES = (
     ),
     Case("no weights", OURS, make=lambda: without("model.safetensors"), code=3, says=("no weights",)),
     Case("weights as pickles", OURS, make=pickled, code=3, says=("pytorch_model.bin", "python -c", "save_pretrained")),
+    Case(
+        "a pickle that is called safetensors",
+        OURS,
+        make=lambda: (model_folder() / "model.safetensors").write_bytes(b"\x80\x04K\x01."),
+        code=3,
+        says=("model/model.safetensors", "not a whole safetensors file"),
+    ),
+    Case(
+        "an index that names a pickle",
+        OURS,
+        make=index_of_pickles,
+        code=3,
+        says=("index.json", "pytorch_model.bin", "no safetensors file"),
+    ),
+    Case("weights that are a link to nothing", OURS, make=link_to_nothing, code=3, says=("a link to ../blobs/gone",)),
+    Case(
+        "an adapter beside the model",
+        OURS,
+        make=lambda: (model_folder() / "adapter_config.json").write_text("{}"),
+        code=3,
+        says=("holds an adapter beside the model", "move adapter_config.json"),
+    ),
     Case(
         "no tokenizer",
         OURS,
