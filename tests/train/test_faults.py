@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,37 @@ def test_a_disk_that_vanishes_is_said(recipe, disk: Disk, monkeypatch: pytest.Mo
         train(*recipe("training.save_steps=2", f"training.output_dir={disk.path / 'run'}"))
     subprocess.run(["umount", "-l", str(disk.path)], check=True)
     assert newest_valid(disk.path / "run") == disk.path / "run" / "checkpoint-2"
+
+
+def test_a_folder_that_is_moved_is_followed(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    moved = tmp_path / "elsewhere"
+    settings = ("training.max_steps=5", "training.save_steps=2", "training.per_device_train_batch_size=2")
+    at_step(monkeypatch, {3: lambda: (tmp_path / "run").rename(moved) and None})
+    outcome = train(*recipe(*settings))
+    assert outcome.message == f"trained 5 steps; the result is in {moved / 'final'}"
+    assert [line["step"] for line in metrics(moved)] == [1, 2, 3, 4, 5]
+    assert newest_valid(moved) == moved / "checkpoint-5"
+    assert not (tmp_path / "run").exists()
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"{tmp_path / 'run'} was moved to {moved}: the run goes on in there" in warned
+    assert not [words for words in warned if "failed" in words]
+    assert "nothing to do" in train(*recipe(*settings, f"training.output_dir={moved}")).message
+
+
+def test_a_folder_that_becomes_read_only_is_said(recipe, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk.path)], check=True)
+
+    settings = ("training.save_steps=2", "training.max_steps=5", "training.per_device_train_batch_size=2")
+    run = disk.path / "run"
+    # no file may be open for writing: the lock's and the log's are
+    monkeypatch.setattr("halftune.train.trainer.log_to", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("halftune.train.trainer.locked", lambda path: path.mkdir() or nullcontext())
+    at_step(monkeypatch, {3: lambda: remount("ro")})
+    with pytest.raises(TrainingError, match=r"checkpoint-4: cannot write.*Read-only.*make the folder writable and run"):
+        train(*recipe(*settings, f"training.output_dir={run}"))
+    remount("rw")
+    assert newest_valid(run) == run / "checkpoint-2"
 
 
 def test_a_read_only_folder_is_refused_at_once(recipe, disk: Disk) -> None:

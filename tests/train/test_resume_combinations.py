@@ -223,7 +223,7 @@ def test_a_finished_run_goes_on_where_something_is_left_to_do(
     for path in checkpoints(done):
         shutil.rmtree(path)
     with pytest.raises(ConfigError, match=r"its result is not there \(final is missing\), and left no checkpoint"):
-        train(*recipe(*SHORT))
+        train(*in_epochs)
 
 
 def test_a_finished_run_is_told_without_torch(recipe, done: Path, tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ class Trainer:
                     break  # the same step again, from a feed of smaller micro-batches
                 metrics.seconds = time.perf_counter() - began
                 run.step, run.epoch = run.step + 1, epoch
+                if self.home is not None:
+                    self.home.follow()
                 self.crowd.tell("on_step", run, metrics)
                 self._what_is_due()
                 if self._ends():
@@ -166,8 +168,6 @@ class Trainer:
 
     def _what_is_due(self) -> None:
         training = self.run.config.training
-        if self.home is not None:
-            self.home.follow()
         if self._due(training.eval_steps):
             self._evaluate()
         if self._due(training.save_steps):

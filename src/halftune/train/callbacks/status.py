@@ -47,6 +47,7 @@ class StatusLine(Callback):
 
     def _tell(self, run: Run, *, urgent: bool = True, **changes: Any) -> None:
         if self.file is not None:
+            self.file.path = run.folder / NAME  # which may have been moved
             where = {"step": run.step, "total": run.total_steps, "epoch": round(run.epoch, 6)}
             self.file.tell(urgent=urgent, casts=current_guard().casts, **where, **changes)
 
