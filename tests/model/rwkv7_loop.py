@@ -7,6 +7,7 @@ dict of weights with the checkpoint's names. Slow; differentiable; in the dtype 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -46,9 +47,9 @@ def _time(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mixed = {name: x + (_before(x) - x) * part[f"attn.x_{name}"][0, 0] for name in "rwkvag"}
 
-    def low_rank(name: str, between: object = None) -> torch.Tensor:
+    def low_rank(name: str, between: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         inner = mixed[name] @ part[f"attn.{name}_lora.lora.0.weight"].T
-        inner = between(inner) if callable(between) else inner
+        inner = inner if between is None else between(inner)
         out = inner @ part[f"attn.{name}_lora.lora.2.weight"].T
         return out + part.get(f"attn.{name}_lora.lora.2.bias", torch.zeros(()))
 
