@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from halftune import __version__
 from halftune.cli.failure import drop_output, open_streams, tell, wants_traceback
-from halftune.cli.overrides import place
 from halftune.core.errors import HalftuneError
 from halftune.core.table import did_you_mean
 
@@ -84,6 +83,8 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         try:
             code = module.run(args)
         except HalftuneError as error:
+            from halftune.cli.overrides import place
+
             place(error, args)
             raise
         sys.stdout.flush()  # here, where a reader that has left or a full disk can still be told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from halftune.config.load import DEFAULT, LoadedConfig, load_config, load_run
 from halftune.core.errors import ConfigError, HalftuneError
@@ -45,5 +46,5 @@ def place(error: HalftuneError, args: argparse.Namespace) -> None:
     key, origins = error.where, vars(args).get("origins", {})
     names = (name for name in origins if name == key or name.startswith(f"{key}."))
     origin = next((origins[name] for name in names if origins[name] != DEFAULT), "")
-    if key and origin:
+    if key and origin and not os.path.exists(key):  # a folder may be called model
         error.where = f"{origin}: {key}"
