@@ -27,6 +27,7 @@ from halftune.model.adapters.attach import attach_adapter
 from halftune.model.architectures import own_architectures
 from halftune.model.architectures import read_config as read_checkpoint_config
 from halftune.model.handover import hand_over_in_compute_dtype
+from halftune.model.patch_experts import route_experts
 from halftune.model.quiet import quiet
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
@@ -103,6 +104,7 @@ def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: Weightl
         if parameter.is_floating_point() and (stays_fp32(name, parameter, keep) or own.search(name)):
             parameter.data = parameter.data.float()
     model.config.use_cache = False
+    route_experts(model, plan)
     hand_over_in_compute_dtype(model, plan)
     adapted = attach_adapter(model, config.adapter, plan, config.training.seed)
     if mode is not None:

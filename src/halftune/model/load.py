@@ -19,6 +19,7 @@ from halftune.model.damage import DAMAGE, first_line
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
 from halftune.model.patch import current_guard, guard_imports_by_hand, register_attention
+from halftune.model.patch_experts import route_experts
 from halftune.model.patch_linear import route_linear_layers
 from halftune.model.patch_own_code import attention_for, brings_code
 from halftune.model.quiet import quiet
@@ -52,6 +53,7 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     guard_imports_by_hand()
     _check_complete(info, folder)
     route_linear_layers(loaded, plan)
+    route_experts(loaded, plan)
     _mark_kept(loaded, plan)
     name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)

@@ -1,0 +1,68 @@
+"""Experts held as one parameter compute in the plan's format: autocast has no rule for their grouped matmul.
+
+transformers multiplies by ``grouped_mm``: with fp32 master weights it would compute in fp32 whatever the plan says, at
+several times the cost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from halftune.core.log import get_logger
+from halftune.plan import Plan
+
+log = get_logger(__name__)
+
+NAME, GROUPED = "halftune_grouped_mm", "grouped_mm"
+
+
+def route_experts(model: nn.Module, plan: Plan) -> int:
+    """Sees to it that grouped experts of ``model`` compute in autocast's dtype; returns how many layers have such.
+
+    Nothing is changed where the plan has no autocast, or the model another implementation. Takes one entry in
+    transformers' table of experts; models that others make do not name it.
+    """
+    if not plan.precision.autocast.value:
+        return 0
+    experts: list[Any] = [module for module in model.modules() if "_is_expert_parallel" in vars(module)]
+    grouped = [module for module in experts if module.config._experts_implementation == GROUPED]
+    if grouped:
+        ALL_EXPERTS_FUNCTIONS.register(NAME, in_autocast)
+        for config in {id(module.config): module.config for module in grouped}.values():
+            config._experts_implementation = NAME
+        log.info("experts of %d layers compute in %s, as autocast would", len(grouped), plan.precision.compute.value)
+    return len(grouped)
+
+
+def in_autocast(
+    module: nn.Module, hidden_NC: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
+) -> torch.Tensor:
+    """``grouped_mm`` on operands in autocast's dtype, as a linear layer's would be; result in that of ``hidden_NC``.
+
+    Args:
+        module: experts of one layer.
+        hidden_NC: ``[N, C]`` tokens.
+        chosen_NK: ``[N, K]`` experts of each token.
+        weights_NK: ``[N, K]`` what each counts; the sum over experts is taken in their dtype.
+    """
+    compute = ALL_EXPERTS_FUNCTIONS[GROUPED]
+    kind = hidden_NC.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return compute(module, hidden_NC, chosen_NK, weights_NK)
+    dtype = torch.get_autocast_dtype(kind)
+    return compute(_Cast(module, dtype), hidden_NC.to(dtype), chosen_NK, weights_NK).to(hidden_NC.dtype)
+
+
+class _Cast:
+    """A module whose floating parameters are read in another dtype; gradients go to the parameters themselves."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
