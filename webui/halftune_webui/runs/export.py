@@ -11,13 +11,12 @@ from halftune_webui.paths import inside
 from halftune_webui.runs.keeper import launch
 from halftune_webui.runs.launch import HALFTUNE
 from halftune_webui.runs.queue import BOARD
-from halftune_webui.runs.started import note_job
+from halftune_webui.runs.started import note_job, read_started
 from halftune_webui.runs.state import RunState, look
 from halftune_webui.settings import Settings
 
 DTYPES = ("bf16", "fp16", "fp32")
 _SHOWN = 8
-_MARK = "·"  # between the time and the name of an export's folder
 
 
 def finished(runs: list[RunState]) -> list[Path]:
@@ -44,7 +43,7 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
     target = inside(settings.roots, output)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"there is no format {dtype}", remedy=" | ".join(DTYPES))
-    job = settings.runs / BOARD / "exports" / f"{time.strftime('%Y%m%d-%H%M%S')}{_MARK}{target.name}"
+    job = settings.runs / BOARD / "exports" / f"{time.strftime('%Y%m%d-%H%M%S')}-{target.name}"
     job.mkdir(parents=True, exist_ok=True)
     command = [*HALFTUNE, "export", str(run), "--output", str(target), "--status", str(job / NAME)]
     command += (["--dtype", dtype] if dtype else []) + (["--force"] if force else [])
@@ -60,6 +59,8 @@ def exports(settings: Settings) -> list[RunState]:
     return [look(job) for job in jobs[:_SHOWN] if job.is_dir()]
 
 
-def title(job: Path) -> str:
-    """How an export is called."""
-    return job.name.partition(_MARK)[2] or job.name
+def output_of(job: Path) -> str:
+    """The folder that an export writes."""
+    started = read_started(job)
+    command = started.command if started is not None else ()
+    return command[command.index("--output") + 1] if "--output" in command else job.name

@@ -52,14 +52,23 @@ def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
     return f'<tr class="{"open" if opened else ""}">{"".join(cells)}</tr>'
 
 
-def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, words: Words, *, name: str = "") -> str:
-    """One run: what it does, how far it is, what is odd, why it ended, what can be done."""
-    name = name or name_of(state.folder, runs)
-    acts = f'<span class="acts">{_acts(state, name, words)}</span>'
+def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, words: Words, *, output: str = "") -> str:
+    """One run: what it does, how far it is, what is odd, why it ended, what can be done.
+
+    Args:
+        state: how it stands.
+        alarms: what is odd in its metrics.
+        log: what it said last.
+        runs: the folder of runs.
+        words: the labels.
+        output: of an export: the folder that it writes. There is nothing to resume then.
+    """
+    name = output or name_of(state.folder, runs)
+    acts = f'<span class="acts">{_acts(state, name, words, resumes=not output)}</span>'
     parts = [f"<header><h3>{escape(name)}</h3>{_badge(state, words)}{acts}</header>"]
     if state.live:
         parts.append(_bar(state))
-    parts.append(f'<div class="facts">{_facts(state, words)}</div>')
+    parts.append(f'<div class="facts">{_facts(state, output or str(state.folder), words)}</div>')
     parts += [f'<p class="alarm" role="alert">{escape(_alarm(alarm, words))}</p>' for alarm in alarms]
     if state.casts:
         parts.append(f'<p class="alarm">{escape(words("runs.casts", n=f"{state.casts:,}"))}</p>')
@@ -109,7 +118,7 @@ def _steps(state: RunState, words: Words) -> str:
     return " · ".join(parts)
 
 
-def _facts(state: RunState, words: Words) -> str:
+def _facts(state: RunState, folder: str, words: Words) -> str:
     facts = [("phase", words(f"runs.phases.{state.phase}") if state.live and state.phase else "")]
     if state.step or state.total:
         facts.append(("step", f"{state.step:,}" + (f" / {state.total:,}" if state.total else "")))
@@ -120,7 +129,7 @@ def _facts(state: RunState, words: Words) -> str:
         ("precision", state.precision),
         ("host", state.host),
         ("started", _when(state.began)),
-        ("folder", str(state.folder)),
+        ("folder", folder),
     ]
     shown = [
         f"<div><span>{escape(words(f'runs.{name}'))}</span> <b>{escape(text)}</b></div>" for name, text in facts if text
@@ -138,19 +147,19 @@ def _alarm(alarm: Alarm, words: Words) -> str:
     return words(f"runs.alarms.{alarm.kind}", step=f"{alarm.step:,}", n=f"{alarm.count:,}")
 
 
-def _acts(state: RunState, name: str, words: Words) -> str:
+def _acts(state: RunState, name: str, words: Words, *, resumes: bool) -> str:
     acts: list[tuple[str, str, str]] = []  # what, label, question
     if state.state == "queued":
         acts += [("now", "now", ""), ("stop", "unqueue", "")]
     if state.live and not state.host:
         twice = state.state == "stopping"
         acts.append(("stop", "stop_at_once" if twice else "stop", words("runs.ask_stop_at_once") if twice else ""))
-    if state.state in ("stopped", "died"):
+    if state.state in ("stopped", "died") and resumes:
         acts.append(("resume", "resume", ""))
     if (state.folder / REPORT).is_file():
         acts.append(("report", "report", ""))
     if not state.live and state.state != "queued":
-        acts.append(("delete", "delete", words("runs.ask_delete", name=name)))
+        acts.append(("delete", "delete", words("runs.ask_delete" if resumes else "runs.ask_forget", name=name)))
     path = escape(str(state.folder))
     return "".join(
         f'<button data-act="{act}" data-run="{path}" class="{"bad" if act in ("stop", "delete") else ""}"'

@@ -75,12 +75,11 @@ def build(context: Context) -> None:
             trained = gr.Chatbot(label=words("chat.trained"), elem_id="trained", height=360, buttons=["copy"])
         with gr.Column(min_width=300) as base_side:
             base = gr.Chatbot(label=words("chat.base"), elem_id="base", height=360, buttons=["copy"])
-    with gr.Row(elem_id="asking"):
-        text = gr.Textbox(label=words("chat.ask"), lines=2, scale=6, elem_id="chat-text", submit_btn=False)
-        with gr.Column(scale=1, min_width=150):
-            send = gr.Button(words("chat.send"), variant="primary", elem_id="chat-send")
-            stop = gr.Button(words("chat.stop"), elem_id="chat-stop")
-            anew = gr.Button(words("chat.anew"), elem_id="chat-new")
+    text = gr.Textbox(label=words("chat.ask"), lines=2, elem_id="chat-text")
+    with gr.Row(elem_id="asking", elem_classes="ht-row"):
+        send = gr.Button(words("chat.send"), variant="primary", elem_id="chat-send")
+        stop = gr.Button(words("chat.stop"), elem_id="chat-stop")
+        anew = gr.Button(words("chat.anew"), elem_id="chat-new")
     with gr.Accordion(words("chat.settings"), open=False, elem_id="chat-settings"):
         both = gr.Checkbox(value=True, label=words("chat.both"), elem_id="chat-both")
         system = gr.Textbox(label=words("chat.system"), lines=2, elem_id="chat-system")
@@ -104,7 +103,7 @@ def _wire(
     def opened(name: str | None, request: gr.Request) -> Iterator[Any]:
         yield from _load(context, chats, name, str(request.session_hash))
 
-    def asked(*values: Any, request: gr.Request) -> Iterator[Any]:
+    def asked(request: gr.Request, *values: Any) -> Iterator[Any]:
         yield from _ask(context, chats.of.get(str(request.session_hash)), *values)
 
     def stopped(request: gr.Request) -> None:

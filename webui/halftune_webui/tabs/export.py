@@ -39,7 +39,7 @@ def build(context: Context) -> None:
     def cards() -> str:
         states = export.exports(settings)
         return "".join(
-            run_card(state, (), log_tail(state.folder), settings.runs, words, name=export.title(state.folder))
+            run_card(state, (), log_tail(state.folder), settings.runs, words, output=export.output_of(state.folder))
             for state in states
         )
 

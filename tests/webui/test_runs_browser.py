@@ -1,0 +1,131 @@
+"""The whole life of a run in a browser: outlives page and server, stops, resumes, is talked to and exported."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halftune.core.status import read_status
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """\
+model: {name_or_path: builtin:qwen2-tiny}
+precision: fp32
+adapter: {type: lora, rank: 4}
+data: {train: rows.jsonl, max_length: 48, packing: false}
+training:
+  output_dir: runs/adder
+  max_steps: 260
+  per_device_train_batch_size: 1
+  logging_steps: 1
+  save_steps: 1000
+generation: {max_new_tokens: 8}
+"""
+LONG = 120_000  # milliseconds: torch is imported by each process, on a busy machine
+
+
+def step_of(run: Path) -> int:
+    status = read_status(run / "status.json")
+    return status.step if status is not None else -1
+
+
+def tab(page: Any, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
+
+
+def loss_points(page: Any) -> int:
+    return int(
+        page.locator("[data-chart=loss] path.main, [data-chart=loss] path.raw").first.get_attribute("data-points")
+    )
+
+
+def card(page: Any) -> Any:
+    return page.locator("#run-cards .card")
+
+
+def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
+    board = start_board()
+    rows = [{"prompt": f"Add {n} and {n + 1}.", "completion": f"It is {2 * n + 1}."} for n in range(40)]
+    (board.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = board.folder / "runs" / "adder"
+
+    page = open_page(board.url)
+    page.evaluate("text => localStorage.setItem('halftune-recipe', text)", RECIPE)
+    page.reload()
+    page.locator("#start:enabled").wait_for()
+    page.get_by_text("output_dir: runs/adder").wait_for()
+    page.locator("#start").click()
+    card(page).get_by_text("training", exact=True).wait_for(timeout=LONG)
+    page.locator("[data-chart=loss] path.main").wait_for()
+    before = loss_points(page)
+    page.wait_for_function(
+        "before => Number(document.querySelector('[data-chart=loss] path.main').dataset.points) > before", arg=before
+    )
+
+    page.context.close()  # the page goes, the run goes on
+    seen = step_of(run)
+    again = open_page(board.url)
+    tab(again, "Runs")
+    card(again).get_by_text("running").wait_for()
+    again.wait_for_function(
+        "seen => Number(document.querySelector('#run-cards [role=progressbar]').ariaValueNow) > seen", arg=seen
+    )
+
+    board.stop(signal.SIGKILL)  # so does the server
+    seen = step_of(run)
+    second = start_board(folder=board.folder)
+    page = open_page(second.url)
+    tab(page, "Runs")
+    card(page).get_by_role("button", name="Stop").click()
+    card(page).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
+    stopped = step_of(run)
+    assert seen < stopped < 260
+    assert (run / f"checkpoint-{stopped}" / "checkpoint.json").exists()
+    assert f"after step {stopped}" in card(page).inner_text()
+
+    card(page).get_by_role("button", name="Resume").click()
+    card(page).get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 261))
+    card(page).get_by_role("button", name="Report").click()
+    report = page.frame_locator("#run-report iframe")
+    report.get_by_text("halftune run report").wait_for()
+
+    tab(page, "Chat")
+    page.locator("#chat-load").click()
+    page.locator("#chat-ready").wait_for(timeout=LONG)
+    page.locator("#chat-text textarea").fill("Add 3 and 4.")
+    page.locator("#chat-send").click()
+    for side in ("#trained", "#base"):
+        page.locator(f"{side} .bot").first.wait_for(timeout=LONG)
+
+    tab(page, "Export")
+    page.locator("#export-start").click()
+    page.locator("#exports").get_by_text("finished", exact=True).wait_for(timeout=LONG)
+    assert (board.folder / "models" / "adder" / "model.safetensors").stat().st_size > 0
+    assert re.search(r"logits differ by", page.locator("#exports pre").text_content())
+
+
+def test_a_run_that_dies_shows_why(start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
+    board = start_board()
+    (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 400, "completion": "b"}) + "\n")
+    page = open_page(board.url)
+    text = RECIPE.replace("max_length: 48", "max_length: 16").replace("max_steps: 260", "max_steps: 2")
+    page.evaluate("text => localStorage.setItem('halftune-recipe', text)", text)
+    page.reload()
+    page.get_by_text("max_length: 16").wait_for()
+    page.locator("#start:enabled").click()
+    card(page).get_by_text("failed", exact=True).wait_for(timeout=LONG)
+    assert "no row is left to train on" in card(page).locator(".cause").inner_text()
+    assert card(page).locator("pre").is_visible()  # what it printed last
+    page.on("dialog", lambda dialog: dialog.accept())
+    card(page).get_by_role("button", name="Delete").click()
+    page.locator("#run-list .empty").wait_for()
+    assert not (board.folder / "runs" / "adder").exists()
