@@ -28,8 +28,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import psutil
 import yaml
 
-from halftune.core.manifest import damage
-from halftune.train.checkpoint_list import folders, step_of
+from halftune.train.checkpoint_list import flaw, folders, step_of
 
 
 def watch(folder: Path, stop: Event, verdict: Path) -> None:
@@ -42,7 +41,7 @@ def watch(folder: Path, stop: Event, verdict: Path) -> None:
         found = folders(folder)
         for path in found[-1:]:
             step = step_of(path)
-            why = damage(path, thorough=True)
+            why = flaw(path, thorough=True)
             # Removed by rotation since it was listed: a newer one has come.
             if why and (path.exists() or folders(folder)[-1:] == [path]):
                 wrong.append(f"{path.name}: {why}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError
+from halftune.core.startup import quick_imports
 from halftune.train import trainer
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.progress import ProgressLines
@@ -139,7 +142,8 @@ def test_before_the_first_step_it_leaves_at_once(recipe, monkeypatch: pytest.Mon
     with pytest.raises(Interrupted, match=r"stopped by SIGTERM before training went on.*nothing was lost") as caught:
         train(loaded, plan)
     assert caught.value.exit_code == 143
-    assert [path.name for path in Path(loaded.run.training.output_dir).iterdir()] == [".lock"]
+    left = {path.name for path in Path(loaded.run.training.output_dir).iterdir()}
+    assert left == {".lock", "status.json"}, "which blocks no other run"
     monkeypatch.undo()
     assert train(loaded, plan).step == 1
 
@@ -207,6 +211,39 @@ def test_a_second_signal_leaves_in_the_middle_of_a_save(recipe, whole: Path, mon
     assert newest_valid(folder) == folder / "checkpoint-4"
     assert_same_end(train(loaded, plan).folder, whole)
     assert not list(folder.glob(".*.writing"))
+
+
+def test_ctrl_c_while_libraries_are_imported_leaves_at_once() -> None:
+    """An import may swallow the exception that Ctrl-C would raise in it."""
+
+    def importing() -> None:
+        with quick_imports():
+            with suppress(KeyboardInterrupt):
+                send(signal.SIGINT)
+            os._exit(0)
+
+    assert child(importing) == 130
+    with quick_imports():
+        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_terminal_that_closes_takes_no_exit_code_with_it() -> None:
+    process, terminal = pty.fork()
+    if process == 0:
+        try:
+            with Interrupts() as interrupts:
+                interrupts.only_note()
+                os.write(1, b"ready")
+                while interrupts.received is None:
+                    time.sleep(0.01)
+                os.write(2, b"last words")  # to a terminal that is no more, this fails
+                os._exit(128 + interrupts.received)
+        finally:
+            os._exit(99)
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
 
 
 @pytest.fixture
