@@ -20,7 +20,7 @@ function prose(tag, text) {
   return node;
 }
 
-// One change at a time: each is answered with the recipe's new text, from which the next one starts.
+// Each change names its `field`: Gradio takes an object with a `path` for an uploaded file. One change at a time: each is answered with the recipe's new text, from which the next one starts.
 function send(edit) { waiting.push(edit); flush(); }
 function flush() {
   if (busy || !waiting.length) return;
@@ -37,7 +37,7 @@ function title(row, path) {
 }
 
 function control(row, path, id) {
-  const set = (value) => send({op: 'set', path, value});
+  const set = (value) => send({op: 'set', field: path, value});
   let node;
   if (row.kind === 'choice') {
     node = make('select');
@@ -108,7 +108,7 @@ function draw(row, path, into) {
   label.title = path;
   const reset = make('button', 'reset', '↺');
   reset.type = 'button'; reset.title = words.reset; reset.setAttribute('aria-label', `${words.reset}: ${path}`);
-  reset.addEventListener('click', () => send({op: 'set', path, value: ''}));
+  reset.addEventListener('click', () => send({op: 'set', field: path, value: ''}));
   head.append(label, reset);
   const input = control(row, path, id), help = prose('p', words.help[path.replace(/\[\d+\]/g, '')] || row.help);
   help.id = `${id}-help`;
@@ -131,7 +131,7 @@ function drawList(row, path, into) {
   const problem = make('p', 'problem'), body = make('div', 'cards'), add = make('button', 'add', `+ ${words.add}`);
   problem.setAttribute('role', 'alert');
   add.type = 'button';
-  add.addEventListener('click', () => send({op: 'add', path}));
+  add.addEventListener('click', () => send({op: 'add', field: path}));
   node.append(head, body, add, problem, prose('p', words.help[path] || row.help));
   into.append(node);
   lists.set(path, {row, node, body, problem, count: 0});
@@ -152,7 +152,7 @@ function resize(path, count) {
     for (const inner of rest) draw(inner, `${one}.${inner.path}`, grid);
     const remove = make('button', 'remove', words.remove);
     remove.type = 'button';
-    remove.addEventListener('click', () => send({op: 'remove', path: one}));
+    remove.addEventListener('click', () => send({op: 'remove', field: one}));
     card.append(fold, remove);
     list.body.append(card);
   }
