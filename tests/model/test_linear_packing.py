@@ -59,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4, "sliding_window": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "expand": 2, "layer_types": None},
     "rwkv7": {
         **dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"), 8),
@@ -66,6 +67,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 OURS = ("rwkv7",)  # transformers has no code for them
+# Routed, but its attention chooses keys from the whole row.
+UNPACKED: dict[str, dict[str, Any]] = {
+    "qwen4_exp_text": {
+        **{**DELTA, **EXPERTS, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1},
+        **{"indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4},
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    },
+}
 # Mamba-1 and others keep loops of their own, which know nothing of samples.
 LEAKING: dict[str, dict[str, Any]] = {
     "mamba": {"layer_types": None},
@@ -90,7 +99,7 @@ class Double(TorchFunctionMode):
 
 
 def model_of(family: str) -> Any:
-    values = {**SIZES, **{**FAMILIES, **LEAKING}[family]}
+    values = {**SIZES, **{**FAMILIES, **UNPACKED, **LEAKING}[family]}
     with own_architectures():
         config = AutoConfig.for_model(family, **{name: value for name, value in values.items() if value is not None})
     torch.manual_seed(0)
@@ -168,7 +177,7 @@ QUICK = ("qwen3_5_text", "kimi_linear", "mamba2", "lfm2")
 REST = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in (*QUICK, *OURS)]
 
 
-@pytest.mark.parametrize("family", [*QUICK, *REST])
+@pytest.mark.parametrize("family", [*QUICK, *UNPACKED, *REST])
 def test_routed_is_transformers_own(family: str) -> None:
     """One sample alone: our operators give the logits and gradients of transformers' code."""
     model = model_of(family).train().double()

@@ -23,7 +23,7 @@ GLOBALS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), _DELTA),
     **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), _SCAN),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), ()),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ()),
 }
 
 

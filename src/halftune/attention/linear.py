@@ -23,7 +23,7 @@ ROUTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), _DELTA),
     **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), _SSD),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("causal_conv1d",)),
     "rwkv7": ("rwkv7",),
 }
 _HEAD_SIZES = ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim")

@@ -55,6 +55,7 @@ NOT_ONLY_SOFTMAX = {
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "mamba",
     "mamba2",
     "minimax",

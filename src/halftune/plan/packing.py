@@ -12,10 +12,13 @@ from halftune.core.errors import PlanError
 # linear-attention route is told where the samples of a row end. This is the one place that says so; the check on a copy
 # of the model has the last word. Model types as in config.json (of a model with parts: that of its text part, too).
 _STEMS = (
-    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba2"),
     *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "rwkv7", "zamba2"),
 )
 BOUNDARIES_HONOURED: frozenset[str] = frozenset(_STEMS) | {f"{stem}_text" for stem in _STEMS}
+
+# Their layers keep samples apart; something else in them does not.
+_WHY_NOT = {"qwen4_exp": "the indexer of qwen4_exp's attention chooses among the keys of the whole row"}
 
 _ALIBI = {"bloom", "mpt"}
 # Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
@@ -54,6 +57,8 @@ def choose_packing(
 def _mixes_samples(facts: ModelFacts, linear: str) -> str:
     """A way in which information passes from one sample of a row to the next whatever the attention mask says."""
     if facts.linear_layers and facts.model_type not in BOUNDARIES_HONOURED:
+        if why := _WHY_NOT.get(facts.model_type.removesuffix("_text")):
+            return why
         return (
             f"{facts.linear_layers} of {facts.num_layers} layers of {facts.model_type} carry a state along the row, "
             "which runs on across samples"

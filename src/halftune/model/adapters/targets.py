@@ -11,8 +11,9 @@ from halftune.core.log import get_logger
 
 log = get_logger(__name__)
 
-# Fused kernels of these families read the weights past the modules, so that an adapter there would have no effect:
-# peft refuses them.
+# Fused kernels of these families read the weights past the modules, so that an adapter there would have no effect.
+# With our operators it would have: the fused kernels are never called. But peft refuses such an adapter, whoever runs
+# it, and a saved one could be loaded by nobody.
 _MAMBA = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 _READ_PAST = frozenset({"out_proj", "conv1d"})
 
@@ -34,7 +35,7 @@ def without_routers(model: PreTrainedModel) -> str | list[str]:
     refused = {name for name in linear if kind in _MAMBA and name.rpartition(".")[2] in _READ_PAST}
     for left_out, why in (
         (routers, "routers stay frozen"),
-        (refused, f"the fused kernels of {kind} read past adapters"),
+        (refused, f"peft refuses adapters there, for the fused kernels of {kind} read past them"),
     ):
         if left_out:
             leaves = sorted({name.rpartition(".")[2] for name in left_out})
