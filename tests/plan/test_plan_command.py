@@ -11,6 +11,8 @@ import pytest
 
 from halftune.cli import main
 from halftune.cli.facts import world_size
+from halftune.config.load import load_config
+from halftune.hardware.catalogue import lookup
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}
@@ -39,7 +41,7 @@ def test_it_prints_the_plan(recipe: Path, capsys: pytest.CaptureFixture) -> None
     said = capsys.readouterr().out
     assert "Plan for builtin:qwen2-tiny (qwen2)" in said
     assert "on 2 × Tesla T4" in said
-    assert "2 process" in said
+    assert "2 processes" in said
     assert "devices is used" not in said
     assert "Time: known after a first run" in said
 
@@ -62,13 +64,16 @@ def test_overrides_and_a_launchers_world_size_count(
     assert plan["batch"]["world_size"] == 4
 
 
-def test_without_a_launcher_one_process_is_planned_as_train_starts_one(
+def test_without_a_launcher_it_is_planned_as_train_starts_it(
     recipe: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert halftune("--config", str(recipe), "--hardware", "t4x2", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["batch"]["world_size"] == world_size() == 1
-    assert any("1 of 2 devices is used" in warning for warning in plan["warnings"])
+    for asked, count in (((), 2), (("distributed.num_processes=1",), 1)):
+        assert halftune("--config", str(recipe), "--hardware", "t4x2", "--json", *asked) == 0
+        plan = json.loads(capsys.readouterr().out)
+        run = load_config(recipe, asked).run
+        assert plan["batch"]["world_size"] == world_size(run, lookup("t4x2")) == count
+        idle = [warning for warning in plan["warnings"] if "1 of 2 devices is used" in warning]
+        assert len(idle) == (count == 1)
     monkeypatch.setenv("WORLD_SIZE", "two")
     for verb in ("plan", "train"):
         with pytest.raises(SystemExit):
@@ -76,6 +81,14 @@ def test_without_a_launcher_one_process_is_planned_as_train_starts_one(
         assert "WORLD_SIZE: 'two' is no number of processes" in capsys.readouterr().err
     for wrong in ("0", "-1", "two"):
         assert halftune("--config", str(recipe), "--num-processes", wrong) == 2
+
+
+def test_a_launcher_that_starts_another_number_is_an_error(
+    recipe: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert halftune("--config", str(recipe), "distributed.num_processes=4") == 2
+    assert "the launcher has started 2" in capsys.readouterr().err
 
 
 def test_an_earlier_run_gives_the_time(recipe: Path, capsys: pytest.CaptureFixture) -> None:

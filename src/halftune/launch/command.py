@@ -43,25 +43,25 @@ def processes(config: RunConfig, hardware: Hardware) -> int:
     return asked.num_processes
 
 
-def command(asked: DistributedSection, world_size: int, arguments: Sequence[str]) -> list[str]:
+def command(distributed: DistributedSection, world_size: int, arguments: Sequence[str]) -> list[str]:
     """The command for one machine, as an argument list.
 
     Args:
-        asked: the section.
+        distributed: the section.
         world_size: processes over all machines.
         arguments: of ``halftune``: ``["train", "--config", …]``.
     """
-    each = world_size // asked.num_machines
-    words = ["--nnodes", str(asked.num_machines), "--nproc-per-node", str(each)]
-    if asked.num_machines == 1:
-        words += ["--master-addr", "127.0.0.1", "--master-port", str(asked.main_process_port)]
-    elif asked.main_process_ip is None:
-        what = f"{asked.num_machines} machines must know where to meet"
+    each = world_size // distributed.num_machines
+    words = ["--nnodes", str(distributed.num_machines), "--nproc-per-node", str(each)]
+    if distributed.num_machines == 1:
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(distributed.main_process_port)]
+    elif distributed.main_process_ip is None:
+        what = f"{distributed.num_machines} machines must know where to meet"
         remedy = "the address of machine 0, as the others reach it"
         raise PlanError(what, where="distributed.main_process_ip", remedy=remedy)
     else:
-        words += ["--node-rank", str(asked.machine_rank), "--rdzv-backend", "c10d", "--rdzv-id", "halftune"]
-        words += ["--rdzv-endpoint", f"{asked.main_process_ip}:{asked.main_process_port}"]
-        words += ["--rdzv-conf", f"join_timeout={max(int(asked.timeout_seconds), 60)}"]
-    words += ["--max-restarts", str(asked.max_restarts)]
+        words += ["--node-rank", str(distributed.machine_rank), "--rdzv-backend", "c10d", "--rdzv-id", "halftune"]
+        words += ["--rdzv-endpoint", f"{distributed.main_process_ip}:{distributed.main_process_port}"]
+        words += ["--rdzv-conf", f"join_timeout={max(int(distributed.timeout_seconds), 60)}"]
+    words += ["--max-restarts", str(distributed.max_restarts)]
     return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]

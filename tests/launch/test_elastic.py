@@ -1,0 +1,95 @@
+"""One summary of several failures: what came first, not what followed from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from halftune.core.errors import DataError, TrainingError
+from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message, leave
+from halftune.launch.elastic import Failure, interface_of, main, own_address, prepare, summary
+
+KILLED = -signal.SIGKILL
+
+
+def lost(rank: int, time: float, text: str = "another process no longer answers", *, names: bool = False) -> Failure:
+    return Failure(rank, 10 + rank, 5, Record(text, time, lost=True, names_rank=names), time)
+
+
+def test_what_went_wrong_by_itself_comes_first() -> None:
+    own = Failure(2, 12, 5, Record("the disk is full", 100.0), 100.0)
+    text, code = summary({0: lost(0, 99.0), 2: own, 1: lost(1, 101.0)}, 0)
+    assert text.splitlines()[0].startswith("rank 2 on ")
+    assert "the disk is full" in text
+    assert "rank 0, 1" in text
+    assert code == 5
+
+
+def test_a_killed_process_leaves_nothing_and_is_named() -> None:
+    text, code = summary({1: Failure(1, 11, KILLED, None, 100.0), 0: lost(0, 100.2)}, 2)
+    assert "rank 1" in text.splitlines()[0]
+    assert "SIGKILL" in text
+    assert "started again 2 times" in text
+    assert code == 5
+
+
+def test_a_stopped_process_that_torchrun_kills_later_is_blamed_by_the_one_that_waited() -> None:
+    told = "rank 1 on b is gone or stopped: it gives no sign of life"
+    text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0), 0: lost(0, 100.0, told, names=True)}, 0)
+    assert text.splitlines()[0] == told
+
+
+def test_those_that_torchrun_ends_are_never_first() -> None:
+    ended = [Failure(rank, rank, -signal.SIGTERM, None, 90.0) for rank in (0, 1)]
+    failed = Failure(2, 2, 2, Record("no such file", 100.0), 100.0)
+    text, code = summary({0: ended[0], 1: ended[1], 2: failed}, 0)
+    assert "no such file" in text
+    assert code == 2
+
+
+def test_a_process_writes_once_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(FILE, str(file))
+    monkeypatch.delenv(SUMMARY, raising=False)
+    assert leave(DataError("row 7 is broken"), "row 7 is broken") is False
+    monkeypatch.setenv(SUMMARY, "1")
+    assert leave(PeerLost("rank 1 is gone", named=True), "rank 1 is gone") is True
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    record = from_message(failure.message)
+    assert record is not None
+    assert (record.text, record.lost, record.names_rank) == ("row 7 is broken", False, False)
+    assert json.loads(file.read_text())["message"]["extraInfo"]["timestamp"].isdecimal()
+    assert from_message("Signal 9 (SIGKILL) received by PID 1") is None
+    assert PeerLost("x").exit_code == TrainingError.exit_code
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(capsys: pytest.CaptureFixture) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        assert main([*words, "-m", "halftune", "--version"]) == 2
+    assert f"port {port} is in use" in capsys.readouterr().err
+
+
+def test_addresses_are_those_by_which_machines_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert own_address("no such host.invalid") is None
+    for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "HALFTUNE_STORE_PORT", SUMMARY):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    args = argparse.Namespace(nproc_per_node="2", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:29500", local_addr=None)
+    prepare(args)
+    assert args.local_addr == "127.0.0.1"
+    assert os.environ["HALFTUNE_STORE_PORT"] == "29501"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
