@@ -1,0 +1,204 @@
+"""Runs as detached processes: started, queued, stopped, resumed, deleted; with a stand-in for ``halftune train``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from halftune.core.errors import HalftuneError
+from halftune.core.process import identity
+from halftune.train.lock import locked
+from halftune_webui.runs import launch, queue
+from halftune_webui.runs.log_tail import log_tail
+from halftune_webui.runs.started import Process, folder_of, note_job, note_process, read_started
+from halftune_webui.runs.state import RunState, look
+from halftune_webui.settings import Settings
+
+# Writes what a run would, then waits to be told: `go` in its folder ends it well, a signal as a run would be ended.
+STAND_IN = """
+import json, signal, sys, time
+from pathlib import Path
+import yaml
+from halftune.core.status import StatusFile
+name = sys.argv[3]
+run = Path(name) if sys.argv[2] == "--rerun" else Path(yaml.safe_load(Path(name).read_text())["training"]["output_dir"])
+run.mkdir(exist_ok=True)
+(run / "resolved.yaml").write_text("{}")
+status = StatusFile(run / "status.json")
+signal.signal(signal.SIGTERM, lambda *_: (status.tell(state="stopped", error="stopped"), sys.exit(143)))
+status.tell(phase="training", step=1, total=9)
+print(" ".join(sys.argv[1:]), flush=True)
+while not (run / "go").exists():
+    time.sleep(0.02)
+(run / "finished.json").write_text(json.dumps({"step": 9}))
+status.tell(state="finished", phase="finished")
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    script = tmp_path / "train.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(launch, "HALFTUNE", (sys.executable, str(script)))
+    monkeypatch.setenv("HALFTUNE_WEBUI_AUTH", "me:secret")
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path.resolve()
+    yield Settings((root,), root / "runs")
+    for run in (root / "runs").glob("*"):  # whatever a failed test has left
+        started = read_started(run)
+        if started is not None and started.child is not None and started.child.alive:
+            os.kill(started.child.pid, signal.SIGKILL)
+
+
+def recipe(name: str) -> str:
+    data = "data: {train: builtin:python-docs}"
+    return f"model: {{name_or_path: builtin:qwen2-tiny}}\n{data}\ntraining: {{output_dir: runs/{name}}}\n"
+
+
+def until(run: Path, wanted: Callable[[RunState], bool], *, waits: bool = False) -> RunState:
+    end = time.monotonic() + 60
+    while not wanted(state := look(run, waits=waits)):
+        assert time.monotonic() < end, f"waited in vain; it is {state}"
+        time.sleep(0.02)
+    return state
+
+
+def is_now(state: str) -> Callable[[RunState], bool]:
+    return lambda seen: seen.state == state
+
+
+def test_a_run_is_nobody_s_child_and_its_end_is_noted(settings: Settings) -> None:
+    run = launch.start(settings, recipe("one"))
+    until(run, is_now("running"))
+    started = read_started(run)
+    assert started is not None
+    assert started.child is not None
+    assert started.keeper is not None
+    assert os.getsid(started.child.pid) == started.child.pid != os.getsid(0)
+    assert os.getsid(started.keeper.pid) not in (os.getsid(0), started.child.pid)
+    variables = Path(f"/proc/{started.child.pid}/environ").read_bytes()
+    assert b"secret" not in variables
+    (run / "go").touch()
+    until(run, is_now("finished"))
+    while (started := read_started(run)) is None or started.code is None:
+        time.sleep(0.01)
+    assert started.code == 0
+    assert (folder_of(run) / "config.yaml").read_text() == recipe("one")
+    with pytest.raises(HalftuneError, match="is finished"):
+        launch.resume(settings, run)
+
+
+def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
+    run = launch.start(settings, recipe("one"), wait=False)
+    until(run, is_now("running"))
+    with pytest.raises(HalftuneError, match=r"a run in this folder already · training.output_dir: runs/one-2 is free"):
+        launch.start(settings, recipe("one"))
+    other = tmp_path / "runs" / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("dear")
+    with pytest.raises(HalftuneError, match="other things"):
+        launch.start(settings, recipe("other"))
+    with pytest.raises(HalftuneError, match="outside"):
+        launch.start(settings, recipe("../../elsewhere"))
+    assert not list((tmp_path / "runs" / ".board").glob("*.yaml"))
+    launch.stop(settings, run)
+    until(run, is_now("stopped"))
+
+
+def test_stop_resume_and_kill(settings: Settings) -> None:
+    run = launch.start(settings, recipe("one"))
+    until(run, is_now("running"))
+    with pytest.raises(HalftuneError, match="running or waiting"):
+        launch.resume(settings, run)
+    with pytest.raises(HalftuneError, match="stop it first"):
+        launch.delete(settings, run)
+    launch.stop(settings, run)
+    assert until(run, is_now("stopped")).cause == "stopped"
+    launch.resume(settings, run)
+    until(run, is_now("running"))
+    assert f"--rerun {run} training.output_dir={run} training.resume=auto" in log_tail(run)
+    started = read_started(run)
+    assert started is not None
+    assert started.child is not None
+    os.kill(started.child.pid, signal.SIGKILL)
+    assert until(run, lambda seen: seen.state == "died" and read_started(run).code is not None).end == "killed"  # type: ignore[union-attr]
+    with pytest.raises(HalftuneError, match="does not run"):
+        launch.stop(settings, run)
+    launch.delete(settings, run)
+    assert not run.exists()
+    assert not [left for left in run.parent.iterdir() if left.name != ".board"]
+
+
+def test_the_queue_goes_on_without_a_board(settings: Settings) -> None:
+    first = launch.start(settings, recipe("first"))
+    until(first, is_now("running"))
+    second, third = (launch.start(settings, recipe(name), wait=True) for name in ("second", "third"))
+    assert queue.waiting(settings.runs) == [second, third]
+    assert look(second, waits=True).state == "queued"
+    assert queue.start_next(settings.runs) is None  # the first one runs
+    launch.stop(settings, third)  # taken out again
+    assert queue.waiting(settings.runs) == [second]
+    assert look(third).state == "stopped"
+    launch.resume(settings, third, wait=True)
+    (first / "go").touch()
+    until(second, is_now("running"))  # nobody but the first run's keeper has looked
+    assert queue.waiting(settings.runs) == [third]
+    launch.start_now(settings, third)
+    until(third, is_now("running"))
+    for run in (second, third):
+        (run / "go").touch()
+        until(run, is_now("finished"))
+
+
+def test_a_run_elsewhere_is_remembered(settings: Settings, tmp_path: Path) -> None:
+    text = recipe("one").replace("runs/one", str(tmp_path / "elsewhere"))
+    run = launch.start(settings, text)
+    until(run, is_now("running"))
+    from halftune_webui.runs.listing import run_folders
+
+    assert run_folders(settings.runs) == [run]
+    (run / "go").touch()
+    until(run, is_now("finished"))
+
+
+def test_nobody_else_s_process_is_signalled(settings: Settings, tmp_path: Path) -> None:
+    run = settings.runs / "old"
+    run.mkdir(parents=True)
+    (run / "resolved.yaml").write_text("{}")
+    note_job(run, ["halftune"], tmp_path, time.time())
+    mine = Process(os.getpid(), f"{identity(os.getpid())}0", Process.of(os.getpid()).host)  # the number came to us
+    note_process(run, mine, mine)
+    with pytest.raises(HalftuneError, match="does not run"):
+        launch.stop(settings, run)
+
+
+def test_only_runs_under_the_roots_are_touched(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> None:
+    foreign = tmp_path_factory.mktemp("foreign")
+    (foreign / "resolved.yaml").write_text("{}")
+    settings.runs.mkdir(parents=True)
+    link = settings.runs / "link"
+    link.symlink_to(foreign)
+    plain = settings.runs / "plain"
+    plain.mkdir()
+    for path in (foreign, link, plain, settings.runs, settings.runs / "plain" / ".." / ".." / ".."):
+        with pytest.raises(HalftuneError):
+            launch.delete(settings, path)
+        with pytest.raises(HalftuneError):
+            launch.find(settings, str(path))
+    assert (foreign / "resolved.yaml").exists()
+    assert plain.exists()
+
+
+def test_a_run_of_the_command_line_is_not_deleted_while_it_holds_its_lock(settings: Settings) -> None:
+    run = settings.runs / "mine"
+    run.mkdir(parents=True)
+    (run / "resolved.yaml").write_text("{}")
+    with locked(run), pytest.raises(HalftuneError, match="another process is training"):
+        launch.delete(settings, run)
+    assert (run / "resolved.yaml").exists()
