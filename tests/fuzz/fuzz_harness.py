@@ -19,7 +19,8 @@ from halftune.core.errors import HalftuneError
 TOTAL = os.environ.get("HALFTUNE_FUZZ_INPUTS")
 Damage = Callable[[bytes], bytes]
 ANSWERS: Counter[str] = Counter()  # how many inputs ended "well", how many were "refused"
-LIMIT = 10  # seconds for one input; most take milliseconds
+# For one input, most of which take milliseconds: seconds of CPU, and on the clock, where it may wait for others.
+CPU_LIMIT, CLOCK_LIMIT = 10, 300
 
 
 def budget(share: float, few: int) -> settings:
@@ -40,22 +41,33 @@ class Hang(BaseException):
 
 
 def _alarm(number: int, frame: FrameType | None) -> None:
-    raise Hang(f"no answer in {LIMIT} seconds")
+    seconds = f"{CLOCK_LIMIT} seconds" if number == signal.SIGALRM else f"{CPU_LIMIT} CPU-seconds"
+    raise Hang(f"no answer in {seconds}")
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    timers = ((signal.SIGALRM, signal.ITIMER_REAL, CLOCK_LIMIT), (signal.SIGPROF, signal.ITIMER_PROF, CPU_LIMIT))
+    before = [signal.signal(number, _alarm) for number, _, _ in timers]
+    for _, timer, seconds in timers:
+        signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        for (number, timer, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 @contextmanager
 def answered() -> Iterator[None]:
     """Inside, whatever is done ends well or in a HalftuneError with a sentence, and in time."""
     said: HalftuneError | None = None
-    before = signal.signal(signal.SIGALRM, _alarm)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT)
     try:
-        yield
+        with _limited():
+            yield
     except HalftuneError as error:
         said = error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     ANSWERS["well" if said is None else "refused"] += 1
     assert said is None or (str(said).strip() and 1 <= said.exit_code < 70)
 
