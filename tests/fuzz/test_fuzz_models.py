@@ -67,7 +67,7 @@ def use(folder: Path, *, load: bool) -> None:
     assert fingerprint(folder) == before, "a file of the checkpoint was changed"
 
 
-@budget(0.08, 20)
+@budget(0.08, 12)
 @given(name=st.sampled_from(JSON), damage=json_damages())
 def test_odd_configs(here: Path, whole: Path, name: str, damage: Any) -> None:
     path = copy_of(whole, here) / name
