@@ -1,0 +1,76 @@
+"""Several processes that train, forked from the test's own: no start of Python, no import."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halftune.train.callbacks.loss_plot import LossPlot
+from halftune.train.trainer import train
+
+Recipe = tuple[Any, Any]  # a loaded config and its plan
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def in_processes(world_size: int, work: Callable[[int], None], timeout: float = 240.0) -> list[int]:
+    """Runs ``work(rank)`` in so many processes that can meet; returns their exit codes."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    children = [context.Process(target=_child, args=(rank, world_size, port, work)) for rank in range(world_size)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout)
+        if child.is_alive():
+            child.kill()
+            child.join()
+    return [child.exitcode for child in children]
+
+
+def _child(rank: int, world_size: int, port: int, work: Callable[[int], None]) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    torch.set_num_threads(1)
+    try:
+        work(rank)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def train_all(recipes: Sequence[Recipe]) -> Callable[[int], None]:
+    """Work that trains one recipe after the other, without drawings."""
+
+    def work(_rank: int) -> None:
+        LossPlot._draw = lambda *_: None  # type: ignore[method-assign,assignment]
+        for loaded, plan in recipes:
+            train(loaded, plan)
+
+    return work
+
+
+def curve(folder: str | Path, name: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference of two curves."""
+    assert len(one) == len(other) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,85 @@
+"""The loss curve does not depend on how many processes share a global batch, or on how they share the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from process_group import apart, curve, in_processes, train_all
+from safetensors.torch import load_file
+
+ROWS = 8  # of a global batch
+STEPS = "training.max_steps=3"
+LORA, FULL = ("adapter={type: lora, rank: 4}",), ("adapter=none",)
+PACKED = ("data.packing=true", "data.max_length=128")
+EVALUATED = ("data.eval_split=5", "training.eval_steps=1", "training.early_stopping_patience=50")
+CASES: dict[str, tuple[str, ...]] = {
+    "lora": (*LORA, *EVALUATED),
+    "lora packed": (*LORA, *PACKED),
+    "full": (*FULL, "training.gradient_accumulation_steps=2"),
+    "full packed": (*FULL, *PACKED, "training.gradient_checkpointing=true"),
+    "hybrid": ("model.name_or_path=builtin:qwen3_5-tiny", *FULL, *PACKED),
+}
+
+
+def overrides(case: str, world_size: int, strategy: str, folder: Path) -> list[str]:
+    accumulation = 2 if "training.gradient_accumulation_steps=2" in CASES[case] else 1
+    rows = f"training.per_device_train_batch_size={ROWS // world_size // accumulation}"
+    return [*CASES[case], STEPS, rows, f"distributed.strategy={strategy}", f"training.output_dir={folder}"]
+
+
+def grid(recipe, tmp_path: Path, cases: list[str], sizes: list[int]) -> dict[tuple[str, int, str], Path]:
+    """Trains every case by every strategy with every number of processes."""
+    folders: dict[tuple[str, int, str], Path] = {}
+    for size in sizes:
+        made = []
+        for case in cases:
+            for strategy in ("ddp", "fsdp2") if size > 1 else ("auto",):
+                folder = tmp_path / f"{case.replace(' ', '-')}-{size}-{strategy}"
+                made.append(recipe(*overrides(case, size, strategy, folder), world_size=size))
+                folders[case, size, strategy] = folder
+        assert in_processes(size, train_all(made)) == [0] * size
+    return folders
+
+
+def check(folders: dict[tuple[str, int, str], Path], case: str) -> None:
+    alone = folders[case, 1, "auto"]
+    for (name, size, strategy), folder in folders.items():
+        if name != case or size == 1:
+            continue
+        assert apart(curve(folder), curve(alone)) < 1e-5, (case, size, strategy)
+        if case == "lora":
+            assert apart(curve(folder, "eval_loss"), curve(alone, "eval_loss")) < 1e-5
+        one, other = (load_file(next((place / "final").glob("*.safetensors"))) for place in (alone, folder))
+        assert one.keys() == other.keys()
+        assert all(one[key].dtype == other[key].dtype and one[key].shape == other[key].shape for key in one)
+
+
+def test_two_processes_follow_one(recipe, tmp_path: Path) -> None:
+    folders = grid(recipe, tmp_path, ["lora", "full packed"], [1, 2])
+    for case in ("lora", "full packed"):
+        check(folders, case)
+
+
+@pytest.mark.slow
+def test_one_two_and_four_processes_follow_the_same_curve(recipe, tmp_path: Path) -> None:
+    folders = grid(recipe, tmp_path, list(CASES), [1, 2, 4])
+    for case in CASES:
+        check(folders, case)
+
+
+@pytest.mark.slow
+def test_half_precision_by_shards_rounds_as_whole_models_do(recipe, tmp_path: Path) -> None:
+    """Linear layers are gathered in bf16, which is what autocast makes of them; all else in fp32."""
+    common = (*FULL, STEPS, "precision=bf16", "training.per_device_train_batch_size=4")
+    made = [
+        recipe(*common, f"distributed.strategy={name}", f"training.output_dir={tmp_path}/{name}", machine="cpu-amx",
+               world_size=2)
+        for name in ("ddp", "fsdp2")
+    ]  # fmt: skip
+    assert made[1][1].parallel.param.value == "bf16"
+    assert in_processes(2, train_all(made)) == [0, 0]
+    assert apart(curve(tmp_path / "fsdp2"), curve(tmp_path / "ddp")) < 1e-4
+    saved = load_file(next((tmp_path / "fsdp2" / "final").glob("*.safetensors")))
+    assert {tensor.dtype for tensor in saved.values()} <= {torch.bfloat16, torch.float32}
