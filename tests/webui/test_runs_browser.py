@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import wait_until
 
 from halftune.core.status import read_status
 
@@ -22,7 +25,7 @@ adapter: {type: lora, rank: 4}
 data: {train: rows.jsonl, max_length: 48, packing: false}
 training:
   output_dir: runs/adder
-  max_steps: 260
+  max_steps: 800
   per_device_train_batch_size: 1
   logging_steps: 1
   save_steps: 1000
@@ -34,6 +37,18 @@ LONG = 120_000  # milliseconds: torch is imported by each process, on a busy mac
 def step_of(run: Path) -> int:
     status = read_status(run / "status.json")
     return status.step if status is not None else -1
+
+
+@contextmanager
+def frozen(run: Path) -> Iterator[int]:
+    """The run stands still while a page or a server comes up, so that it is not finished by then; yields its step."""
+    status = read_status(run / "status.json")
+    assert status is not None
+    os.kill(status.pid, signal.SIGSTOP)
+    try:
+        yield step_of(run)
+    finally:
+        os.kill(status.pid, signal.SIGCONT)
 
 
 def tab(page: Any, name: str) -> None:
@@ -71,29 +86,34 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
 
     page.context.close()  # the page goes, the run goes on
     seen = step_of(run)
-    again = open_page(board.url)
-    tab(again, "Runs")
-    card(again).get_by_text("running").wait_for()
+    wait_until(lambda: step_of(run) > seen)
+    with frozen(run) as seen:
+        again = open_page(board.url)
+        tab(again, "Runs")
+        card(again).get_by_text("running").wait_for()
     again.wait_for_function(
         "seen => Number(document.querySelector('#run-cards [role=progressbar]').ariaValueNow) > seen", arg=seen
     )
 
     board.stop(signal.SIGKILL)  # so does the server
     seen = step_of(run)
-    second = start_board(folder=board.folder)
-    page = open_page(second.url)
-    tab(page, "Runs")
-    card(page).get_by_role("button", name="Stop").click()
+    wait_until(lambda: step_of(run) > seen)
+    with frozen(run) as seen:
+        second = start_board(folder=board.folder)
+        page = open_page(second.url)
+        tab(page, "Runs")
+        card(page).get_by_role("button", name="Stop").click()
+        card(page).get_by_text("stopping").wait_for()
     card(page).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
     stopped = step_of(run)
-    assert seen < stopped < 260
+    assert seen <= stopped < 800
     assert (run / f"checkpoint-{stopped}" / "checkpoint.json").exists()
     assert f"after step {stopped}" in card(page).inner_text()
 
     card(page).get_by_role("button", name="Resume").click()
     card(page).get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 261))
+    assert steps == list(range(1, 801))
     card(page).get_by_role("button", name="Report").click()
     report = page.frame_locator("#run-report iframe")
     report.get_by_text("halftune run report").wait_for()
@@ -117,7 +137,7 @@ def test_a_run_that_dies_shows_why(start_board: Callable[..., Any], open_page: C
     board = start_board()
     (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 400, "completion": "b"}) + "\n")
     page = open_page(board.url)
-    text = RECIPE.replace("max_length: 48", "max_length: 16").replace("max_steps: 260", "max_steps: 2")
+    text = RECIPE.replace("max_length: 48", "max_length: 16").replace("max_steps: 800", "max_steps: 2")
     page.evaluate("text => localStorage.setItem('halftune-recipe', text)", text)
     page.reload()
     page.get_by_text("max_length: 16").wait_for()

@@ -1,0 +1,130 @@
+"""The process that holds a model for the Chat tab: spoken to, stopped, missed, gone; with a stand-in for the model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from halftune.core.errors import HalftuneError
+from halftune_webui.runs import ask, chat
+from halftune_webui.runs.chat import Chat
+
+STAND_IN = """
+import json, sys, threading, queue
+say = lambda **values: print(json.dumps(values), flush=True)
+if "broken" in sys.argv[2]:
+    print("I loading", file=sys.stderr)
+    sys.exit("halftune chat: runs/x: the run has no result yet")
+print("a library prints what it likes")
+say(event="ready", base="tiny", storage="fp32", compute="fp32", device="cpu")
+requests, stop = queue.Queue(), threading.Event()
+def read():
+    for line in sys.stdin:
+        request = json.loads(line)
+        stop.set() if "stop" in request else requests.put(request)
+    requests.put(None)
+threading.Thread(target=read, daemon=True).start()
+while (request := requests.get()) is not None:
+    stop.clear()
+    words, text = request["messages"][-1]["content"].split(), ""
+    if words == ["die"]:
+        sys.exit("halftune chat: the memory of the GPU is full")
+    if words == ["wrong"]:
+        say(event="error", id=request["id"], message="generation.top_p: too big")
+        continue
+    words = words if words != ["long"] else ["on"] * 10**6
+    for word in ["tuned" if request["adapter"] else "base", *words]:
+        if stop.is_set():
+            break
+        text += word + " "
+        say(event="text", id=request["id"], text=word + " ")
+        if len(words) > 1000:
+            stop.wait(0.002)
+    say(event="end", id=request["id"], answer=text.strip(), stopped=stop.is_set(), seconds=0.1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(chat, "HALFTUNE", (sys.executable, str(script)))
+
+
+@pytest.fixture
+def talk() -> Iterator[Chat]:
+    opened = Chat(Path("run"))
+    yield opened
+    opened.close()
+
+
+def said(opened: Chat, text: str, *, adapter: bool = True) -> str:
+    pieces = list(opened.answer([{"role": "user", "content": text}], adapter=adapter, generation={}))
+    return pieces[-1][0]
+
+
+def test_answers_come_in_pieces_from_either_model(talk: Chat) -> None:
+    assert talk.ready()["base"] == "tiny"
+    answers = [text for text, _ in talk.answer([{"role": "user", "content": "a b"}], adapter=True, generation={})]
+    assert answers == ["tuned ", "tuned a ", "tuned a b ", "tuned a b"]
+    assert said(talk, "a", adapter=False) == "base a"
+
+
+def test_an_answer_that_is_stopped_or_left_does_not_spoil_the_next(talk: Chat) -> None:
+    pieces = talk.answer([{"role": "user", "content": "long"}], adapter=True, generation={})
+    next(pieces)
+    talk.stop()
+    *_, (_, event) = pieces
+    assert event is not None
+    assert event["stopped"]
+    left = talk.answer([{"role": "user", "content": "x " * 50}], adapter=True, generation={})
+    next(left)
+    left.close()  # the page went away in the middle
+    assert said(talk, "next") == "tuned next"
+
+
+def test_what_is_wrong_is_said_in_its_words(talk: Chat) -> None:
+    with pytest.raises(HalftuneError, match="top_p: too big"):
+        said(talk, "wrong")
+    assert said(talk, "a") == "tuned a"
+    with pytest.raises(HalftuneError, match=r"^the memory of the GPU is full"):
+        said(talk, "die")
+    assert not talk.alive
+    with pytest.raises(HalftuneError, match="the memory of the GPU is full"):
+        said(talk, "again")
+
+
+def test_a_model_that_does_not_load() -> None:
+    broken = Chat(Path("broken"))
+    with pytest.raises(HalftuneError, match=r"^runs/x: the run has no result yet"):
+        broken.ready()
+    broken.close()
+
+
+def test_the_memory_is_given_back_when_nobody_asks() -> None:
+    idle = Chat(Path("run"), idle=0.2)
+    assert said(idle, "a") == "tuned a"
+    deadline = time.monotonic() + 30
+    while idle.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_verb_that_fails_speaks_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "verb.py"
+    script.write_text(
+        "import sys\n"
+        "print('halftune data: rows.jsonl: no such file · name one', file=sys.stderr) if 'bad' in sys.argv else None\n"
+        'print("{}" if "bad" not in sys.argv else "")\n'
+        "sys.exit(2 if 'bad' in sys.argv else 1)\n"
+    )
+    monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
+    assert ask.ask("doctor", good=(0, 1)) == {}
+    with pytest.raises(HalftuneError, match="ended with code 1"):
+        ask.ask("doctor")
+    with pytest.raises(HalftuneError, match=r"^rows\.jsonl: no such file · name one$"):
+        ask.ask("data", "bad")

@@ -1,0 +1,151 @@
+"""What the browser is sent about runs, data and machines: complete, in both languages, and escaped."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from halftune.hardware.catalogue import CATALOGUE, lookup
+from halftune_webui.labels import load_words
+from halftune_webui.runs.metrics import Alarm
+from halftune_webui.runs.samples import data_view
+from halftune_webui.runs.show import run_card, run_list
+from halftune_webui.runs.state import RunState, State
+
+EVIL = "<img src=x onerror=alert(1)>\"'"
+ENDS = ("", "killed", "killed_memory", "crashed", "restarted", "vanished")
+ALARMS = ("loss_not_finite", "norm_not_finite", "loss_zero", "norm_zero", "skipped")
+PHASES = ("starting", "tokenising", "loading", "training", "evaluating", "saving", "finished", "merging", "checking")
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes; fails on a tag that is closed by another one."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def acts(html: str) -> list[str]:
+    return [attributes["data-act"] or "" for tag, attributes in Tags(html).found if tag == "button"]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("state", get_args(State))
+def test_every_state_end_phase_and_alarm_has_words(language: str, state: Any) -> None:
+    words, runs = load_words(language), Path("/r")
+    for phase in PHASES:
+        seen = RunState(runs / "a", state, phase=phase, step=1, loss=None, casts=3, began=1.0)
+        assert "runs." not in run_card(seen, [Alarm(kind, 1, 2) for kind in ALARMS], "", runs, words)
+        assert "runs." not in run_list([seen], [], runs, words)
+    for end in ENDS:
+        Tags(run_card(RunState(runs / "a", state, end=end, cause="why"), [], "log", runs, words))
+
+
+@pytest.mark.parametrize(
+    ("state", "offered"),
+    [
+        ("queued", ["now", "stop"]),
+        ("starting", ["stop"]),
+        ("running", ["stop"]),
+        ("stopping", ["stop"]),
+        ("finished", ["delete"]),
+        ("stopped", ["resume", "delete"]),
+        ("died", ["resume", "delete"]),
+        ("unreadable", ["delete"]),
+    ],
+)
+def test_only_what_is_possible_is_offered(state: Any, offered: list[str]) -> None:
+    words = load_words("en")
+    card = run_card(RunState(Path("/r/a"), state), [], "", Path("/r"), words)
+    assert acts(card) == offered
+    asked = [attributes for tag, attributes in Tags(card).found if "data-ask" in attributes]
+    assert len(asked) == ("delete" in offered) + (state == "stopping")
+    assert "resume" not in acts(run_card(RunState(Path("/r/a"), state), [], "", Path("/r"), words, output="/m"))
+
+
+def test_names_logs_and_causes_are_text_and_not_html() -> None:
+    words, runs = load_words("en"), Path("/r")
+    seen = RunState(runs / EVIL.replace("/", ""), "died", cause=EVIL, model=EVIL, precision=EVIL, host=EVIL)
+    for html in (run_card(seen, [], EVIL, runs, words), run_list([seen], [seen.folder], runs, words)):
+        assert "img" not in [tag for tag, _ in Tags(html).found]
+        assert all("onerror" not in attributes for _, attributes in Tags(html).found)
+    names = [
+        attributes["data-run"]
+        for _, attributes in Tags(run_list([seen], [], runs, words)).found
+        if "data-run" in attributes
+    ]
+    assert set(names) == {str(seen.folder)}
+
+
+def test_samples_show_what_is_trained() -> None:
+    count = {"count": 9, "rows": [str(number) for number in range(9)]}
+    source = {
+        "name": EVIL,
+        "format": "alpaca",
+        "columns": {"instruction": "q", "output": "output"},
+        "unused": ["id"],
+        "rows": 10,
+        "taken": 10,
+        "kept": 1,
+        "samples": 1,
+        "truncated_rows": 2,
+        "dropped": {EVIL: count},
+        "truncated": {"too long": count},
+        "notes": {},
+        "tokens": 10,
+        "trained_tokens": 0,
+        "lengths": [[5, 0], [10, 1]],
+    }
+    pieces = [("<|im_start|>", False, True), ("user", False, False), (EVIL, True, False), ("<|end|>", True, True)]
+    sample = {
+        "where": "rows.jsonl:3",
+        "tokens": 4,
+        "trained": 2,
+        "pieces": [dict(zip(("text", "trained", "control"), piece, strict=True)) for piece in pieces],
+    }
+    report = {
+        "train": [source],
+        "eval": [],
+        "train_samples": 1,
+        "eval_samples": 0,
+        "efficiency": {"padded": 0.5, "packed": 0.9, "packed_rows": 3},
+        "samples": [sample],
+    }
+    html = data_view(report, load_words("en"))
+    tags = Tags(html).found
+    assert "img" not in [tag for tag, _ in tags]
+    assert [
+        attributes["class"]
+        for tag, attributes in tags
+        if tag == "span" and attributes.get("class") in ("t", "c", "t c")
+    ][2:] == ["c", "t", "t c"]
+    assert "rows.jsonl:3" in html
+    assert "n fail" in html  # nothing is trained: in red
+    assert "0, 1, 2, 3, 4, 5, 6, 7, …" in html
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_machine_is_shown(name: str) -> None:
+    pytest.importorskip("gradio", reason="the web board's package is not installed")
+    from halftune_webui.tabs.machine import OPTIONAL, machine_view
+
+    html = machine_view(lookup(name, {}), load_words("en"))
+    Tags(html)
+    assert lookup(name, {}).devices[0].name in html
+    assert all(re.search(rf"<b>{package}</b>", html) for package in OPTIONAL)
