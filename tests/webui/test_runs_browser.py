@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_until
 
 from halftune.core.status import read_status
 
@@ -37,6 +37,14 @@ LONG = 120_000  # milliseconds: torch is imported by each process, on a busy mac
 def step_of(run: Path) -> int:
     status = read_status(run / "status.json")
     return status.step if status is not None else -1
+
+
+def moves_on(run: Path) -> None:
+    """Waits until the run has made another step."""
+    seen, end = step_of(run), time.monotonic() + LONG / 1000
+    while step_of(run) <= seen:
+        assert time.monotonic() < end, f"the run stands at step {seen}"
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -85,8 +93,7 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
     )
 
     page.context.close()  # the page goes, the run goes on
-    seen = step_of(run)
-    wait_until(lambda: step_of(run) > seen)
+    moves_on(run)
     with frozen(run) as seen:
         again = open_page(board.url)
         tab(again, "Runs")
@@ -96,8 +103,7 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
     )
 
     board.stop(signal.SIGKILL)  # so does the server
-    seen = step_of(run)
-    wait_until(lambda: step_of(run) > seen)
+    moves_on(run)
     with frozen(run) as seen:
         second = start_board(folder=board.folder)
         page = open_page(second.url)
