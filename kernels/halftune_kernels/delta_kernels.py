@@ -24,6 +24,15 @@ def row_factor(x, at, live):
 
 
 @triton.jit
+def vector(x, norm, row, kk, H: tl.constexpr, K: tl.constexpr):
+    """Channels of one row of a chunk, times its norm's inverse if there is one."""
+    value = tl.load(x + row * (H * K) + kk, mask=kk < K, other=0.0).to(tl.float32)
+    if norm is not None:
+        value = value * tl.load(norm + row * H)
+    return value
+
+
+@triton.jit
 def unit_inverse(low, C: tl.constexpr, LEVELS: tl.constexpr):
     """(I + low)^-1 for ``low`` [C, C] strictly lower, by halves: from the inverse of the diagonal blocks of s rows
     follows that of 2s rows, X - X E X with E the blocks between. Stable also for equal keys, where a power series would

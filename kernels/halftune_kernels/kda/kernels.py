@@ -36,16 +36,8 @@ from halftune_kernels.delta_kernels import (
     row_factor,
     store_lower,
     store_product,
+    vector,
 )
-
-
-@triton.jit
-def _vector(x, norm, row, kk, H: tl.constexpr, K: tl.constexpr):
-    """Channels of one row of a chunk, times its norm's inverse if there is one."""
-    value = tl.load(x + row * (H * K) + kk, mask=kk < K, other=0.0).to(tl.float32)
-    if norm is not None:
-        value = value * tl.load(norm + row * H)
-    return value
 
 
 @triton.jit
@@ -94,11 +86,11 @@ def products(
         run = tl.zeros((R, TK), tl.float32)  # from after row j through row i
         for done in range(tl.minimum(R, left - start)):
             j = tl.minimum(R, left - start) - 1 - done
-            near = _vector(k, None, start + j, kk, H, K)[None, :]
+            near = vector(k, None, start + j, kk, H, K)[None, :]
             near = tl.where((i >= j)[:, None], tl.exp2(run), 0.0) * near
             own_q += tl.where((i == j)[None, :], tl.sum(xq * near, 1)[:, None], 0.0)
             own_k += tl.where((i == j)[None, :], tl.sum(xk * near, 1)[:, None], 0.0)
-            run += tl.where((i >= j)[:, None], _vector(g, None, start + j, kk, HV, K)[None, :] * LOG2E, 0.0)
+            run += tl.where((i >= j)[:, None], vector(g, None, start + j, kk, HV, K)[None, :] * LOG2E, 0.0)
     rows = (base * HV + head) * C + (start + i)[:, None] * (HV * C)
     outside = live[:, None] & ((c < start) | (c >= start + R))[None, :]
     tl.store(p + rows + c[None, :], (met_q * scale).to(p.dtype.element_ty), mask=outside)
@@ -187,16 +179,16 @@ def _pairs(
     run = tl.zeros((R, TK), tl.float32)  # from after row j through row i
     for done in range(count):
         j = count - 1 - done
-        near = _vector(k, rk, j, kk, H, K)
+        near = vector(k, rk, j, kk, H, K)
         near = tl.where((i > j)[:, None], tl.exp2(run), 0.0) * near[None, :]
         dq += tl.load(e + i * (HV * C) + j, mask=i < count, other=0.0).to(tl.float32)[:, None] * near
         dy += tl.load(f + i * (HV * C) + j, mask=i < count, other=0.0).to(tl.float32)[:, None] * near
-        run += tl.where((i >= j)[:, None], _vector(g, None, j, kk, HV, K)[None, :] * LOG2E, 0.0)
+        run += tl.where((i >= j)[:, None], vector(g, None, j, kk, HV, K)[None, :] * LOG2E, 0.0)
     run = tl.zeros((R, TK), tl.float32)
     for j in range(count):
-        run += tl.where((i < j)[:, None], _vector(g, None, j, kk, HV, K)[None, :] * LOG2E, 0.0)
-        far_q = _vector(q, rq, j, kk, H, K)
-        far_k = _vector(k, rk, j, kk, H, K) * tl.load(beta + j * HV).to(tl.float32)
+        run += tl.where((i < j)[:, None], vector(g, None, j, kk, HV, K)[None, :] * LOG2E, 0.0)
+        far_q = vector(q, rq, j, kk, H, K)
+        far_k = vector(k, rk, j, kk, H, K) * tl.load(beta + j * HV).to(tl.float32)
         by_q = tl.load(e + j * (HV * C) + i).to(tl.float32)[:, None] * far_q[None, :]
         by_k = tl.load(f + j * (HV * C) + i).to(tl.float32)[:, None] * far_k[None, :]
         dz += tl.where((i < j)[:, None], tl.exp2(run), 0.0) * (by_q + by_k)

@@ -1,0 +1,64 @@
+"""RWKV-7 in Triton, run by the interpreter: outputs and every gradient against the fp64 recurrence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from interpreter import interpreting
+from operator_checks import CPU
+
+from halftune_kernels.cases import Case, case, rounded
+from halftune_kernels.selfcheck import BOUNDS, relative_error
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(poisoned: None) -> Iterator[None]:
+    with interpreting():
+        yield
+
+
+def check(plain: Case, dtype: torch.dtype) -> None:
+    """Outputs and every gradient within the self-check's bounds."""
+    made = rounded(plain, dtype)
+    truth, found = made.call(torch.float64, CPU, "reference"), made.call(dtype, CPU, "triton")
+    assert found.keys() == truth.keys()
+    errors = {name: relative_error(value, truth[name]) for name, value in found.items()}
+    assert max(errors.values()) <= BOUNDS[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", list(BOUNDS))
+def test_ragged_segments(dtype: torch.dtype) -> None:
+    check(case("rwkv7", 16, (0, 1, 1, 20), seed=1), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(BOUNDS))
+def test_several_chunks_and_channel_tiles(dtype: torch.dtype) -> None:
+    check(case("rwkv7", 40, (0, 64, 67), seed=2), dtype)
+
+
+@pytest.mark.parametrize("length", [20, pytest.param(66, marks=pytest.mark.slow)])
+def test_decays_of_nothing_and_of_everything_side_by_side(length: int) -> None:
+    """exp(20) between neighbours: a decay from a difference of sums would lose the digits of the slow ones."""
+    plain = case("rwkv7", 16, (0, length), seed=3)
+    kind = torch.randint(3, plain.inputs["w"].shape, generator=torch.Generator().manual_seed(3))
+    w = torch.where(kind == 0, -20.0, torch.where(kind == 1, 0.0, plain.inputs["w"]))
+    check(dataclasses.replace(plain, inputs=plain.inputs | {"w": w}), torch.float32)
+
+
+@pytest.mark.parametrize("decay", [0.0, -20.0])
+def test_one_decay(decay: float) -> None:
+    """A gradient of 1e-9 beside terms of 1 that have no part in it."""
+    plain = case("rwkv7", 16, (0, 18), seed=4)
+    w = torch.full_like(plain.inputs["w"], decay)
+    check(dataclasses.replace(plain, inputs=plain.inputs | {"w": w}), torch.float32)
+
+
+def test_without_extras_and_values_of_another_size() -> None:
+    plain = case("rwkv7", 12, (0, 17))
+    inputs = {name: x for name, x in plain.inputs.items() if name != "initial_state"}
+    inputs["v"] = torch.cat((inputs["v"], inputs["v"].flip(1)), -1)
+    check(dataclasses.replace(plain, inputs=inputs, options={"scale": 0.3}), torch.float32)
