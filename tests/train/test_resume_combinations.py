@@ -206,7 +206,9 @@ def test_a_run_of_another_length_says_what_becomes_of_the_learning_rate(without,
 def test_a_finished_run_goes_on_where_something_is_left_to_do(
     recipe, without, done: Path, made: dict[str, Path]
 ) -> None:
+    before = (done / "metrics.jsonl").read_bytes()
     assert "nothing to do" in train(*recipe(*SHORT, "training.logging_steps=7")).message
+    assert (done / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(done / "final")
     assert "trained 6 steps" in train(*recipe(*SHORT)).message
     assert same_end(done, made["run"])
@@ -217,6 +219,20 @@ def test_a_finished_run_goes_on_where_something_is_left_to_do(
         shutil.rmtree(path)
     with pytest.raises(ConfigError, match=r"its result is not there \(final is missing\), and left no checkpoint"):
         train(*in_epochs)
+
+
+def test_another_configuration_does_not_train_over_a_run(recipe, done: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.learning_rate was 0\.001, now 0\.0005"):
+        train(*recipe(*SHORT, "training.learning_rate=5e-4"))
+
+
+def test_checkpoints_that_are_all_damaged_end_the_run(recipe, done: Path) -> None:
+    unfinished(done)
+    for path in checkpoints(done):
+        weights = path / "optimizer.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(TrainingError, match=r"all checkpoints are damaged.*optimizer\.safetensors has 1,000 bytes"):
+        train(*recipe(*SHORT))
 
 
 def test_a_finished_run_is_told_without_torch(recipe, done: Path, tmp_path: Path) -> None:

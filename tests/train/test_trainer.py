@@ -100,39 +100,6 @@ def test_an_interrupted_run_goes_on_bit_identically(recipe, losses, tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_finished_run_is_left_alone(recipe) -> None:
-    loaded, plan = recipe("training.max_steps=2")
-    folder = train(loaded, plan).folder
-    before = (folder / "metrics.jsonl").read_text()
-    assert "finished already" in train(loaded, plan).message
-    assert (folder / "metrics.jsonl").read_text() == before
-
-
-def test_another_configuration_does_not_train_over_a_run(recipe) -> None:
-    loaded, plan = recipe("training.max_steps=2")
-    train(loaded, plan)
-    loaded, plan = recipe("training.max_steps=2", "training.learning_rate=5e-4")
-    with pytest.raises(ConfigError, match=r"training\.learning_rate was 0\.001, now 0\.0005"):
-        train(loaded, plan)
-
-
-def test_resume_never_refuses_a_used_folder(recipe) -> None:
-    loaded, plan = recipe("training.max_steps=2")
-    train(loaded, plan)
-    loaded, plan = recipe("training.max_steps=2", "training.resume=never")
-    with pytest.raises(ConfigError, match="resume is 'never'"):
-        train(loaded, plan)
-
-
-def test_more_epochs_go_on_from_the_end(recipe, losses) -> None:
-    loaded, plan = recipe("training.max_steps=3", "training.save_steps=3")
-    train(loaded, plan)
-    loaded, plan = recipe("training.max_steps=5", "training.save_steps=3")
-    folder = train(loaded, plan).folder
-    assert len(losses(folder)) == 5
-    assert json.loads((folder / "finished.json").read_text())["step"] == 5
-
-
 def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, plan = recipe(
         "data.eval_split=16",
@@ -153,12 +120,6 @@ def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.Mon
     shorten = {name.replace(".default", ""): value for name, value in kept.items()}
     assert saved
     assert all(torch.equal(value, shorten[name]) for name, value in saved.items())
-
-
-def test_checkpoints_are_rotated_but_never_the_best(recipe) -> None:
-    loaded, plan = recipe("training.max_steps=6", "training.save_steps=1", "training.save_total_limit=2")
-    folder = train(loaded, plan).folder
-    assert [path.name for path in checkpoints(folder)] == ["checkpoint-5", "checkpoint-6"]
 
 
 @pytest.mark.parametrize("guard", ["cast", "strict"])
@@ -236,17 +197,11 @@ def test_going_on_with_another_global_batch_is_refused_but_not_with_another_spli
 def test_a_prolonged_run_follows_the_longer_schedule_at_once(recipe) -> None:
     train(*recipe("training.save_steps=4", "training.max_steps=4"))
     folder = train(*recipe("training.save_steps=4", "training.max_steps=8")).folder
+    assert json.loads((folder / "finished.json").read_text())["step"] == 8
     rates = [json.loads(line)["learning_rate"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rates) == 8
     # the fifth of eight steps, one of them warm-up, on a cosine from 1e-3
     assert rates[4] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 3 / 7)))
-
-
-def test_a_damaged_checkpoint_is_named(recipe, tmp_path: Path) -> None:
-    train(*recipe("training.save_steps=2", "training.max_steps=2"))
-    weights = tmp_path / "run" / "checkpoint-2" / "optimizer.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(TrainingError, match=r"all checkpoints are damaged.*optimizer\.safetensors has 1,000 bytes"):
-        train(*recipe("training.save_steps=2", "training.max_steps=4"))
 
 
 def test_a_full_disk_is_said_and_leaves_earlier_checkpoints(recipe, tmp_path: Path) -> None:
