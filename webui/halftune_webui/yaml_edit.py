@@ -49,8 +49,7 @@ def set_value(text: str, path: Path, value: Any) -> str:
         ConfigError: the text is no YAML mapping.
     """
     tree = read(text)
-    wanted = deepcopy(tree.values)
-    _put(wanted, path, value)
+    wanted = _with(tree.values, path, value)
     if wanted == tree.values and not (value is not ABSENT and child_at(tree.values, path) is ABSENT):
         return text
     changed = _Text(text, tree).changed(path, value)
@@ -60,6 +59,14 @@ def set_value(text: str, path: Path, value: Any) -> str:
     except ConfigError:
         pass
     return render(wanted)
+
+
+def _with(values: Any, path: Path, value: Any) -> Any:
+    """The values with the change, short forms written out as ``read`` does."""
+    tree = Tree(LABEL, deepcopy(values))
+    _put(tree.values, path, value)
+    expand(tree)
+    return tree.values
 
 
 def child_at(values: Any, path: Path) -> Any:

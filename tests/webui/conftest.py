@@ -1,0 +1,135 @@
+"""A board of its own per test file, and a headless browser to look at it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = Path("/usr/bin/chromium")
+QUIET = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+)
+START = 90  # seconds, on a machine that is busy with other tests
+
+
+@dataclass
+class Board:
+    """A running ``halftune webui``.
+
+    Attributes:
+        url: its address.
+        folder: its working directory; runs lie in ``folder / "runs"``.
+        process: the server.
+    """
+
+    url: str
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        """Ends the server; runs that it started go on."""
+        self.process.send_signal(how)
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def start_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Board]]:
+    """``start_board(*arguments, folder=None, **variables)`` → a board on a free port; stopped after the test file."""
+    pytest.importorskip("gradio", reason="the web board's package is not installed")
+    boards: list[Board] = []
+
+    def start(*arguments: str, folder: Path | None = None, **variables: str) -> Board:
+        folder = folder or tmp_path_factory.mktemp("board")
+        command = [sys.executable, "-m", "halftune", "webui", "--port", "0", *arguments]
+        environment = {**os.environ, "LANG": "C.UTF-8", **variables}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        boards.append(Board(_address(process), folder, process))
+        return boards[-1]
+
+    yield start
+    for board in boards:
+        if board.process.poll() is None:
+            board.stop()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], START)
+    line = process.stdout.readline() if ready else ""
+    assert "http://" in line, f"the board did not start: {line!r}, exit code {process.poll()}"
+    return line.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def board(start_board: Callable[..., Board]) -> Board:
+    """A board in an empty folder."""
+    return start_board()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; skips where it, or playwright, is not installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"no browser: {CHROMIUM} is not installed")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=QUIET.split())
+        yield chromium
+        chromium.close()
+
+
+@dataclass
+class Seen:
+    """What a page did besides showing itself."""
+
+    requests: list[str]
+    errors: list[str]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """``open_page(url, width=1280, **context)`` → a page of a browser that knows nothing yet, with ``page.seen``.
+
+    After the test: no request went anywhere but to the board, and the page raised no error.
+    """
+    contexts, pages = [], []
+
+    def open_(url: str, width: int = 1280, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        page = context.new_page()
+        seen = Seen([], [])
+        page.on("request", lambda request: seen.requests.append(request.url))
+        page.on("pageerror", lambda error: seen.errors.append(str(error)))
+        contexts.append(context)
+        pages.append((url, seen))
+        page.seen = seen
+        page.set_default_timeout(30_000)
+        page.goto(url)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    for url, seen in pages:
+        outside = [request for request in seen.requests if not request.startswith((url, "blob:", "data:"))]
+        assert not outside, f"the page asked other servers: {outside}"
+        assert not seen.errors, seen.errors
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Waits for something outside the browser."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)

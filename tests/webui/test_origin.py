@@ -1,0 +1,101 @@
+"""Requests of other sites, rebound names and open addresses are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from halftune.core.errors import ConfigError
+from halftune_webui.origin import SameOrigin
+from halftune_webui.settings import check_address, is_loopback, read_auth
+
+
+def answer(bound: str, method: str = "POST", kind: str = "http", **headers: str) -> int:
+    """The status that a board ``bound`` to an address answers a request with these headers with."""
+    sent: list[dict[str, Any]] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "method": method, "headers": raw}
+    asyncio.run(SameOrigin(inner, bound)(scope, None, send))  # pyright: ignore[reportArgumentType]
+    return sent[0].get("status") or sent[0]["code"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "127.0.0.1:7860"}, 200),
+        ({"host": "localhost:7860", "origin": "http://localhost:7860", "sec_fetch_site": "same-origin"}, 200),
+        ({"host": "[::1]:7860"}, 200),
+        ({"host": "evil.example:7860"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "localhost:7860", "origin": "http://evil.example"}, 403),
+        ({"host": "localhost:7860", "origin": "null"}, 403),
+        ({"host": "localhost:7860", "origin": "http://localhost:9999"}, 403),
+        ({"host": "localhost:7860", "sec_fetch_site": "cross-site"}, 403),
+        ({"host": "localhost:7860", "sec_fetch_site": "same-site"}, 403),
+        ({"host": "localhost:7860", "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}, 403),
+        ({}, 403),
+    ],
+)
+def test_posts_to_a_board_on_this_machine(headers: dict[str, str], status: int) -> None:
+    assert answer("127.0.0.1", **headers) == status
+
+
+def test_a_link_from_elsewhere_may_open_the_page_and_nothing_else() -> None:
+    visit = {"host": "localhost", "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    assert answer("127.0.0.1", "GET", **visit) == 200
+    assert answer("127.0.0.1", "GET", **{**visit, "sec_fetch_mode": "no-cors"}) == 403
+
+
+def test_board_for_others_answers_under_any_name_but_one_origin() -> None:
+    assert answer("0.0.0.0", host="box.lan:7860", origin="http://box.lan:7860") == 200
+    assert answer("0.0.0.0", host="box.lan:7860", origin="http://evil.example") == 403
+
+
+def test_websockets_are_closed() -> None:
+    assert answer("127.0.0.1", kind="websocket", host="evil.example") == 1008
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.5", "::", "box.lan", ""])
+def test_open_address_needs_a_password(host: str) -> None:
+    with pytest.raises(ConfigError, match="no password"):
+        check_address(host, None)
+    check_address(host, ("me", "long"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
+def test_this_machine_needs_none(host: str) -> None:
+    assert is_loopback(host)
+    check_address(host, None)
+
+
+@pytest.mark.parametrize("text", ["", "me", "me:", ":secret"])
+def test_half_a_password_is_none(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_auth(text)
+    assert "secret" not in str(refused.value)
+
+
+def test_password_may_hold_colons() -> None:
+    assert read_auth("me:a:b") == ("me", "a:b")
+
+
+def test_command_refuses_before_gradio_is_imported() -> None:
+    code = (
+        "import sys\nfrom halftune.cli import main\n"
+        "try:\n    main(['webui', '--host', '0.0.0.0'])\n"
+        "except SystemExit as end:\n    print(end.code, 'gradio' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 False"
+    assert "--auth" in done.stderr

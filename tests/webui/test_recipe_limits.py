@@ -1,0 +1,121 @@
+"""A recipe of the browser: the words of the command line, and the board's limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from halftune.config.load import load_config
+from halftune.config.shipped import recipes
+from halftune.core.errors import ConfigError
+from halftune_webui.recipe import examine, shipped
+from halftune_webui.settings import Settings
+from halftune_webui.state import form_state
+
+GOOD = "model: {name_or_path: builtin:qwen2-tiny}\ndata: {train: builtin:python-docs}\ntraining: {output_dir: runs/x}\n"
+
+
+@pytest.fixture
+def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    folder = (tmp_path / "work").resolve()
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return Settings((folder,), folder / "runs")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD.replace("runs/x}", "runs/x, learning_rate: fast, epochs: 3}"),
+        GOOD + "precision: fp32\nattention: fa2\n",
+        GOOD + "adapter: {type: lorra}\n",
+        "model: [\n",
+        "a: 1\n",
+        GOOD + "training: {output_dir: y}\n",
+        GOOD.replace("builtin:python-docs", "not/there.jsonl"),
+    ],
+)
+def test_problems_are_those_of_the_command_line(limits: Settings, text: str) -> None:
+    Path("recipe.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config("recipe.yaml")
+    assert "\n".join(str(problem) for problem in examine(text, limits).problems) == str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_shipped_recipes_stand_anywhere(limits: Settings, name: str) -> None:
+    examined = examine(shipped(name), limits)
+    assert not examined.problems
+    assert examined.loaded is not None
+
+
+def outside(text: str, limits: Settings) -> list[str]:
+    examined = examine(text, limits)
+    assert examined.loaded is None
+    return [str(problem) for problem in examined.problems]
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("model.name_or_path", GOOD.replace("builtin:qwen2-tiny", "/etc")),
+        ("model.tokenizer", GOOD.replace("qwen2-tiny}", "qwen2-tiny, tokenizer: ../x}")),
+        ("model.chat_template", GOOD.replace("qwen2-tiny}", "qwen2-tiny, chat_template: /etc/passwd}")),
+        ("data.train[0].path", GOOD.replace("builtin:python-docs", "/etc/passwd")),
+        ("data.train[1].path", GOOD.replace("builtin:python-docs", "[builtin:python-docs, {path: ../y}]")),
+        ("data.eval[0].path", GOOD.replace("python-docs}", "python-docs, eval: ~/z.jsonl}")),
+        ("training.output_dir", GOOD.replace("runs/x", "../runs")),
+        ("training.resume", GOOD.replace("runs/x}", "runs/x, resume: /tmp}")),
+        ("depends_on[0]", GOOD + "depends_on: [/etc/passwd]\n"),
+    ],
+)
+def test_paths_outside_are_refused_and_nothing_is_read(limits: Settings, key: str, text: str) -> None:
+    found = outside(text, limits)
+    assert len(found) == 1
+    assert f"{key}: " in found[0]
+    assert "is outside the folders" in found[0]
+
+
+def test_link_out_of_a_root_is_refused(limits: Settings, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.jsonl").write_text('{"text": "x"}\n')
+    Path("data.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    assert "outside" in outside(GOOD.replace("builtin:python-docs", "data.jsonl"), limits)[0]
+
+
+def test_limits_hold_for_recipes_below(limits: Settings) -> None:
+    Path("below.yaml").write_text(GOOD.replace("builtin:python-docs", "/etc/passwd"))
+    assert "outside" in outside(GOOD + "depends_on: below.yaml\n", limits)[0]
+    Path("below.yaml").write_text(GOOD.replace("qwen2-tiny}", "qwen2-tiny, trust_remote_code: true}"))
+    assert "would run code" in outside(GOOD + "depends_on: [below.yaml]\n", limits)[0]
+
+
+def test_remote_code_needs_the_flag(limits: Settings) -> None:
+    text = GOOD.replace("qwen2-tiny}", "qwen2-tiny, trust_remote_code: true}")
+    assert "--allow-remote-code" in outside(text, limits)[0]
+    allowed = Settings(limits.roots, limits.runs, allow_remote_code=True)
+    assert not examine(text, allowed).problems
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["# hf_abcdefghijklmnopqrstuvwxyz0123456789", "model2: sk-abcdefghijklmnopqrstuvwx", "# https://me:secret@host/x"],
+)
+def test_token_in_a_recipe_is_refused_and_not_repeated(limits: Settings, line: str) -> None:
+    examined = examine(f"{GOOD}{line}\n", limits)
+    problem = next(problem for problem in examined.problems if "access token" in problem.what)
+    assert problem.where == "recipe.yaml:4"
+    assert line.split()[-1] not in str(problem)
+    assert '"keep": false' in form_state(examined, None)
+
+
+def test_too_large_a_text_is_refused(limits: Settings) -> None:
+    assert "too many" in str(examine("#" * 200_000, limits).problems[0])
+
+
+def test_runnable_text_names_whole_paths(limits: Settings) -> None:
+    Path("below.yaml").write_text(GOOD.replace("runs/x", "runs/y"))
+    examined = examine(f"# kept\n{GOOD}depends_on: [below.yaml]\n", limits)
+    assert not examined.problems
+    assert str(Path("below.yaml").resolve()) in examined.runnable
+    assert examined.runnable.startswith("# kept\n")
