@@ -18,8 +18,7 @@ const html = (name, className, text) => {
   if (text !== undefined) node.textContent = text;
   return node;
 };
-const spell = (value, unit) => {
-  if (unit === 'bytes') return (value / 2 ** 30).toPrecision(3);
+const spell = (value) => {
   if (value === 0) return '0';
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(size >= 1e6 ? 2 : 1).replace('e+', 'e');
@@ -85,7 +84,7 @@ function figure(chart) {
     : ticks(range.low, range.high, 4);
   for (const mark of marks) {
     svg.append(make('path', {d: `M${LEFT} ${y(mark).toFixed(1)}H${width - RIGHT}`, class: 'grid'}));
-    svg.append(make('text', {x: LEFT - 6, y: y(mark) + 4, class: 'mark', 'text-anchor': 'end'}, spell(mark, chart.unit)));
+    svg.append(make('text', {x: LEFT - 6, y: y(mark) + 4, class: 'mark', 'text-anchor': 'end'}, spell(mark)));
   }
   for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 3)) {
     if (mark !== Math.round(mark) || x(mark) > width - 14) continue;
@@ -139,7 +138,7 @@ function listen(box, svg, chart, lines, range, width) {
       const point = line.points.reduce((best, one) => (best === null || Math.abs(one[0] - here.step) < Math.abs(best[0] - here.step) ? one : best), null);
       if (!point) continue;
       if (nearest === null) nearest = point[0];
-      rows.push(`${data.runs.length > 1 ? line.run + ': ' : ''}${point[1] === null ? words.odd : spell(point[1], chart.unit)}`);
+      rows.push(`${data.runs.length > 1 ? line.run + ': ' : ''}${point[1] === null ? words.odd : spell(point[1])}`);
     }
     tip.textContent = `${words.step} ${Math.round(nearest ?? here.step).toLocaleString('en')}\n${rows.join('\n')}`;
     tip.hidden = false;

@@ -12,8 +12,8 @@ from typing import Any
 
 from halftune_webui.runs.log_tail import METRICS
 
-# curve → the column it is drawn from; speeds are tokens by the seconds of their steps
-COLUMNS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
+# the curves; speeds are tokens by the seconds of their steps, memory is in GiB
+COLUMNS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
 
 
 @dataclass
@@ -116,9 +116,11 @@ class Metrics:
         if "loss" not in entry:
             return
         self.last = entry
-        for name in ("loss", "learning_rate", "grad_norm", "memory_bytes"):
+        for name in ("loss", "learning_rate", "grad_norm"):
             if name in entry:
                 self.series[name].add(step, entry[name])
+        if isinstance(entry.get("memory_bytes"), int | float):
+            self.series["memory"].add(step, entry["memory_bytes"] / 2**30)
         if entry.get("seconds") and isinstance(entry.get("tokens"), int | float):
             self.series["tokens_per_second"].add(step, entry["tokens"] / entry["seconds"])
         self._watch(int(step), entry)

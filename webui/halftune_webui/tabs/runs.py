@@ -132,10 +132,7 @@ def _refresh(desk: Desk, paths: list[str], before: dict[str, str]) -> tuple[Any,
 def _curves(metrics: dict[Path, Metrics], runs: Path) -> str:
     named = [(name_of(run, runs), one) for run, one in metrics.items()]
     charts = [
-        {
-            **chart(column, [(name, one.series[column]) for name, one in named], smooth=column in _SMOOTH),
-            "unit": "bytes" if column == "memory_bytes" else "",
-        }
+        chart(column, [(name, one.series[column]) for name, one in named], smooth=column in _SMOOTH)
         for column in COLUMNS
     ]
     return json.dumps({"runs": [name for name, _ in named], "charts": [one for one in charts if one["lines"]]})
