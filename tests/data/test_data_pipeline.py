@@ -331,3 +331,15 @@ def test_large_sources_take_the_cores_that_this_process_may_use(monkeypatch):
     assert workers._count("auto", workers.LARGE + 1) == 3
     assert workers._count("auto", workers.LARGE) == 1
     assert workers._count(2, 10) == 2
+
+
+def test_pieces_for_a_program_are_the_sample_and_its_labels(tokenizer, make_config, write):
+    from halftune.data.preview import as_data
+
+    sample = prepare(make_config(write([{"prompt": "好?", "completion": "你好，世界。"}])), tokenizer).train.sample(0)
+    shown = as_data(sample, tokenizer)
+    assert (shown["tokens"], shown["trained"]) == (len(sample.input_ids), int((sample.labels != -100).sum()))
+    assert "".join(piece["text"] for piece in shown["pieces"]) == tokenizer.decode(sample.input_ids)
+    assert [piece["text"] for piece in shown["pieces"] if piece["trained"]] == ["你好，世界。", "<|im_end|>"]
+    control = [piece["text"] for piece in shown["pieces"] if piece["control"]]
+    assert control == ["<|im_start|>", "<|im_end|>"] * 3  # of a system prompt by the template, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halftune.cli import main
 from halftune.core.errors import ModelError
+from halftune.core.status import StatusFile, read_status
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
@@ -130,3 +132,39 @@ def test_on_the_command_line(tmp_path: Path, run_folder: Path, capsys: pytest.Ca
         main(["export", str(run_folder), "--output", str(tmp_path / "out")])
     assert left.value.code == 3
     assert capsys.readouterr().err.startswith("halftune export: ")
+
+
+def test_a_program_reads_how_far_an_export_is(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    tell = StatusFile.tell
+
+    def spy(self: StatusFile, *, urgent: bool = True, **changes: Any) -> None:
+        tell(self, **changes)
+        status = read_status(self.path)
+        assert status is not None
+        told.append((status.phase, status.step, status.total))
+
+    monkeypatch.setattr(StatusFile, "tell", spy)
+    file, out = tmp_path / "status.json", tmp_path / "out"
+    command = ["export", str(run_folder), "--output", str(out), "--status", str(file)]
+    with pytest.raises(SystemExit) as left:
+        main(command)
+    assert left.value.code == 0
+    assert [phase for phase, _ in dict.fromkeys((phase, 0) for phase, _, _ in told)] == [
+        "starting",
+        "loading",
+        "merging",
+        "checking",
+        "writing",
+        "finished",
+    ]
+    layers = [(step, total) for phase, step, total in told if phase == "merging"]
+    assert layers == [(step, len(layers)) for step in range(len(layers))]
+    with pytest.raises(SystemExit):
+        main(command)
+    status = read_status(file)
+    assert status is not None
+    assert status.state == "failed"
+    assert "there is a model already" in status.error
