@@ -88,8 +88,16 @@ def test_addresses_are_those_by_which_machines_reach_each_other(monkeypatch: pyt
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "HALFTUNE_STORE_PORT", SUMMARY):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
-    args = argparse.Namespace(nproc_per_node="2", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:29500", local_addr=None)
+    args = argparse.Namespace(
+        nproc_per_node="2",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:29500",
+        local_addr=None,
+        node_rank="1",
+        rdzv_conf="join_timeout=60",
+    )
     prepare(args)
     assert args.local_addr == "127.0.0.1"
+    assert args.rdzv_conf == "join_timeout=60,is_host=False"
     assert os.environ["HALFTUNE_STORE_PORT"] == "29501"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

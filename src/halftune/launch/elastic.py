@@ -7,11 +7,13 @@ first from those that only lost it.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ _SOON = 5.0  # seconds; torchrun gives a process 30 to end by itself
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs torchrun in this process; returns the exit code of the process that failed first."""
+    with _no_pages():
+        import torch  # noqa: F401
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,6 +62,8 @@ def prepare(args: argparse.Namespace) -> None:
     if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint:
         return
     host, _, port = args.rdzv_endpoint.rpartition(":")
+    # torchrun would guess from names and addresses who serves the others
+    args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"is_host={int(args.node_rank) == 0}"]))
     os.environ[_PORT] = str(int(port) + 1)  # else torchrun lets the processes meet at a random one
     args.local_addr = args.local_addr or own_address(host)
     if args.local_addr and (interface := interface_of(args.local_addr)):
@@ -155,11 +161,21 @@ def _taken(args: argparse.Namespace) -> int | None:
     return None
 
 
+@contextmanager
+def _no_pages() -> Iterator[None]:
+    """Inside, torch is imported without the log of its C++ code; processes that are started later have it."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ[name] = before or "FATAL"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
 def _silence() -> None:
     """torchrun's own logger, and its deprecation notes: what matters is in the summary."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import logging
-
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
