@@ -30,7 +30,7 @@ HARMLESS = {
     "data.cache",
 }
 PLACES = ("training.output_dir", "training.resume")  # where, not what
-HARMLESS_SECTIONS = ("logging.", "generation.", "depends_on")
+HARMLESS_SECTIONS = ("distributed.", "logging.", "generation.", "depends_on")
 # Keys with which a run that is finished has something to do again.
 REOPENING = (*LENGTH, "training.early_stopping_patience", "training.load_best")
 
