@@ -39,6 +39,7 @@ class Compiled:
         registers: per thread.
         spills: bytes per thread that did not fit the registers.
         tensor_cores: whether it uses them.
+        cut: tiles and warps it is cut into.
     """
 
     kernel: str
@@ -48,6 +49,7 @@ class Compiled:
     registers: int
     spills: int
     tensor_cores: bool
+    cut: str
 
     @property
     def fits(self) -> bool:
@@ -88,7 +90,7 @@ def compile_kernels(run: Callable[[], Any], capability: int) -> list[Compiled]:
         mocked = [MockTensor(x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
         built = kernel.warmup(*mocked, **options, grid=grid)
         if id(built) not in found:
-            found[id(built)] = _read(kernel.fn.__name__, built, capability)
+            found[id(built)] = _read(kernel.fn.__name__, built, capability, _cut(options))
 
     driver.set_active(_StandInDriver(capability))  # type: ignore[arg-type]
     try:
@@ -100,7 +102,12 @@ def compile_kernels(run: Callable[[], Any], capability: int) -> list[Compiled]:
     return list(found.values())
 
 
-def _read(name: str, built: Any, capability: int) -> Compiled:
+def _cut(options: dict[str, Any]) -> str:
+    tiles = [f"{name} {options[name]}" for name in ("M", "R", "BD", "BV", "TK", "TV") if name in options]
+    return ", ".join([*tiles, f"{options['num_warps']} warps"])
+
+
+def _read(name: str, built: Any, capability: int, cut: str) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -111,4 +118,5 @@ def _read(name: str, built: Any, capability: int) -> Compiled:
     instruction = re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", built.asm["ptx"])
     limit = SHARED_MEMORY[capability]
     registers, spills = int(match[1]), int(match[2])
-    return Compiled(name, capability, built.metadata.shared, limit, registers, spills, instruction is not None)
+    shared, products = built.metadata.shared, instruction is not None
+    return Compiled(name, capability, shared, limit, registers, spills, products, cut)

@@ -1,80 +1,164 @@
 """Compiles every operator's kernels for every GPU, without one, and writes the table of docs/kernels.md.
 
-    python scripts/bench/compile_table.py                                  # everything: half an hour of processor time
+    nice python scripts/bench/compile_table.py                   # all of it: an hour or two of one core the first time
     python scripts/bench/compile_table.py --operators ssd --gpus 90 --sizes 128 --dtypes bfloat16
-    python scripts/bench/compile_table.py --write                          # also into docs/kernels.md
+    python scripts/bench/compile_table.py --minutes 10 --write   # what is done in that time; the next call goes on
+    python scripts/bench/compile_table.py --minutes 0 --write    # the page from what is kept, compiling nothing
 
-Rows that were asked for replace the same rows of the table; others stay. Triton keeps what it compiled on disk, so that
-unchanged kernels cost nothing the second time. Leaves with 1 if a kernel does not fit.
+What a combination needs is kept on disk under the operator's source and Triton's version: a call resumes where the
+last one was stopped, and unchanged kernels cost nothing. The page gets all that is kept and not out of date. Leaves
+with 1 if a kernel does not fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import hashlib
+import itertools
+import json
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 
+import halftune_kernels
 from halftune_kernels.cases import case
 from halftune_kernels.compile_check import Compiled, compile_case
-from halftune_kernels.dispatch import expected
+from halftune_kernels.dispatch import OPERATORS, expected, has_triton
 from halftune_kernels.gate import SHARED_MEMORY
+from halftune_kernels.selfcheck import cache_dir
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compile table: scripts/bench/compile_table.py -->", "<!-- end of the compile table -->"
-OPERATORS = ("gated_delta_rule", "ssd", "causal_conv1d", "gated_rms_norm")
-HEAD = "| operator | dtype | head size | GPU | kernel | shared memory, bytes (of) | registers | spilled bytes |\n"
-HEAD += "|---|---|---|---|---|---|---|---|\n"
+DTYPES = ("bfloat16", "float16", "float32")
+SIZES = (128, 64, 256, 96, 16)  # in the order of their use
+_SOURCES = ("launch.py", "segments.py", "delta_kernels.py")  # beside the operator's own files
 
 
-def row(operator: str, dtype: str, size: int, kernel: Compiled) -> str:
-    shared = f"{kernel.shared:,} ({kernel.limit:,})" + ("" if kernel.fits else " **does not fit**")
-    gpu, name = f"sm_{kernel.capability}", kernel.kernel
-    return f"| {operator} | {dtype} | {size} | {gpu} | {name} | {shared} | {kernel.registers} | {kernel.spills} |"
+class Combination(NamedTuple):
+    """One operator on one GPU."""
+
+    operator: str
+    dtype: str
+    size: int
+    gpu: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.operator}-{self.dtype}-{self.size}-sm{self.gpu}"
 
 
-def key(line: str) -> str:
-    return "|".join(line.split("|")[1:6])
+def fingerprint(operator: str) -> str:
+    """Of what a compiled kernel depends on."""
+    package = Path(halftune_kernels.__file__ or next(iter(halftune_kernels.__path__))).parent
+    files = [package / name for name in _SOURCES]
+    files += [package / operator / name for name in ("kernels.py", "triton.py")]
+    text = "".join(file.read_text() for file in files if file.exists())
+    return hashlib.sha256(f"{triton.__version__}{text}".encode()).hexdigest()[:16]
 
 
-def write(lines: list[str]) -> None:
-    """Puts the rows into the page, in place of rows of the same operator, dtype, size, GPU and kernel."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    table, after = rest.split(END)
-    rows = {key(line): line for line in table.splitlines() if re.match(r"\| \w+ \| \w+\d+ \|", line)}
-    rows |= {key(line): line for line in lines}
-    PAGE.write_text(f"{before}{BEGIN}\n\n{HEAD}" + "\n".join(sorted(rows.values())) + f"\n\n{END}{after}")
+class Kept:
+    """Results on disk, one file for each combination."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, one: Combination) -> list[Compiled] | None:
+        """None if it was not compiled, or from other sources."""
+        try:
+            stored = json.loads((self._folder / f"{one.key}.json").read_text())
+            if stored["source"] != fingerprint(one.operator):
+                return None
+            return [Compiled(**kernel) for kernel in stored["kernels"]]
+        except (OSError, ValueError, TypeError, KeyError):  # none, torn, or of another version
+            return None
+
+    def put(self, one: Combination, kernels: list[Compiled]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stored = {"source": fingerprint(one.operator), "kernels": [asdict(kernel) for kernel in kernels]}
+        part = self._folder / f"{one.key}.part"
+        part.write_text(json.dumps(stored))
+        part.replace(self._folder / f"{one.key}.json")
 
 
-def main() -> int:
+def combinations(
+    operators: Iterable[str], dtypes: Iterable[str], sizes: Iterable[int], gpus: Iterable[int]
+) -> Iterator[Combination]:
+    """Those that Triton runs; the others go to torch."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:3])
+    for dtype, size, operator, gpu in itertools.product(dtypes, sizes, operators, gpus):
+        if expected(operator, gpu, version, getattr(torch, dtype)).name == "triton":
+            yield Combination(operator, dtype, size, gpu)
+
+
+def compiled(one: Combination) -> list[Compiled]:
+    """What its kernels need, now."""
+    return compile_case(case(one.operator, one.size, (0, 80)), getattr(torch, one.dtype), one.gpu)
+
+
+def tables(found: dict[Combination, list[Compiled]]) -> str:
+    """One table for each operator and dtype: a row for each head size, kernel and cut, a column for each GPU."""
+    gpus, lines = sorted({one.gpu for one in found}), []
+    for operator, dtype in itertools.product(OPERATORS, DTYPES):
+        rows: dict[tuple[int, str, str], dict[int, str]] = {}
+        for one, kernels in found.items():
+            if (one.operator, one.dtype) == (operator, dtype):
+                for kernel in kernels:
+                    cell = f"{kernel.shared / 1024:.0f} / {kernel.registers} / {kernel.spills}"
+                    cell += "" if kernel.fits else " **does not fit**"
+                    rows.setdefault((one.size, kernel.kernel, kernel.cut), {})[one.gpu] = cell
+        if rows:
+            lines += [f"**{operator}, {dtype}**", ""]
+            lines += ["| head size | kernel | cut | " + " | ".join(f"sm_{gpu}" for gpu in gpus) + " |"]
+            lines += ["|---|---|---|" + "---|" * len(gpus)]
+            for (size, kernel, cut), cells in sorted(rows.items()):
+                row = [str(size), kernel, cut, *(cells.get(gpu, "") for gpu in gpus)]
+                lines.append("| " + " | ".join(row) + " |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def write(page: Path, table: str) -> None:
+    """Puts the table between the page's marks."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{rest.split(END)[1]}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    with_kernels = [operator for operator in OPERATORS if has_triton(operator)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", nargs="+", default=OPERATORS, choices=OPERATORS)
+    parser.add_argument("--operators", nargs="+", default=with_kernels, choices=with_kernels)
     parser.add_argument("--gpus", nargs="+", type=int, default=sorted(SHARED_MEMORY), choices=sorted(SHARED_MEMORY))
-    parser.add_argument("--sizes", nargs="+", type=int, default=(64, 96, 128, 256))
-    parser.add_argument("--dtypes", nargs="+", default=("bfloat16", "float16", "float32"))
-    parser.add_argument("--write", action="store_true", help="put the rows into docs/kernels.md")
-    asked = parser.parse_args()
-    lines, fits = [], True
-    for operator in asked.operators:
-        for name in asked.dtypes:
-            dtype = getattr(torch, name)
-            for size in asked.sizes:
-                for gpu in asked.gpus:
-                    version = tuple(int(part) for part in triton.__version__.split(".")[:3])
-                    backend = expected(operator, gpu, version, dtype)
-                    if backend.name != "triton":
-                        print(f"{operator} {name} {size} sm_{gpu}: {backend.reason}", flush=True)
-                        continue
-                    for kernel in compile_case(case(operator, size, (0, 80)), dtype, gpu):
-                        fits &= kernel.fits
-                        lines.append(row(operator, name, size, kernel))
-                        print(lines[-1], flush=True)
-                    if asked.write:
-                        write(lines)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no compilation after so long")
+    parser.add_argument("--write", action="store_true", help="put all that is kept into docs/kernels.md")
+    asked = parser.parse_args(arguments)
+    kept, fits, missing = Kept(cache_dir() / "compiled"), True, 0
+    start = time.monotonic()
+    for one in combinations(asked.operators, asked.dtypes, asked.sizes, asked.gpus):
+        kernels = kept.get(one)
+        if kernels is None:
+            if time.monotonic() - start >= asked.minutes * 60:
+                missing += 1
+                continue
+            kernels = compiled(one)
+            kept.put(one, kernels)
+            spills = {kernel.kernel: kernel.spills for kernel in kernels if kernel.spills}
+            print(f"{one.key}: spills {spills or 'none'}", flush=True)
+        for kernel in kernels:
+            if not kernel.fits:
+                fits = False
+                print(f"{one.key}: {kernel.kernel} needs {kernel.shared:,} bytes of {kernel.limit:,}", flush=True)
+    print(f"{missing} combinations are not compiled yet")
+    if asked.write:
+        everything = combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY))
+        write(PAGE, tables({one: kernels for one in everything if (kernels := kept.get(one)) is not None}))
     return 0 if fits else 1
 
 

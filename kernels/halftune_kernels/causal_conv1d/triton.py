@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.launch import Config, ceil_div, power_of_two, start
+from halftune_kernels.launch import Config, capability, ceil_div, power_of_two, start
 from halftune_kernels.segments import Segments, chunk_table
 
-ROWS = 16  # of a tile: 16 x 32 elements over 4 warps; with 64 columns the backward kernel spills on Blackwell
+ROWS = 16  # of a tile of 16 x 32 elements; with 64 columns the backward kernel spills on Blackwell
 TILES = 8  # of a program
-_CONFIG = Config(width=32, warps=4, stages=1)
+
+
+def _config(x: torch.Tensor) -> Config:
+    """In half, ptxas stops at 128 registers for sm_80 to sm_89 and spills; with 8 warps it needs 71 there."""
+    return Config(32, 8 if x.dtype != torch.float32 and 80 <= capability(x.device) < 90 else 4, 1)
 
 
 def causal_conv1d(
@@ -144,10 +148,11 @@ class _CausalConv(torch.autograd.Function):
         table = chunk_table(segments, ROWS * TILES, x.device)
         channels, width = weight.shape
         how = {"D": channels, "W": width, "R": ROWS, "TILES": TILES}
-        how["BD"] = min(_CONFIG.width, power_of_two(channels))
+        config = _config(x)
+        how["BD"] = min(config.width, power_of_two(channels))
         grid = (len(table), ceil_div(channels, how["BD"]))
         y = torch.empty_like(x)
-        start(conv_forward, grid, _CONFIG, x, weight, bias, states, y, table, SILU=silu, **how)
+        start(conv_forward, grid, config, x, weight, bias, states, y, table, SILU=silu, **how)
         ctx.save_for_backward(x, weight, bias, states)
         ctx.segments, ctx.silu, ctx.how, ctx.grid = segments, silu, how, grid
         return y
@@ -157,12 +162,13 @@ class _CausalConv(torch.autograd.Function):
     def backward(ctx: Any, dy):
         x, weight, bias, states = ctx.saved_tensors
         table, how, width = chunk_table(ctx.segments, ROWS * TILES, x.device), ctx.how, weight.shape[1]
+        config = _config(x)
         dz = torch.empty_like(x, dtype=torch.float32)
         partial = x.new_empty(len(table), width + 1, x.shape[2], dtype=torch.float32)
         given = (x, weight, bias, states, dy.contiguous(), dz, partial, table)
-        start(conv_backward, ctx.grid, _CONFIG, *given, SILU=ctx.silu, SUMS=power_of_two(width + 1, 1), **how)
+        start(conv_backward, ctx.grid, config, *given, SILU=ctx.silu, SUMS=power_of_two(width + 1, 1), **how)
         dx = torch.empty_like(x)
-        start(conv_backward_input, ctx.grid, _CONFIG, dz, weight, dx, table, **how)
+        start(conv_backward_input, ctx.grid, config, dz, weight, dx, table, **how)
         sums = partial.sum(0)
         dbias = None if bias is None else sums[width].to(bias.dtype)
         dstates = None if states is None else _initial_gradient(dz, weight, states, ctx.segments)

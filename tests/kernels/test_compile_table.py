@@ -1,0 +1,85 @@
+"""The compile table resumes where it was stopped, forgets what is out of date, and writes one row for each cut."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from halftune_kernels.compile_check import Compiled
+from halftune_kernels.dispatch import OPERATORS, has_triton
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "compile_table.py"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with an empty cache and a page of its own."""
+    spec = importlib.util.spec_from_file_location("compile_table", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "compile_table", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    page = tmp_path / "kernels.md"
+    page.write_text(f"before\n{module.BEGIN}\nold rows\n{module.END}\nafter\n")
+    monkeypatch.setattr(module, "PAGE", page)
+    return module
+
+
+def needs(gpu: int, kernel: str = "solve", shared: int = 2048, spills: int = 0, cut: str = "4 warps") -> Compiled:
+    return Compiled(kernel, gpu, shared, 101_376, 128, spills, True, cut)
+
+
+def test_every_operator_with_kernels_is_covered_and_refused_gpus_are_not(script: ModuleType) -> None:
+    found = list(script.combinations([x for x in OPERATORS if has_triton(x)], script.DTYPES, script.SIZES, [75, 80]))
+    assert {one.operator for one in found if one.gpu == 80} == set(OPERATORS)
+    assert {one.operator for one in found if one.gpu == 75} == {"causal_conv1d", "gated_rms_norm"}
+    assert not any(one.dtype == "bfloat16" for one in found if one.gpu == 75)
+
+
+def test_a_second_call_compiles_only_what_changed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["--operators", "kda", "ssd", "--gpus", "80", "--sizes", "64", "--dtypes", "float16"]
+    compiled: list[str] = []
+
+    def compile_one(one: tuple[str, str, int, int]) -> list[Compiled]:
+        compiled.append(one[0])
+        return [needs(one[3])]
+
+    monkeypatch.setattr(script, "compiled", compile_one)
+    assert script.main(asked) == 0
+    assert compiled == ["kda", "ssd"]
+    assert script.main(asked) == 0
+    assert compiled == ["kda", "ssd"]
+    before = script.fingerprint
+    monkeypatch.setattr(script, "fingerprint", lambda operator: "new" if operator == "kda" else before(operator))
+    script.main(asked)
+    assert compiled == ["kda", "ssd", "kda"]
+    monkeypatch.setattr(script, "fingerprint", lambda operator: "newer")
+    script.main([*asked, "--minutes", "0"])
+    assert compiled == ["kda", "ssd", "kda"]
+
+
+def test_the_page_has_a_row_for_each_cut_and_names_what_does_not_fit(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile_one(one: tuple[str, str, int, int]) -> list[Compiled]:
+        gpu = one[3]
+        return [needs(gpu, "solve", spills=8), needs(gpu, "scan", 204_800, cut=f"{gpu // 10} warps")]
+
+    monkeypatch.setattr(script, "compiled", compile_one)
+    asked = ["--operators", "rwkv7", "--gpus", "80", "90", "--sizes", "64", "--dtypes", "float16"]
+    assert script.main([*asked, "--write"]) == 1
+    assert "rwkv7-float16-64-sm80: scan needs 204,800 bytes of 101,376" in capsys.readouterr().out
+    page = script.PAGE.read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old rows" not in page
+    assert "**rwkv7, float16**" in page
+    assert "| 64 | solve | 4 warps | 2 / 128 / 8 | 2 / 128 / 8 |" in page
+    assert "| 64 | scan | 8 warps | 200 / 128 / 0 **does not fit** |  |" in page
+    assert "| 64 | scan | 9 warps |  | 200 / 128 / 0 **does not fit** |" in page
