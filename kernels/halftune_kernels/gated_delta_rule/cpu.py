@@ -137,13 +137,14 @@ class _GatedDeltaRule:
 
         # V' is read by the output and by the leaving state
         d_values = torch.bmm(made.weights.transpose(1, 2), d_o)
-        d_b = d_values.new_zeros(units, each, size)
+        # in fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly
+        d_b = d_values.new_zeros(units, each, size, dtype=torch.float64)
         if d_state is not None:
             falling = _by_row(values.view(units, each, size, width)[:going], made.falling[:going])
             from_state = torch.bmm(k[:going], d_state)
             some = d_values.view(units, each, size, width)[:going]
             some.addcmul_(from_state.unflatten(2, (each, width)).transpose(1, 2), made.falling[:going])
-            shares = (from_state * falling).unflatten(2, (each, width)).sum(-1).transpose(1, 2)
+            shares = (from_state * falling).unflatten(2, (each, width)).sum(-1).transpose(1, 2).double()
             d_b[:going] -= shares
             d_b[:going, :, -1] += shares.sum(-1)
             if state is not None:
@@ -179,7 +180,7 @@ class _GatedDeltaRule:
         if self.normalise:
             d_q = l2_normalise_backward(d_q, q / self.scale, made.inverses[0])
             d_k = l2_normalise_backward(d_k, k, made.inverses[1])
-        d_g = d_b.flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
+        d_g = d_b.flip(-1).cumsum(-1).flip(-1).transpose(1, 2).to(v.dtype)
         d_v = (d_right * made.beta).transpose(1, 2)
         return (d_q.mul(self.scale), d_k, d_v, d_g, d_beta.transpose(1, 2)), d_entering
 
@@ -232,7 +233,7 @@ def _pairs_backward(
     d_pairs = torch.addcmul(gated.mul_(made.beta), d_weights, made.products[:, :, :size])
     # a row with itself does not decay; left in, it would cancel only up to rounding, and drown a small gradient
     d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
-    d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
+    d_b += d_pairs.sum(-1, dtype=torch.float64) - d_pairs.sum(-2, dtype=torch.float64)
     return d_weights.sum(1), d_lower.sum(1), d_beta
 
 

@@ -185,15 +185,16 @@ def _chunk_backward(
     kds_nGCRV = (chunk.k_nGCK @ ds_nGKX).view_as(do_nGCRV)
     qs_nGCX = chunk.q_nGCK @ s_nGKX
     # b enters o through e and D's rows, and the state and D's columns with the other sign.
-    into_nGCR = (kds_nGCRV * vl_nGCX.view_as(kds_nGCRV)).sum(-1)
+    # In fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly.
+    into_nGCR = (kds_nGCRV * vl_nGCX.view_as(kds_nGCRV)).sum(-1).double()
     db_nGCR = (qs_nGCX * doe_nGCX).view_as(do_nGCRV).sum(-1) - into_nGCR
     dp_nGRCC.mul_(chunk.a_nGCC[:, :, None])
     dp_nGRCC.diagonal(dim1=-2, dim2=-1).zero_()  # a row with itself does not decay: it would cancel up to rounding
-    db_nGCR += (dp_nGRCC.sum(-1) - dp_nGRCC.sum(-2)).transpose(2, 3)
+    db_nGCR += (dp_nGRCC.sum(-1, dtype=torch.float64) - dp_nGRCC.sum(-2, dtype=torch.float64)).transpose(2, 3)
     decay = chunk.decay_nG1R1
     db_nGCR[:, :, -1] += (s_nGKRV * ds_nGKRV * decay).sum((2, 4)) + into_nGCR.sum(2)
     p_nGRCC = chunk.a_nGCC[:, :, None] * chunk.d_nGRCC
     dv_nGCRV = _heads(p_nGRCC.transpose(3, 4) @ do_nGRCV) + kds_nGCRV * left
-    dg_nGCR = db_nGCR.flip(2).cumsum(2).flip(2)
+    dg_nGCR = db_nGCR.flip(2).cumsum(2).flip(2).to(do_nGCRV.dtype)
     dentering = (chunk.q_nGCK.transpose(2, 3) @ doe_nGCX).view_as(s_nGKRV) + ds_nGKRV * decay
     return {"q": dq_nGCK, "k": dk_nGCK, "v": dv_nGCRV, "g": dg_nGCR}, dentering
