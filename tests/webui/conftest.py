@@ -114,7 +114,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         pages.append((url, seen))
         page.seen = seen
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(20_000)
         page.goto(url)
         return page
 

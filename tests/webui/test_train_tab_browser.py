@@ -50,10 +50,13 @@ def test_form_text_and_plan_follow_each_other(board: Any, open_page: Callable[..
     field(page, "adapter.rank").locator("input").press("Tab")
     page.wait_for_function("document.querySelector('#recipe .cm-content').innerText.includes('rank: 12')")
 
-    page.locator("#recipe .cm-line", has_text="rank: 12").click()
+    page.locator("#recipe .cm-line", has_text="max_length:").click()
     page.keyboard.press("End")
     page.keyboard.press("Backspace")
-    page.wait_for_function("""document.querySelector('.row[data-path="adapter.rank"] input').value === '1'""")
+    shorter = field(page, "data.max_length").locator("input").input_value()[:-1]
+    page.wait_for_function(
+        """text => document.querySelector('.row[data-path="data.max_length"] input').value === text""", arg=shorter
+    )
 
 
 def test_problems_stand_beside_their_fields_all_at_once(board: Any, open_page: Callable[..., Any]) -> None:
