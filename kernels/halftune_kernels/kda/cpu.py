@@ -132,7 +132,6 @@ class _KimiDelta:
         columns = made.rows[:, 1:]
         gradient = torch.stack((d_weights, d_lower), 1)[:, :, :, None]
         d_rows, d_columns = made.decay.products_backward(gradient, made.rows, columns)
-        d_columns.add_((d_writing * made.decay.falling[:, 0])[:, None])
         d_entering = None
         if state is not None:
             both = torch.cat((d_out, d_right * -made.beta), 1)
@@ -141,8 +140,12 @@ class _KimiDelta:
             if d_state is not None:
                 d_entering[: len(d_state)].addcmul_(d_state, made.decay.whole[: len(d_state)])
         d_b = (d_rows * made.rows).sum(1) - (d_columns * columns)[:, 0]
-        d_b[:, -1] += d_last + (d_writing * made.writing).sum(1)
+        d_b[:, -1] += d_last
         d_g = d_b.flip(1).cumsum(1).flip(1)
+        # What a row writes decays in the rows after it: summed over those, not taken from all, where it would cancel
+        # only up to rounding.
+        d_g[:, 1:] += (d_writing * made.writing)[:, :-1].cumsum(1)
+        d_columns.add_((d_writing * made.decay.falling[:, 0])[:, None])
         # a row with itself decays by nothing, so the decay has no part in it
         own = d_weights.diagonal(dim1=1, dim2=2)[..., None]
         q, k = made.rows.unbind(1)

@@ -121,7 +121,6 @@ class _GeneralisedDelta:
         near = neighbour.clone()[..., None]  # [U, 2, C - 1, 1]
         neighbour.zero_()
         d_rows, d_columns = made.decay.products_backward(gradient, made.rows, made.columns)
-        d_columns.add_(d_writing.view_as(d_columns) * made.decay.falling)
         d_entering = None
         if state is not None:
             d_rows.add_(torch.bmm(both, state.transpose(1, 2)).view_as(d_rows) * made.decay.rising)
@@ -129,9 +128,14 @@ class _GeneralisedDelta:
             if d_state is not None:
                 d_entering[: len(d_state)].addcmul_(d_state, made.decay.whole[: len(d_state)])
         d_c, d_e = (d_rows * made.rows).unbind(1)
-        d_b = d_c + d_e - (d_columns * made.columns).sum(1)
-        d_b[:, -1] += d_last + (d_writing * made.writing).sum(1)
-        d_w = d_b.flip(1).cumsum(1).flip(1) - d_e
+        d_b = d_c - (d_columns * made.columns).sum(1)
+        d_b[:, -1] += d_last
+        d_w = d_b.flip(1).cumsum(1).flip(1)
+        # What a reads has decayed before its row, what k and b write decays after theirs: summed over those rows, not
+        # taken from all, where the rest would cancel only up to rounding.
+        d_w[:, :-1] += d_e[:, 1:].flip(1).cumsum(1).flip(1)
+        d_w[:, 1:] += (d_writing * made.writing).view_as(d_columns).sum(1)[:, :-1].cumsum(1)
+        d_columns.add_(d_writing.view_as(d_columns) * made.decay.falling)
         # r reads the state after its own row was written: that row has not decayed
         own = gradient[:, 0].diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]  # [U, C, 2, 1]
         d_rows[:, 0] += (own * made.columns.transpose(1, 2)).sum(2)
