@@ -1,4 +1,9 @@
-"""Checkpoint dtype × precision × tuning: what is loaded, trained, saved and named is what the plan says."""
+"""Checkpoint dtype × precision × tuning: what is loaded, trained, saved and named is what the plan says.
+
+The failure behind it (bf16 and flash attention chosen in a web board, and q, k, v in fp32 at the kernel) has no line
+that promotes: weights were stored in fp32, and the forward pass ran outside of autocast. So there is no line to name;
+what can be shown is that no cell of the table reaches attention, or a file, in another format than its plan's.
+"""
 
 from __future__ import annotations
 

@@ -13,12 +13,13 @@ import traceback
 from pathlib import Path
 
 from halftune import __version__
-from halftune.core.errors import HalftuneError, TrainingError
+from halftune.core.errors import HalftuneError, ModelError, TrainingError
 from halftune.core.failures import leave
 from halftune.core.paths import cache_dir
 
 VARIABLE = "HALFTUNE_TRACEBACK"
 BUG = 70  # the exit code of an error that is ours, as in sysexits.h
+_CODE = (f"{os.sep}transformers_modules{os.sep}", f"{os.sep}halftune{os.sep}")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,7 +36,7 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
         verb: its name.
         show: print the traceback, too.
     """
-    known = error if isinstance(error, HalftuneError) else _of_the_machine(error)
+    known = error if isinstance(error, HalftuneError) else _of_the_machine(error) or _of_the_model(error)
     if show:
         traceback.print_exception(error)
     if known is None:
@@ -65,6 +66,17 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
         remedy = "a smaller training.per_device_train_batch_size or data.max_length; `halftune plan` estimates the need"
         return TrainingError("the memory of the GPU is full", remedy=remedy)
     return None
+
+
+def _of_the_model(error: Exception) -> HalftuneError | None:
+    """The sentence for Python that comes with a checkpoint; None where the last code before libraries' is ours."""
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    file, line = next((each for each in reversed(files) if any(name in each[0] for name in _CODE)), ("", 0))
+    if "transformers_modules" not in file:
+        return None
+    first = (str(error).strip().splitlines() or ["no message"])[0][:200]
+    what = f"the model's own code fails: {type(error).__name__}: {first}"
+    return ModelError(what, where=f"{file}:{line}", remedy="mend it, or take a revision that runs")
 
 
 def _bug(error: Exception, *, shown: bool) -> str:

@@ -18,7 +18,8 @@ from halftune.attention.contract import ENTRY_POINTS, LINEAR_ENTRY_POINTS, ROTAR
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import has_towers, inputs_for
-from halftune.doctor.subject import broken, build, last_line, prepare, read_config
+from halftune.doctor.subject import build, prepare, read_config
+from halftune.model.broken_code import broken, last_line
 from halftune.model.packing_check import small_copy
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype

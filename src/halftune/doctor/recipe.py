@@ -64,7 +64,8 @@ def _template(model: ModelSection) -> Finding:
     try:
         tokenizer = load_tokenizer(model)
     except HalftuneError as error:
-        return Finding("tokenizer", "note", error.what, error.remedy)
+        skipped = "so its chat template was not looked at; the dtype trace needs none"
+        return Finding("tokenizer", "note", f"{error.what}, {skipped}", error.remedy)
     if tokenizer.chat_template is None:
         remedy = "model.chat_template: chatml, for data with conversations"
         return Finding("chat template", "note", "the tokenizer brings none", remedy)

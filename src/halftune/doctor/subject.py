@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +25,12 @@ from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.architectures import own_architectures
 from halftune.model.architectures import read_config as read_checkpoint_config
+from halftune.model.broken_code import broken
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.patch_experts import route_experts
 from halftune.model.quiet import quiet
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
-from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.weightless import Weightless
 
 # Sub-configurations that hold a whole language model with its towers; what else is around them is not trained.
@@ -110,45 +109,3 @@ def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: Weightl
     if mode is not None:
         mode.strip(adapted)
     return adapted.train()
-
-
-def broken(error: BaseException, section: ModelSection, folder: Path | None) -> HalftuneError:
-    """What went wrong in someone else's code, and on which line of it."""
-    if isinstance(error, HalftuneError):
-        return error
-    first = (str(error).strip().split("\n") or [""])[0] or type(error).__name__
-    remedy = "mend the model's code, or take a revision of it that runs"
-    if "trust_remote_code" in str(error):
-        first = "the checkpoint brings Python code of its own"
-        remedy = "read it, then set model.trust_remote_code: true and model.revision to the commit that you read"
-    elif isinstance(error, ImportError):
-        remedy = "install what it imports, or mend the model's code"
-    file, colon, line = last_line(error).rpartition(":")
-    if isinstance(error, SyntaxError):
-        file, colon, line = _unreadable(Path(section.name_or_path)) or file, ":", str(error.lineno)
-    where = f"{written_in(file, section.name_or_path)}{colon}{line}" or (
-        str(folder) if folder else section.name_or_path
-    )
-    return ModelError(f"the model cannot be built: {type(error).__name__}: {first}", where=where, remedy=remedy)
-
-
-def _unreadable(folder: Path) -> str:
-    """The first Python file of a folder that is none; transformers parses them without a name."""
-    for path in sorted(folder.glob("*.py")):
-        try:
-            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        except (SyntaxError, ValueError):
-            return str(path)
-    return ""
-
-
-def last_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the model's own source."""
-    place, traceback = "", error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        own = Path(file).name.startswith(("modeling_", "configuration_")) and not file.endswith("_utils.py")
-        if (own and "heterogeneity" not in file) or "transformers_modules" in file:
-            place = f"{file}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place

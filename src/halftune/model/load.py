@@ -15,6 +15,7 @@ from halftune.config.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.architectures import own_architectures, runs_its_code
+from halftune.model.broken_code import broken, last_line
 from halftune.model.damage import DAMAGE, first_line
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
@@ -46,10 +47,10 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     """
     folder = locate(model)
     attention = register_attention(plan)
-    trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
-    guard_imports_by_hand(own_code=trusted and brings_code(folder))
+    own_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and brings_code(folder)
+    guard_imports_by_hand(own_code=own_code)
     with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
-        loaded, info = _read(folder, plan, attention, trusted=trusted)
+        loaded, info = _read(folder, model, plan, attention, own_code=own_code)
     guard_imports_by_hand()
     _check_complete(info, folder)
     route_linear_layers(loaded, plan)
@@ -104,21 +105,25 @@ def _recompute_activations(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _read(folder: Path, plan: Plan, attention: str, *, trusted: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read(
+    folder: Path, model: ModelSection, plan: Plan, attention: str, *, own_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
-        if trusted and brings_code(folder):
+        if own_code:
             attention = attention_for(folder, plan, attention)
         with own_architectures():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch_dtype(plan.precision.storage.value),
                 attn_implementation=attention,
-                trust_remote_code=trusted,
+                trust_remote_code=runs_its_code(folder, trust_remote_code=model.trust_remote_code),
                 use_safetensors=True,
                 output_loading_info=True,
             )
         return loaded
-    except DAMAGE as error:
+    except (*DAMAGE, SyntaxError) as error:
+        if own_code and (last_line(error) or isinstance(error, (SyntaxError, ImportError))):
+            raise broken(error, model, folder) from error
         first = first_line(error)
         remedy = "check that the folder is a whole causal language model that this transformers version knows"
         if "trust_remote_code" in str(error):
