@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -69,6 +70,25 @@ def test_a_living_run_tells_its_phase_and_progress(run: Path, process: subproces
     )
     assert seen.seconds_left == pytest.approx(60, abs=5)
     assert is_live(run)
+
+
+def test_a_loss_that_is_no_number_is_told_from_one_that_is_not_known(
+    run: Path, process: subprocess.Popen[bytes]
+) -> None:
+    status(run, process.pid, phase="loading")
+    assert look(run).loss is None
+    status(run, process.pid, phase="training", step=4)  # gone on from a checkpoint, no step made yet
+    (run / "metrics.jsonl").write_text('{"step": 4, "loss": 2.5}\n')
+    assert look(run).loss == 2.5
+    (run / "metrics.jsonl").write_text('{"step": 4, "loss": null}\n{"step": 4, "eval_loss": 1.0}\n')
+    assert math.isnan(look(run).loss or 0)
+
+
+def test_between_its_end_and_the_note_of_it_a_run_is_finishing(run: Path, process: subprocess.Popen[bytes]) -> None:
+    status(run, GONE.pid, phase="training", step=3)
+    note_job(run, ["halftune"], run, time.time())
+    note_process(run, Process.of(process.pid), GONE)
+    assert (look(run).state, look(run).phase, look(run).step) == ("running", "finished", 3)
 
 
 def test_a_pid_that_another_process_has_now_is_not_the_run(run: Path, process: subprocess.Popen[bytes]) -> None:

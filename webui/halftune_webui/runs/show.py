@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from html import escape
@@ -139,8 +140,8 @@ def _facts(state: RunState, folder: str, words: Words) -> str:
 
 def _loss(state: RunState, words: Words) -> str:
     if state.loss is None:
-        return escape(words("runs.no_number")) if state.step else ""
-    return f"{state.loss:.4g}"
+        return ""
+    return f"{state.loss:.4g}" if math.isfinite(state.loss) else escape(words("runs.no_number"))
 
 
 def _alarm(alarm: Alarm, words: Words) -> str:

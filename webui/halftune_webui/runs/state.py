@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -33,7 +34,7 @@ class RunState:
         phase: in words of the status file; empty where nothing runs.
         step, total: steps done, and in all (0: not known).
         seconds_left: at the pace so far, or None.
-        loss: the last one; None where there is none, or it is not finite.
+        loss: the last one; None where there is none yet.
         began: Unix time of the begin of its latest sitting (of the wish, while it waits).
         end: how it died where it had no last word: ``killed | killed_memory | crashed | restarted | vanished``.
         cause: the last error in words, or what cannot be read; the signal's name of a crash.
@@ -120,6 +121,9 @@ def look(folder: Path, *, waits: bool = False) -> RunState:
 
 def _of_living(started: Started | None, status: Status | None, common: dict[str, Any]) -> RunState:
     ours = status is not None and _alive(status)
+    if started is not None and started.child is not None and not started.child.alive:  # its keeper will note how
+        numbers = _numbers(common["folder"], status)
+        return RunState(state="stopping" if started.stop_asked else "running", phase="finished", **numbers, **common)
     if status is None or not ours:  # the process is there, and has not said anything yet
         stopping = started is not None and started.stop_asked > 0
         return RunState(state="stopping" if stopping else "starting", phase="starting", **common)
@@ -127,11 +131,8 @@ def _of_living(started: Started | None, status: Status | None, common: dict[str,
     return RunState(
         state="stopping" if stopping else "running",
         phase=status.phase,
-        step=status.step,
-        total=status.total,
-        loss=status.loss,
         seconds_left=_left(status),
-        casts=status.casts,
+        **_numbers(common["folder"], status),
         host="" if status.host == socket.gethostname() else status.host,
         **{**common, "began": status.started},
     )
@@ -167,10 +168,12 @@ def _of_dead(folder: Path, started: Started | None, status: Status | None) -> tu
 
 
 def _numbers(folder: Path, status: Status | None) -> dict[str, Any]:
-    if status is not None:
+    if status is not None and (status.loss is not None or not status.step):
         return {"step": status.step, "total": status.total, "loss": status.loss, "casts": status.casts}
-    line = last_metrics(folder)
-    return {"step": line.get("step", 0), "loss": line.get("loss")}
+    line = last_metrics(folder)  # not finite, or a run that has gone on and not made a step yet
+    loss = line.get("loss", math.nan) if line else None
+    numbers = {"step": line.get("step", 0), "loss": math.nan if line and loss is None else loss}
+    return numbers if status is None else {**numbers, "step": status.step, "total": status.total, "casts": status.casts}
 
 
 def _alive(status: Status) -> bool:

@@ -72,9 +72,13 @@ def build(context: Context) -> None:
     loaded = live("chat-loaded")
     with gr.Row(elem_id="answers"):
         with gr.Column(min_width=300):
-            trained = gr.Chatbot(label=words("chat.trained"), elem_id="trained", height=360, buttons=["copy"])
+            trained = gr.Chatbot(
+                label=words("chat.trained"), elem_id="trained", height=360, buttons=["copy"], render_markdown=False
+            )
         with gr.Column(min_width=300) as base_side:
-            base = gr.Chatbot(label=words("chat.base"), elem_id="base", height=360, buttons=["copy"])
+            base = gr.Chatbot(
+                label=words("chat.base"), elem_id="base", height=360, buttons=["copy"], render_markdown=False
+            )
     text = gr.Textbox(label=words("chat.ask"), lines=2, elem_id="chat-text")
     with gr.Row(elem_id="asking", elem_classes="ht-row"):
         send = gr.Button(words("chat.send"), variant="primary", elem_id="chat-send")
@@ -93,6 +97,11 @@ def build(context: Context) -> None:
             ]
     parts = _Parts(run, loaded, both, system, trained, base, base_side, text, sampling)
     _wire(context, parts, load, free, send, stop, anew)
+
+
+def _side(label: str, elem_id: str) -> gr.Chatbot:
+    """One conversation, shown as it was written: markup of a model could make the page load pictures from anywhere."""
+    return gr.Chatbot(label=label, elem_id=elem_id, height=360, buttons=["copy"], render_markdown=False)
 
 
 def _wire(
@@ -180,7 +189,7 @@ def _ask(
                 sides[adapter] = [*messages, {"role": "assistant", "content": answer}]
                 yield "", sides[True], sides.get(False, base)
         except HalftuneError as error:
-            gr.Warning(str(error))
+            gr.Warning(escape(str(error)))
             return
     yield "", sides[True], sides.get(False, base)
 

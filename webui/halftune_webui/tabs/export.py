@@ -48,7 +48,7 @@ def build(context: Context) -> None:
             found = launch.find(settings, name or "")
             export.start(settings, found, target, None if stored == _OWN else stored, force=again)
         except HalftuneError as error:
-            gr.Warning(str(error))
+            gr.Warning(escape(str(error)))
         return cards()
 
     def acted(event: gr.EventData) -> str:
@@ -57,7 +57,7 @@ def build(context: Context) -> None:
             if job in [state.folder for state in export.exports(settings)]:
                 {"stop": launch.stop, "delete": launch.delete}[event.act](settings, job)
         except HalftuneError as error:
-            gr.Warning(str(error))
+            gr.Warning(escape(str(error)))
         return cards()
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

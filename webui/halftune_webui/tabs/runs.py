@@ -142,15 +142,15 @@ def _start(desk: Desk, text: str) -> Path | None:
     """Starts the recipe of the Train tab; where something runs already, it waits for its turn."""
     examined = examine(text or "", desk.settings)
     if examined.problems:
-        gr.Warning("\n".join(map(str, examined.problems[:3])))
+        gr.Warning(escape("\n".join(map(str, examined.problems[:3]))))
         return None
     busy = any(state.live or state.state == "queued" for state in desk.states())
     try:
         run = launch.start(desk.settings, examined.runnable, wait=busy)
     except HalftuneError as error:
-        gr.Warning(str(error))
+        gr.Warning(escape(str(error)))
         return None
-    gr.Info(desk.words("runs.waits" if busy else "runs.begins", name=name_of(run, desk.settings.runs)))
+    gr.Info(escape(desk.words("runs.waits" if busy else "runs.begins", name=name_of(run, desk.settings.runs))))
     return run
 
 
@@ -175,7 +175,7 @@ def _act(desk: Desk, paths: list[str], act: str, name: str, on: bool) -> tuple[l
             return paths, _report(desk, run)
         doing[act](run)
     except HalftuneError as error:
-        gr.Warning(str(error))
+        gr.Warning(escape(str(error)))
     return paths, gr.skip()
 
 
