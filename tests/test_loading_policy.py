@@ -26,7 +26,12 @@ CALLS = {
     "yaml.full_load",
     "torch.hub.load",
 }
-SAFE_LOADERS = {"SafeLoader", "CSafeLoader"}
+SAFE_LOADERS = {
+    "SafeLoader",
+    "CSafeLoader",
+    "BaseLoader",
+    "CBaseLoader",
+}  # a BaseLoader makes text, lists and dicts only
 
 
 def name_of(node: ast.AST) -> str:
