@@ -31,7 +31,7 @@ SAFE_LOADERS = {
     "CSafeLoader",
     "BaseLoader",
     "CBaseLoader",
-}  # a BaseLoader makes text, lists and dicts only
+}  # a BaseLoader makes text only
 
 
 def name_of(node: ast.AST) -> str:
