@@ -211,8 +211,11 @@ class _Scan(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, d_out: torch.Tensor, d_final: torch.Tensor | None) -> Any:
         _, _, segments, cut, _ = ctx.how
-        count = len(ctx.saved_tensors) - sum(ctx.known)
-        inputs, saved = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
+        tensors = (
+            ctx.saved_tensors
+        )  # once: gradient checkpointing recomputes what is asked for, and refuses to do so twice
+        count = len(tensors) - sum(ctx.known)
+        inputs, saved = tensors[:count], iter(tensors[count:])
         states = [next(saved) if known else None for known in ctx.known]
         heads, dtype = inputs[0].shape[1], ctx.dtype
         grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]

@@ -12,6 +12,8 @@ from test_linear_packing import FAMILIES, model_of, relative
 from tiny_model import because, plan
 
 from halftune.core.errors import DtypeContractError, ModelError
+from halftune.model.load import _recompute_activations
+from halftune.model.packing_check import packed_row
 from halftune.model.patch import current_guard, registered_attention
 from halftune.model.patch_linear import boundaries, restore_linear_layers, route_linear_layers, routed_linear_layers
 from halftune.plan import Plan
@@ -149,3 +151,20 @@ def test_every_family_that_is_routed_is_tested() -> None:
     assert {family.removesuffix("_text") for family in FAMILIES} == {
         family.removesuffix("_text") for family in BOUNDARIES_HONOURED
     }
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2", "lfm2", "rwkv7"])
+def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
+    """With more than one chunk and more than one sample in the row."""
+    model, ids = model_of(family).train(), torch.randint(3, 96, (1, 80))
+    results = []
+    with registered_attention(a_plan("halftune")), routed_linear_layers(model, a_plan("halftune")):
+        for recompute in (False, True):
+            model.zero_grad()
+            if recompute:
+                _recompute_activations(model)
+            logits = model(**packed_row(ids, (70, 10)), use_cache=False).logits
+            logits.square().mean().backward()
+            results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert len(results[0]) == len(results[1])
+    assert all(relative(a, b) < 1e-5 for a, b in zip(results[1], results[0], strict=True))
