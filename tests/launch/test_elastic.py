@@ -85,7 +85,7 @@ def test_addresses_are_those_by_which_machines_reach_each_other(monkeypatch: pyt
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert own_address("no such host.invalid") is None
-    for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "HALFTUNE_STORE_PORT", SUMMARY):
+    for name in ("TORCH_CPP_LOG_LEVEL", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "HALFTUNE_STORE_PORT", SUMMARY):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     args = argparse.Namespace(

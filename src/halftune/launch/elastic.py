@@ -58,6 +58,7 @@ def prepare(args: argparse.Namespace) -> None:
     """Threads for each process, and for several machines the address and interface by which they reach each other."""
     each = int(args.nproc_per_node) if str(args.nproc_per_node).isdecimal() else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // each)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[SUMMARY] = "1"
     if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint:
         return

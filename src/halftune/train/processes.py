@@ -14,6 +14,7 @@ from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
 from halftune.train.parallel.meeting import join, meet
 
+GRACE = 5.0  # seconds that one which hangs has to say so itself, before the others do
 _REPLICATED = {
     DistributedType.NO,
     DistributedType.MULTI_CPU,
@@ -70,7 +71,7 @@ def _gather(plan: Plan, seconds: float) -> None:
     meeting = meet()
     meeting.tell("ready", True)
     meeting.wait("ready", lambda: True)  # one that dies meanwhile ends this one, too: its launcher sees to that
-    join(TORCH_TYPES[plan.device.value], seconds)
+    join(TORCH_TYPES[plan.device.value], seconds + GRACE)
 
 
 def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:

@@ -81,8 +81,11 @@ class Pulse:
             before = self.signs()
             time.sleep(2.5 * BEAT)
             after = self.signs()
+            confessed = self._confessions()
         except (RuntimeError, OSError):
             return self._lost("rank 0 is gone, and with it the store that all meet at; its own output says why")
+        if confessed:
+            return PeerLost(confessed[0], named=True)
         silent = [rank for rank in before if after[rank].beat == before[rank].beat and rank != self.rank]
         if silent:
             sign = after[silent[0]]
@@ -92,6 +95,20 @@ class Pulse:
         if rank != self.rank and behind.ticks < after[self.rank].ticks:
             return self._lost(f"rank {rank} on {behind.host} hangs at {behind.where}: the others waited in vain")
         return PeerLost(f"another process no longer answers: {waited}", remedy=_REMEDY)
+
+    def confess(self, error: BaseException) -> None:
+        """Tells the others what went wrong here, before they only see that this process is gone."""
+        what = str(error).strip() or type(error).__name__
+        try:
+            with self.lock:
+                self.store.set(f"failed/{self.rank}", f"rank {self.rank} on {socket.gethostname()}: {what}")
+        except (RuntimeError, OSError):
+            return  # the store is gone, and with it those that would read
+
+    def _confessions(self) -> list[str]:
+        keys = [f"failed/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        with self.lock:
+            return [self.store.get(key).decode() for key in keys if self.store.check([key])]
 
     def signs(self) -> dict[int, Sign]:
         """Everybody's last sign; of one that never gave any, an empty one."""
@@ -108,15 +125,16 @@ class Pulse:
         return PeerLost(what, remedy=_REMEDY, named=True)
 
     def _beats(self) -> None:
-        last, since = 0, time.monotonic()
+        last, since, listening = 0, time.monotonic(), True
         while not self.over.wait(BEAT):
             self.beat += 1
             sign = {"ticks": _ticks, "beat": self.beat, "host": socket.gethostname(), "where": self._where()}
             try:
-                with self.lock:
-                    self.store.set(f"pulse/{self.rank}", json.dumps(sign))
+                if listening:
+                    with self.lock:
+                        self.store.set(f"pulse/{self.rank}", json.dumps(sign))
             except (RuntimeError, OSError):
-                pass  # the store is gone: the main thread will notice, or the time is up below
+                listening = False  # the store is gone; what is left is to end this process where it hangs
             if _ticks != last:
                 last, since = _ticks, time.monotonic()
             elif _ticks and time.monotonic() - since > self.seconds:
@@ -138,6 +156,8 @@ class Pulse:
         error: TrainingError = TrainingError(f"hangs at {where}: no progress for {seconds:.0f} s", remedy=_REMEDY)
         if not mine:
             error = PeerLost(f"waited {seconds:.0f} s at {where} for another process", remedy=_REMEDY)
+        else:
+            self.confess(error)
         if not leave(error, str(error)):
             print(f"halftune: rank {self.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)

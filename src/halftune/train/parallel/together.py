@@ -29,9 +29,10 @@ def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Pla
     pulse = Pulse(meeting, config.distributed.timeout_seconds)
     try:
         yield compare(meeting, config, hardware, facts, plan)
-    except RuntimeError as error:
-        if not lost_somebody(error):
-            raise
-        raise pulse.blame(error) from error
+    except BaseException as error:
+        if lost_somebody(error):
+            raise pulse.blame(error) from error
+        pulse.confess(error)
+        raise
     finally:
         pulse.stop()

@@ -1,0 +1,86 @@
+"""Who hangs or is gone is named by those that waited, and one that hangs ends itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_group import in_processes
+
+from halftune.core.failures import FILE, PeerLost
+from halftune.train.parallel import pulse
+from halftune.train.parallel.meeting import join, meet
+from halftune.train.parallel.pulse import Pulse, lost_somebody, tick
+
+LIMIT = 2.0  # seconds
+
+
+def told(folder: Path, rank: int) -> dict:
+    return json.loads((folder / f"{rank}.json").read_text())["message"]
+
+
+def waits(folder: Path, rank: int, trouble) -> None:
+    """Steps three times with the other process; in the fourth, rank 1 is in trouble."""
+    os.environ[FILE] = str(folder / f"{rank}.json")
+    pulse.BEAT = 0.2
+    watch = Pulse(meet(), LIMIT)
+    join("cpu", LIMIT + 5)  # so that one which hangs says so first, as in a run
+    try:
+        for step in range(4):
+            tick()
+            if step == 3 and rank == 1:
+                trouble()
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.3)
+    except OSError as error:
+        watch.confess(error)
+        raise
+    except RuntimeError as error:
+        if not lost_somebody(error):
+            raise
+        (folder / f"{rank}.json").write_text(json.dumps({"message": str(watch.blame(error))}))
+
+
+def hangs_in_python() -> None:
+    time.sleep(60)
+
+
+def runs_out_of_disk() -> None:
+    raise OSError("the disk is full")
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "said"),
+    [
+        (hangs_in_python, 5, "hangs at"),
+        (is_killed, -signal.SIGKILL, "is gone or stopped"),
+        (runs_out_of_disk, 1, "the disk is full"),
+    ],
+)
+def test_the_one_to_blame_is_named(tmp_path: Path, trouble, code: int, said: str) -> None:
+    codes = in_processes(2, lambda rank: waits(tmp_path, rank, trouble), timeout=40)
+    assert codes == [0, code]
+    assert told(tmp_path, 0).startswith("rank 1 on ")
+    assert said in told(tmp_path, 0)
+    if trouble is hangs_in_python:
+        own = told(tmp_path, 1)
+        assert "no progress" in own["message"]
+        assert own["halftune"]["lost"] is False
+
+
+def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:
+    assert lost_somebody(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+    assert lost_somebody(dist.DistBackendError("NCCL"))
+    assert not lost_somebody(RuntimeError("shape mismatch"))
+    assert not lost_somebody(ValueError("Timed out waiting"))
+    assert not PeerLost("x").named
