@@ -43,6 +43,8 @@ def build(settings: Settings) -> gr.Blocks:
             for name in TABS:
                 with gr.Tab(words(f"tabs.{name}"), id=name, elem_id=f"tab-{name}"):
                     load(TABS, name, kind="tab")(context)
+    for function in board.fns.values():
+        function.api_visibility = "private"  # the board is for people; programs have the command line
     return board
 
 

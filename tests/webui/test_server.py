@@ -1,0 +1,77 @@
+"""A running board as a program meets it: who gets in, which files it serves, how it starts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def ask(url: str, path: str = "/", method: str = "GET", body: str | None = None, **headers: str) -> tuple[int, str]:
+    """Status and text of an answer."""
+    place = urlsplit(url)
+    assert place.hostname is not None
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    text = answer.read().decode(errors="replace")
+    cookie = answer.getheader("set-cookie") or ""
+    connection.close()
+    return answer.status, text + cookie
+
+
+def test_page_is_served_and_names_no_other_server(board: Any) -> None:
+    status, text = ask(board.url)
+    assert status == 200
+    assert "halftune" in text
+    assert "fonts.googleapis" not in text
+
+
+def test_files_are_not_served(board: Any, tmp_path: Path) -> None:
+    (board.folder / "private.txt").write_text("nobody's business")
+    secret = tmp_path / "secret.txt"
+    secret.write_text("nobody's business")
+    for name in (secret, board.folder / "private.txt", "/etc/passwd", board.folder / ".." / "x", Path(__file__)):
+        for prefix in ("/gradio_api/file=", "/file=", "/gradio_api/file/", "/static/", "/assets/"):
+            status, text = ask(board.url, f"{prefix}{quote(str(name))}")
+            assert status in (403, 404, 405), (prefix, name)
+            assert "nobody's business" not in text
+
+
+def test_other_sites_and_names_are_refused(board: Any) -> None:
+    body = json.dumps({"data": [], "fn_index": 0, "session_hash": "x"})
+    json_type = {"content_type": "application/json"}
+    assert ask(board.url, "/gradio_api/queue/join", "POST", body, origin="http://evil.example", **json_type)[0] == 403
+    assert ask(board.url, host="evil.example:80")[0] == 403
+    port = urlsplit(board.url).port
+    same = {"host": f"localhost:{port}", "origin": f"http://localhost:{port}"}
+    assert ask(board.url, "/gradio_api/queue/join", "POST", body, **same, **json_type)[0] != 403
+
+
+def test_no_function_is_offered_to_programs(board: Any) -> None:
+    """The board is for people; programs have the command line. Nothing is listed, so nothing is found by guessing."""
+    status, text = ask(board.url, "/gradio_api/info")
+    assert status == 200
+    assert json.loads(text)["named_endpoints"] == {}
+
+
+def test_password(start_board: Callable[..., Any]) -> None:
+    board = start_board("--host", "0.0.0.0", HALFTUNE_WEBUI_AUTH="me:long:password")
+    url = board.url.replace("0.0.0.0", "127.0.0.1")
+    assert ask(url, "/config")[0] == 401
+    assert ask(url, "/gradio_api/info")[0] == 401
+    assert ask(url, "/gradio_api/queue/join", "POST", "{}", content_type="application/json")[0] == 401
+    assert ask(url, "/gradio_api/upload", "POST", "", content_type="multipart/form-data; boundary=x")[0] == 401
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    assert ask(url, "/login", "POST", urlencode({"username": "me", "password": "long"}), **form)[0] == 400
+    status, text = ask(url, "/login", "POST", urlencode({"username": "me", "password": "long:password"}), **form)
+    assert status == 200
+    cookie = text[text.index("access-token") :].split(";")[0]
+    assert ask(url, "/config", cookie=cookie)[0] == 200
