@@ -26,9 +26,11 @@ from halftune.model.adapters.attach import attach_adapter
 from halftune.model.architectures import own_architectures, runs_its_code
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
+from halftune.model.packing_check import packing_verdict
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
-from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM, mixing
+from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM, mixing, modeling
+from halftune.model.rwkv7.row import describe_row
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan
@@ -262,3 +264,13 @@ def test_nobody_else_can_compute_it() -> None:
     for other in ("torch", "fla"):
         with pytest.raises(PlanError, match="is not possible"):
             route(other)
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 128, "value_dim": [2048] * 24}])
+def test_the_check_before_packing_sees_a_leak(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a config of full size; a model that is not told where samples end fails it."""
+    config, made = RWKV7Config(**changes), a_plan()
+    made = replace(made, batch=replace(made.batch, packing=because(True)))
+    assert packing_verdict(config, made).value
+    monkeypatch.setattr(modeling, "describe_row", lambda x, mask, cache, _: describe_row(x, mask, cache, {}))
+    assert "packed samples see each other in rwkv7" in packing_verdict(config, made).reason
