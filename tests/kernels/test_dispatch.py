@@ -41,6 +41,9 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gated_delta_rule", 80, (3, 7, 1), HALF, "triton", "sm_80 with Triton 3.7.1"),
         ("gated_delta_rule", 75, (3, 7, 1), torch.float16, "torch", "no tensor-core instructions"),
+        ("kda", 89, (3, 7, 1), HALF, "triton", "sm_89 with Triton 3.7.1"),
+        ("rwkv7", 100, (3, 7, 1), HALF, "triton", "raced before Triton 3.8"),
+        ("rwkv7", 75, (3, 7, 1), torch.float16, "torch", "no tensor-core instructions"),
         ("causal_conv1d", 75, (3, 7, 1), torch.float16, "triton", "sm_75"),
         ("causal_conv1d", 75, (3, 7, 1), HALF, "torch", "no bfloat16"),
         ("gated_delta_rule", 90, (3, 6, 0), HALF, "triton", "proves itself"),

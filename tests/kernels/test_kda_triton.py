@@ -12,6 +12,7 @@ from interpreter import interpreting
 from operator_checks import CPU
 
 from halftune_kernels.cases import Case, case, rounded
+from halftune_kernels.kda import kda
 from halftune_kernels.selfcheck import BOUNDS, relative_error
 
 
@@ -95,3 +96,15 @@ def test_one_repeated_key() -> None:
         "beta": torch.ones_like(plain.inputs["beta"]),
     }
     check(dataclasses.replace(plain, inputs=inputs), torch.float32)
+
+
+def test_inference_keeps_nothing_and_answers_the_same() -> None:
+    made = rounded(case("kda", 16, (0, 3, 9), seed=5), torch.float32)
+    inputs = {name: x.float() for name, x in made.inputs.items()}
+    with torch.no_grad():
+        o, final = kda(**inputs, **made.options, backend="triton")
+        truth, ends = kda(**inputs, **made.options, backend="reference")
+    assert relative_error(o, truth) <= BOUNDS[torch.float32]
+    assert final is not None
+    assert ends is not None
+    assert relative_error(final, ends) <= BOUNDS[torch.float32]

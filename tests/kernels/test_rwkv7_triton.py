@@ -11,6 +11,7 @@ from interpreter import interpreting
 from operator_checks import CPU
 
 from halftune_kernels.cases import Case, case, rounded
+from halftune_kernels.rwkv7 import rwkv7
 from halftune_kernels.selfcheck import BOUNDS, relative_error
 
 
@@ -63,3 +64,15 @@ def test_without_extras_and_values_of_another_size() -> None:
     inputs = {name: x for name, x in plain.inputs.items() if name != "initial_state"}
     inputs["v"] = torch.cat((inputs["v"], inputs["v"].flip(1)), -1)
     check(dataclasses.replace(plain, inputs=inputs, options={"scale": 0.3}), torch.float32)
+
+
+def test_inference_keeps_nothing_and_answers_the_same() -> None:
+    made = rounded(case("rwkv7", 16, (0, 3, 9), seed=5), torch.float32)
+    inputs = {name: x.float() for name, x in made.inputs.items()}
+    with torch.no_grad():
+        o, final = rwkv7(**inputs, **made.options, backend="triton")
+        truth, ends = rwkv7(**inputs, **made.options, backend="reference")
+    assert relative_error(o, truth) <= BOUNDS[torch.float32]
+    assert final is not None
+    assert ends is not None
+    assert relative_error(final, ends) <= BOUNDS[torch.float32]

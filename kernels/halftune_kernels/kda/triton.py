@@ -28,7 +28,7 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("scan_backward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
     ("square_gradients", True): ((256, False, Config(32, 8, 1)),),
     ("square_gradients", False): ((256, False, Config(32, 8, 1)),),
-    ("chunk_backward", True): ((256, False, Config(32, 4, 1, 32)),),
+    ("chunk_backward", True): ((256, False, Config(64, 4, 1, 32)),),
     ("chunk_backward", False): ((256, False, Config(32, 4, 1, 32)),),
 }
 _ROWS = Config(width=0, warps=4, stages=1)  # of the kernels that go row by row
