@@ -36,6 +36,7 @@ def waits(folder: Path, rank: int, trouble) -> None:
             tick()
             if step == 3 and rank == 1:
                 trouble()
+            tick()
             dist.all_reduce(torch.ones(1))
             time.sleep(0.3)
     except OSError as error:

@@ -13,6 +13,7 @@ from halftune.core.errors import PlanError
 from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
 from halftune.train.parallel.meeting import join, meet
+from halftune.train.parallel.pulse import tick
 
 GRACE = 5.0  # seconds that one which hangs has to say so itself, before the others do
 _REPLICATED = {
@@ -95,6 +96,7 @@ def sum_over_processes(accelerator: Accelerator, values: Sequence[float]) -> lis
     """Sums of ``values`` over all processes, in the widest format that crosses them (fp64; fp32 on MPS)."""
     if accelerator.num_processes == 1:
         return [float(value) for value in values]
+    tick()
     wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
     sums = accelerator.reduce(torch.tensor(values, dtype=wide, device=accelerator.device), reduction="sum")
     assert isinstance(sums, torch.Tensor)

@@ -87,7 +87,9 @@ class Stepper:
         device = self.accelerator.device
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.inputs.items()}
         with autocast(self.plan.precision, device):
-            return forward_loss_sum(model, inputs, scale=scale)[0]
+            loss = forward_loss_sum(model, inputs, scale=scale)[0]
+        tick()  # one that waits in the backward pass is further than one that hangs before
+        return loss
 
     def _update(self, metrics: StepMetrics, batches: list[MicroBatch]) -> None:
         # An overflow of scaled gradients is the scaler's daily business: it skips the update and lowers the scale.
