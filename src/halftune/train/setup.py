@@ -76,6 +76,9 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
+    if strategy.sharded and config.training.save_steps != "end":
+        what = "checkpoints of a model in shards are not written yet, only its final result"
+        raise PlanError(what, where="training.save_steps", remedy="save_steps: end, or distributed.strategy: ddp")
     strategy.place(model)
     fuse_layers(model, plan)
     if accelerator.device.type == "cpu":

@@ -204,6 +204,8 @@ class Trainer:
         run = self.run
         if self.last_saved == run.step:
             return
+        if self.session.strategy.sharded:
+            raise TrainingError("a model in shards leaves no checkpoint yet", remedy="distributed.strategy: ddp does")
         self._phase("saving")
         check_weights(run)
         randoms = gather_object([random_state(run.device)])
