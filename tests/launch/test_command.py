@@ -12,6 +12,7 @@ import yaml
 
 from halftune.cli import main
 from halftune.config.distributed import DistributedSection
+from halftune.config.load import load_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
@@ -111,3 +112,13 @@ def test_the_verb_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     with pytest.raises(SystemExit):
         main(["launch", "--config", str(recipe), "--dry-run", "training.seed=1"])
     assert shlex.split(capsys.readouterr().out) == words
+
+
+def test_the_documented_jobs_are_what_is_emitted() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "distributed.md").read_text()
+    words = ["distributed.num_machines=2", "distributed.num_processes=16"]
+    loaded = load_config(root / "configs" / "several_devices.yaml", words)
+    arguments = ["train", "--config", "configs/several_devices.yaml", *words]
+    for name in TEMPLATES:
+        assert render(name, loaded.run, 16, arguments) in text, name

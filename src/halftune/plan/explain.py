@@ -75,7 +75,9 @@ def _processes(plan: Plan) -> list[Row]:
         (f"with {name}", size(total), f"memory of one device, estimated: {verdict}")
         for name, total, verdict in parallel.memory
     ]
-    return [*rows, _row("exchanged", parallel.param), _row("summed", parallel.reduce), _row("buffers", parallel.buffer)]
+    if plan.distribution.value == "fsdp2":
+        rows += [_row("gathered", parallel.param), _row("buffers", parallel.buffer)]
+    return [*rows, _row("summed", parallel.reduce)]
 
 
 def _formats(plan: Plan) -> list[Row]:

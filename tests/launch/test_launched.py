@@ -1,0 +1,131 @@
+"""Runs as users start them: by train, accelerate and torchrun, killed, brought back, on two machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = [sys.executable, "-m", "halftune", "train"]
+# What a home folder may hold from another project: none of it may reach a run.
+STRAY = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "bf16",
+    "num_processes": 2,
+    "fsdp_config": {"fsdp_version": 2},
+    "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and a home in which accelerate finds a configuration."""
+    place = tmp_path_factory.mktemp("with space")
+    rows = "".join(f'{{"prompt": "{n} and {n}", "completion": "is {2 * n}"}}\n' for n in range(64))
+    (place / "rows.jsonl").write_text(rows)
+    tree = {
+        "model": {"name_or_path": "builtin:qwen2-tiny"},
+        "precision": "fp32",
+        "adapter": {"type": "lora", "rank": 4, "dropout": 0.1},
+        "data": {"train": str(place / "rows.jsonl"), "max_length": 64, "packing": False},
+        "training": {"output_dir": "out", "max_steps": 30, "per_device_train_batch_size": 2, "save_steps": 5},
+        "distributed": {"num_processes": 2, "timeout_seconds": 60, "main_process_port": 29531},
+        "logging": {"progress": False},
+    }
+    (place / "a recipe.yaml").write_text(yaml.safe_dump(tree))
+    stray = place / "home" / "accelerate" / "default_config.yaml"
+    stray.parent.mkdir(parents=True)
+    stray.write_text(yaml.safe_dump(STRAY))
+    return place
+
+
+def environment(place: Path) -> dict[str, str]:
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HOME": str(place / "home"), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **own}
+
+
+def arguments(place: Path, name: str, *more: str) -> list[str]:
+    return ["--config", str(place / "a recipe.yaml"), f"training.output_dir={place / name}", *more]
+
+
+def run(place: Path, words: list[str], **more: str) -> None:
+    done = subprocess.run(words, env=environment(place) | more, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "adapter_model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def steps(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def kill_rank_1(place: Path, name: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Starts `train`, ends one of its processes by SIGKILL after the first checkpoint, waits."""
+    job = subprocess.Popen(
+        [*TRAIN, *arguments(place, name, *more)],
+        env=environment(place),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while steps(place / name) < 7 and job.poll() is None:
+        time.sleep(0.02)
+    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    victims = [pid for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
+    os.kill(int(victims[0]), signal.SIGKILL)
+    _, errors = job.communicate(timeout=300)
+    return subprocess.CompletedProcess(job.args, job.returncode, "", errors)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> Path:
+    run(place, [*TRAIN, *arguments(place, "undisturbed")])
+    return place / "undisturbed"
+
+
+def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(place: Path, undisturbed: Path) -> None:
+    done = kill_rank_1(place, "killed")
+    assert done.returncode == 5
+    assert done.stderr.count("halftune: rank 1 on ") == 1
+    assert "was killed by SIGKILL" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Root Cause" not in done.stderr
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    words = [*launch, "--main_process_port", "29532", "-m", "halftune", "train", *arguments(place, "killed")]
+    run(place, words, ACCELERATE_USE_CPU="true")
+    assert same(undisturbed, place / "killed")
+
+
+def test_a_killed_process_is_brought_back_without_a_person(place: Path, undisturbed: Path) -> None:
+    done = kill_rank_1(place, "restarted", "distributed.max_restarts=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "going on from" in done.stderr
+    assert same(undisturbed, place / "restarted")
+
+
+def test_two_machines_end_with_the_weights_of_one(place: Path, undisturbed: Path) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "two_machines.py"), *arguments(place, "machines")]
+    done = subprocess.run(script, env=environment(place), capture_output=True, text=True, timeout=300)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same(undisturbed, place / "machines")
