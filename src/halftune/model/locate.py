@@ -27,7 +27,7 @@ log = get_logger(__name__)
 BUILTIN = "builtin:"
 WEIGHTS = ("*.safetensors",)
 # tokenizers and configs in every spelling; JSON includes the index of sharded weights
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "*vocab*.txt")
 IGNORED = ("consolidated*", "original/*", "onnx/*", "openvino/*", "*.bin.index.json", "flax*", "tf_*")
 
 
