@@ -4,6 +4,8 @@ const groups = JSON.parse(props.schema), words = JSON.parse(props.words), hints 
 const root = element.querySelector('.ht-form');
 const rows = new Map();      // dotted path → {row, node, control, problem, why}
 const lists = new Map();     // dotted path of a list of sections → {row, body, count}
+const typing = new Set();    // paths of fields that somebody is writing into: an answer to an earlier change leaves them
+const changed = new Set();   // paths whose change has not been answered yet
 let state = null, waiting = [], sent = 0, busy = false, watchdog = 0;
 
 function make(tag, cls, text) {
@@ -21,7 +23,11 @@ function prose(tag, text) {
 }
 
 // Each change names its `field`: Gradio takes an object with a `path` for an uploaded file. One change at a time: each is answered with the recipe's new text, from which the next one starts.
-function send(edit) { waiting.push(edit); flush(); }
+function send(edit) {
+  changed.add(edit.field);
+  waiting.push(edit);
+  flush();
+}
 function flush() {
   if (busy || !waiting.length) return;
   busy = true; sent += 1;
@@ -72,7 +78,9 @@ function control(row, path, id) {
       node.setAttribute('list', list.id);
       root.append(list);
     }
+    node.addEventListener('input', () => typing.add(path));
     node.addEventListener('change', () => set(node.value));
+    node.addEventListener('blur', () => typing.delete(path));
     if (!long) node.addEventListener('keydown', (event) => { if (event.key === 'Enter') node.blur(); });
   }
   node.id = id;
@@ -80,9 +88,10 @@ function control(row, path, id) {
 }
 
 function fill(entry, text, isSet) {
-  const {row, control: node} = entry, value = isSet ? text : row.default;
+  const {row, path, control: node} = entry, value = isSet ? text : row.default;
   entry.node.classList.toggle('set', isSet);
   entry.reset.hidden = !isSet || row.required;
+  if (typing.has(path) || changed.has(path)) return;
   if (row.kind === 'choice') {
     if (![...node.options].some((option) => option.value === value)) {  // what the recipe says and we do not know
       const option = make('option', '', value); option.value = value; node.append(option);
@@ -93,7 +102,7 @@ function fill(entry, text, isSet) {
   } else if (row.kind === 'several') {
     const chosen = value.split('\n');
     for (const box of node.querySelectorAll('input')) box.checked = chosen.includes(box.value);
-  } else if (document.activeElement !== node || !busy) {
+  } else {
     node.value = isSet ? text : '';
     if (node.tagName === 'TEXTAREA') node.rows = Math.min(8, Math.max(1, node.value.split('\n').length));
   }
@@ -119,7 +128,7 @@ function draw(row, path, into) {
   const outcome = make('p', 'outcome'); outcome.hidden = true;
   node.append(head, input, outcome, problem, why, help);
   into.append(node);
-  rows.set(path, {row, node, control: input, problem, why, outcome, reset});
+  rows.set(path, {row, path, node, control: input, problem, why, outcome, reset});
 }
 
 function drawList(row, path, into) {
@@ -208,11 +217,13 @@ function complain(node, texts) {
 function apply(next) {
   state = next;
   if (state.seq === sent) { busy = false; clearTimeout(watchdog); }
+  if (!busy && !waiting.length) changed.clear();
   root.classList.toggle('busy', busy);
   root.toggleAttribute('inert', !state.readable);
   root.classList.toggle('unreadable', !state.readable);
   if (state.keep) { try { localStorage.setItem('halftune-recipe', state.text); } catch (error) { /* no storage: nothing is kept */ } }
-  if (!state.readable) return flush();
+  setTimeout(flush, 0);  // when the new text has reached the editor, too: the next change is made to it
+  if (!state.readable) return;
   for (const path of lists.keys()) resize(path, state.entries[path] || 0);
   for (const [path, entry] of rows) {
     fill(entry, state.fields[path], state.fields[path] !== undefined);
@@ -232,7 +243,6 @@ function apply(next) {
     count.classList.toggle('wrong', wrong > 0);
     if (wrong && outer.tagName === 'DETAILS') outer.open = true;
   }
-  flush();
 }
 
 build();
