@@ -15,6 +15,8 @@ from halftune_kernels.cases import Case, case, rounded
 from halftune_kernels.kda import kda
 from halftune_kernels.selfcheck import BOUNDS, relative_error
 
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+
 
 @pytest.fixture(autouse=True)
 def _interpreted(poisoned: None) -> Iterator[None]:
@@ -50,7 +52,13 @@ def grouped(size: int, width: int, bounds: tuple[int, ...], seed: int) -> Case:
     return dataclasses.replace(case("kda", size, bounds), inputs=inputs)
 
 
-@pytest.mark.parametrize("dtype", list(BOUNDS))
+def one_head(plain: Case) -> Case:
+    """The first head alone: the interpreter takes half the time."""
+    inputs = {name: x[:, :1] if name == "initial_state" else x[:, :, :1] for name, x in plain.inputs.items()}
+    return dataclasses.replace(plain, inputs=inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_segments(dtype: torch.dtype) -> None:
     check(grouped(16, 20, (0, 1, 1, 21), seed=1), dtype)
 
@@ -58,10 +66,10 @@ def test_ragged_segments(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(BOUNDS))
 def test_several_chunks_and_channel_tiles(dtype: torch.dtype) -> None:
-    check(case("kda", 40, (0, 64, 67), seed=2), dtype)
+    check(one_head(case("kda", 40, (0, 64, 67), seed=2)), dtype)
 
 
-@pytest.mark.parametrize("length", [36, pytest.param(66, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [20, pytest.param(66, marks=pytest.mark.slow)])
 def test_decays_of_nothing_and_of_everything_side_by_side(length: int) -> None:
     """exp(20) between neighbours: a decay from a difference of sums would lose the digits of the slow ones."""
     plain = grouped(16, 16, (0, length), seed=3)
@@ -71,16 +79,16 @@ def test_decays_of_nothing_and_of_everything_side_by_side(length: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpu"])
-@pytest.mark.parametrize("decay", [0.0, -20.0, -1000.0])
+@pytest.mark.parametrize("decay", [-20.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, -1000.0))])
 def test_one_decay(decay: float, backend: str) -> None:
     """At -20, gradients of 1e-9 beside terms of 1 that have no part in them."""
-    plain = case("kda", 16, (0, 18), seed=4)
+    plain = one_head(case("kda", 16, (0, 18), seed=4))
     g = torch.full_like(plain.inputs["g"], decay)
     check(dataclasses.replace(plain, inputs=plain.inputs | {"g": g}), torch.float32, backend)
 
 
 def test_without_extras() -> None:
-    plain = case("kda", 12, (0, 17))
+    plain = one_head(case("kda", 12, (0, 17)))
     inputs = {name: x for name, x in plain.inputs.items() if name != "initial_state"}
     inputs["k"] = F.normalize(inputs["k"], dim=-1)
     check(dataclasses.replace(plain, inputs=inputs, options={}), torch.float32)
