@@ -127,10 +127,12 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
     tab(page, "Chat")
     page.locator("#chat-load").click()
     page.locator("#chat-ready").wait_for(timeout=LONG)
-    page.locator("#chat-text textarea").fill("Add 3 and 4.")
+    page.locator("#chat-text textarea").fill("Add 3 <img src=x> and 4.")
     page.locator("#chat-send").click()
     for side in ("#trained", "#base"):
-        page.locator(f"{side} .bot").first.wait_for(timeout=LONG)
+        page.locator(f"{side} p.assistant").wait_for(timeout=LONG)
+
+        assert page.locator(f"{side} p.user").inner_text() == "Add 3 <img src=x> and 4."  # as text, not as a picture
 
     tab(page, "Export")
     page.locator("#export-start").click()

@@ -22,7 +22,7 @@ from halftune_webui.tabs.choose import chooser
 from halftune_webui.tabs.data import failed, waiting
 from halftune_webui.tabs.runs import live
 
-Messages = list[dict[str, Any]]
+Messages = list[dict[str, str]]
 _DEFAULTS = GenerationSection()
 
 
@@ -55,8 +55,8 @@ class _Parts:
     loaded: gr.HTML
     both: gr.Checkbox
     system: gr.Textbox
-    trained: gr.Chatbot
-    base: gr.Chatbot
+    told: list[gr.State]
+    shown: list[gr.HTML]
     base_side: gr.Column
     text: gr.Textbox
     sampling: list[gr.Slider]
@@ -72,13 +72,9 @@ def build(context: Context) -> None:
     loaded = live("chat-loaded")
     with gr.Row(elem_id="answers"):
         with gr.Column(min_width=300):
-            trained = gr.Chatbot(
-                label=words("chat.trained"), elem_id="trained", height=360, buttons=["copy"], render_markdown=False
-            )
+            trained = live("trained")
         with gr.Column(min_width=300) as base_side:
-            base = gr.Chatbot(
-                label=words("chat.base"), elem_id="base", height=360, buttons=["copy"], render_markdown=False
-            )
+            base = live("base")
     text = gr.Textbox(label=words("chat.ask"), lines=2, elem_id="chat-text")
     with gr.Row(elem_id="asking", elem_classes="ht-row"):
         send = gr.Button(words("chat.send"), variant="primary", elem_id="chat-send")
@@ -95,13 +91,15 @@ def build(context: Context) -> None:
                 gr.Slider(0, 200, value=_DEFAULTS.top_k, step=1, label=words("chat.top_k")),
                 gr.Slider(0.5, 2, value=_DEFAULTS.repetition_penalty, step=0.05, label=words("chat.penalty")),
             ]
-    parts = _Parts(run, loaded, both, system, trained, base, base_side, text, sampling)
+    parts = _Parts(run, loaded, both, system, [gr.State([]), gr.State([])], [trained, base], base_side, text, sampling)
     _wire(context, parts, load, free, send, stop, anew)
 
 
-def _side(label: str, elem_id: str) -> gr.Chatbot:
-    """One conversation, shown as it was written: markup of a model could make the page load pictures from anywhere."""
-    return gr.Chatbot(label=label, elem_id=elem_id, height=360, buttons=["copy"], render_markdown=False)
+def conversation(messages: Messages, title: str) -> str:
+    """One conversation as it was written: markup of a model could make the page load pictures from anywhere."""
+    said = "".join(f'<p class="{message["role"]}">{escape(message["content"])}</p>' for message in messages)
+    name = escape(title)
+    return f'<section class="talk"><h4>{name}</h4><div data-keep="{name}" tabindex="0">{said}</div></section>'
 
 
 def _wire(
@@ -126,16 +124,22 @@ def _wire(
     def closed(request: gr.Request) -> None:
         chats.close(str(request.session_hash))
 
-    both_sides = [parts.trained, parts.base]
-    inputs = [parts.text, *both_sides, parts.both, parts.system, *parts.sampling]
-    load.click(opened, parts.run, [parts.loaded, *both_sides], concurrency_limit=4, **quiet)
+    titles = [context.words("chat.trained"), context.words("chat.base")]
+    sides = [*parts.told, *parts.shown]
+    inputs = [parts.text, *parts.told, parts.both, parts.system, *parts.sampling]
+
+    def empty() -> list[Any]:
+        return [[], [], *(conversation([], title) for title in titles)]
+
+    load.click(opened, parts.run, parts.loaded, concurrency_limit=4, **quiet).then(empty, None, sides, **quiet)
     free.click(freed, None, parts.loaded, **quiet)
-    gr.on([send.click, parts.text.submit], asked, inputs, [parts.text, *both_sides], concurrency_limit=8, **quiet)
+    gr.on([send.click, parts.text.submit], asked, inputs, [parts.text, *sides], concurrency_limit=8, **quiet)
     stop.click(stopped, None, None, queue=False, api_visibility="private")
-    anew.click(lambda: ([], []), None, both_sides, **quiet)
+    anew.click(empty, None, sides, **quiet)
     parts.both.change(lambda on: gr.Column(visible=on), parts.both, parts.base_side, **quiet)
     board = Blocks.root_block
     assert board is not None
+    board.load(empty, None, sides, **quiet)
     board.unload(closed)
 
 
@@ -143,9 +147,9 @@ def _load(context: Context, chats: Chats, name: str | None, page: str) -> Iterat
     """Loads the model of a run; the conversations begin anew."""
     words = context.words
     if not name:
-        yield failed(words("chat.choose")), gr.skip(), gr.skip()
+        yield failed(words("chat.choose"))
         return
-    yield waiting(words("chat.loading")), [], []
+    yield waiting(words("chat.loading"))
     try:
         run = launch.find(context.settings, name)
         if is_live(run):
@@ -154,24 +158,24 @@ def _load(context: Context, chats: Chats, name: str | None, page: str) -> Iterat
         chats.open(page, chat)
         ready = chat.ready()
     except HalftuneError as error:
-        yield failed(str(error)), gr.skip(), gr.skip()
+        yield failed(str(error))
         return
     what = words("chat.ready", **{key: ready[key] for key in ("base", "storage", "compute", "device")})
-    yield f'<p class="ok" id="chat-ready">{escape(what)}</p>', [], []
+    yield f'<p class="ok" id="chat-ready">{escape(what)}</p>'
 
 
 def _ask(
     context: Context,
     chat: Chat | None,
-    text: str,
+    text: str | None,
     trained: Messages,
     base: Messages,
     both: bool,
-    system: str,
+    system: str | None,
     *sampling: float,
 ) -> Iterator[Any]:
     """Streams the answer of the trained model, then that of its base."""
-    if not text.strip():
+    if not text or not text.strip():  # a box that was never touched is None
         return
     if chat is None or not chat.alive:
         gr.Warning(context.words("chat.first"))
@@ -181,25 +185,19 @@ def _ask(
     generation = {name: int(value) if name in whole else value for name, value in zip(names, sampling, strict=True)}
     sides = {True: trained, **({False: base} if both else {})}
     for adapter in sides:
-        sides[adapter] = [*_plain(sides[adapter]), {"role": "user", "content": text}]
+        sides[adapter] = [*sides[adapter], {"role": "user", "content": text}]
     for adapter, messages in sides.items():
-        start = [{"role": "system", "content": system}] if system.strip() else []
+        start = [{"role": "system", "content": system}] if system and system.strip() else []
         try:
             for answer, _ in chat.answer([*start, *messages], adapter=adapter, generation=generation):
                 sides[adapter] = [*messages, {"role": "assistant", "content": answer}]
-                yield "", sides[True], sides.get(False, base)
+                yield "", *_both(context, sides[True], sides.get(False, base))
         except HalftuneError as error:
             gr.Warning(escape(str(error)))
             return
-    yield "", sides[True], sides.get(False, base)
 
 
-def _plain(messages: Messages) -> Messages:
-    """Role and text alone: Gradio keeps more, and content in parts."""
-    plain = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content if part.get("type") == "text")
-        plain.append({"role": message["role"], "content": content})
-    return plain
+def _both(context: Context, trained: Messages, base: Messages) -> tuple[Any, ...]:
+    """Both conversations, and how they look."""
+    words = context.words
+    return trained, base, conversation(trained, words("chat.trained")), conversation(base, words("chat.base"))
