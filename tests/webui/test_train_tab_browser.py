@@ -84,7 +84,7 @@ def test_broken_text_names_its_line_and_leaves_the_form(board: Any, open_page: C
     before = field(page, "training.output_dir").locator("input").input_value()
     page.locator("#recipe .cm-line").nth(1).click()
     page.keyboard.press("Home")
-    page.keyboard.type("a: [1\n")
+    page.keyboard.insert_text("a: b: c\n")
     page.wait_for_selector(".ht-form.unreadable")
     assert "recipe.yaml:2" in page.locator(".ht-problems").inner_text()
     assert field(page, "training.output_dir").locator("input").input_value() == before
