@@ -86,7 +86,7 @@ function figure(chart) {
     svg.append(make('path', {d: `M${LEFT} ${y(mark).toFixed(1)}H${width - RIGHT}`, class: 'grid'}));
     svg.append(make('text', {x: LEFT - 6, y: y(mark) + 4, class: 'mark', 'text-anchor': 'end'}, spell(mark)));
   }
-  for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 3)) {
+  for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 4)) {
     if (mark !== Math.round(mark) || x(mark) > width - 14) continue;
     svg.append(make('text', {x: x(mark), y: HEIGHT - 6, class: 'mark', 'text-anchor': 'middle'}, mark.toLocaleString('en')));
   }
