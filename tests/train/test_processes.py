@@ -10,10 +10,13 @@ from process_group import apart, curve, in_processes, train_all
 from safetensors.torch import load_file
 
 ROWS = 8  # of a global batch
-STEPS = "training.max_steps=3"
 LORA, FULL = ("adapter={type: lora, rank: 4}",), ("adapter=none",)
 PACKED = ("data.packing=true", "data.max_length=128")
-EVALUATED = ("data.eval_split=5", "training.eval_steps=1", "training.early_stopping_patience=50")
+EVALUATED = (
+    "data.eval_split=1",
+    "training.eval_steps=1",
+    "training.early_stopping_patience=50",
+)  # fewer rows than processes
 CASES: dict[str, tuple[str, ...]] = {
     "lora": (*LORA, *EVALUATED),
     "lora packed": (*LORA, *PACKED),
@@ -23,13 +26,21 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def overrides(case: str, world_size: int, strategy: str, folder: Path) -> list[str]:
+def overrides(case: str, world_size: int, strategy: str, folder: Path, steps: int) -> list[str]:
     accumulation = 2 if "training.gradient_accumulation_steps=2" in CASES[case] else 1
     rows = f"training.per_device_train_batch_size={ROWS // world_size // accumulation}"
-    return [*CASES[case], STEPS, rows, f"distributed.strategy={strategy}", f"training.output_dir={folder}"]
+    return [
+        *CASES[case],
+        f"training.max_steps={steps}",
+        rows,
+        f"distributed.strategy={strategy}",
+        f"training.output_dir={folder}",
+    ]
 
 
-def grid(recipe, tmp_path: Path, cases: list[str], sizes: list[int]) -> dict[tuple[str, int, str], Path]:
+def grid(
+    recipe, tmp_path: Path, cases: list[str], sizes: list[int], steps: int = 3
+) -> dict[tuple[str, int, str], Path]:
     """Trains every case by every strategy with every number of processes."""
     folders: dict[tuple[str, int, str], Path] = {}
     for size in sizes:
@@ -37,7 +48,7 @@ def grid(recipe, tmp_path: Path, cases: list[str], sizes: list[int]) -> dict[tup
         for case in cases:
             for strategy in ("ddp", "fsdp2") if size > 1 else ("auto",):
                 folder = tmp_path / f"{case.replace(' ', '-')}-{size}-{strategy}"
-                made.append(recipe(*overrides(case, size, strategy, folder), world_size=size))
+                made.append(recipe(*overrides(case, size, strategy, folder, steps), world_size=size))
                 folders[case, size, strategy] = folder
         assert in_processes(size, train_all(made)) == [0] * size
     return folders
@@ -57,7 +68,7 @@ def check(folders: dict[tuple[str, int, str], Path], case: str) -> None:
 
 
 def test_two_processes_follow_one(recipe, tmp_path: Path) -> None:
-    folders = grid(recipe, tmp_path, ["lora", "full packed"], [1, 2])
+    folders = grid(recipe, tmp_path, ["lora", "full packed"], [1, 2], steps=2)
     for case in ("lora", "full packed"):
         check(folders, case)
 
@@ -73,7 +84,7 @@ def test_one_two_and_four_processes_follow_the_same_curve(recipe, tmp_path: Path
 @pytest.mark.slow
 def test_half_precision_by_shards_rounds_as_whole_models_do(recipe, tmp_path: Path) -> None:
     """Linear layers are gathered in bf16, which is what autocast makes of them; all else in fp32."""
-    common = (*FULL, STEPS, "precision=bf16", "training.per_device_train_batch_size=4")
+    common = (*FULL, "training.max_steps=3", "precision=bf16", "training.per_device_train_batch_size=4")
     made = [
         recipe(*common, f"distributed.strategy={name}", f"training.output_dir={tmp_path}/{name}", machine="cpu-amx",
                world_size=2)
