@@ -29,7 +29,7 @@ def _simple(x: Inputs) -> torch.Tensor:
 @pytest.mark.parametrize("rate", [1.0, 8.0])
 @pytest.mark.parametrize("operator", [_delta, _simple])
 def test_summed_over_tokens_it_keeps_its_digits(operator: Callable[[Inputs], torch.Tensor], rate: float) -> None:
-    shape = (1, 500, 4)
+    shape = (1, 300, 32)
     drawn = {name: torch.randn(*shape, 32) for name in "qkv"}
     drawn |= {"g": -rate * torch.rand(shape), "beta": torch.rand(shape)}
     weight = torch.randn(*shape, 32)
