@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def test_a_saved_store_is_the_same(store: TokenStore, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="different lengths"):
         load_store(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.npy")} == set(stores._ARRAYS)
+
+
+def test_a_file_that_is_cut_under_the_run_is_said(store: TokenStore, tmp_path: Path) -> None:
+    """Reading on would end the process with SIGBUS, without a word."""
+    save_store(store, tmp_path)
+    loaded = load_store(tmp_path)
+    path = tmp_path / "ids.npy"
+    whole = path.stat().st_size
+    os.truncate(path, whole - 1)
+    with pytest.raises(ValueError, match=rf"ids.npy has {whole - 1} bytes and had {whole}"):
+        loaded.sample(0)
+    os.truncate(path, whole)
+    for another in (lambda: None, lambda: path.write_bytes(b"")):  # deleted, and made anew by somebody else
+        path.unlink(missing_ok=True)
+        another()
+        assert len(loaded.sample(0).input_ids)
 
 
 def test_a_sample_that_is_not_what_was_written_is_refused(store: TokenStore) -> None:

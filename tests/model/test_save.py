@@ -13,7 +13,7 @@ from tiny_model import checkpoint, plan, section
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.adapter import LoraAdapter, NoAdapter
-from halftune.core.errors import ModelError
+from halftune.core.errors import TrainingError
 from halftune.model.adapters.attach import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
@@ -111,7 +111,7 @@ def test_an_older_result_is_replaced_whole(tmp_path: Path, tokenizer) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, tokenizer) -> None:
     folder, made = checkpoint(tmp_path / "model"), plan()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="cannot write the result"):
+    with pytest.raises(TrainingError, match="cannot write the result"):
         save_final(run_result(folder, LORA, made), tokenizer, made, tmp_path / "file" / "final")
     assert os.listdir(tmp_path / "model")
 

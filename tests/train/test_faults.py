@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_model import because
 
-from halftune.core.errors import ConfigError, ModelError, TrainingError
+from halftune.core.errors import ConfigError, TrainingError
 from halftune.model.save import save_final
 from halftune.model.state import trainable_state
 from halftune.plan import BatchPlan
@@ -326,7 +326,7 @@ def test_disk_full_at_the_final_save(recipe, disk: Disk, monkeypatch, tmp_path: 
         save_final(*arguments)
 
     monkeypatch.setattr("halftune.train.trainer.save_final", fill_and_save)
-    with pytest.raises(ModelError, match=r"final: cannot write the result.*No space left.*free space and run the same"):
+    with pytest.raises(TrainingError, match=r"final: cannot write the result.*No space left.*free space and run the same"):
         train(*recipe(*settings))
     run = disk.path / "run"
     assert not (run / "final").exists()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from halftune.config.convert.convert import CONVERTERS, convert_file, report
 from halftune.config.load import load_config
-from halftune.core.errors import ConfigError
+from halftune.core.atomic import first_aid, is_full, write_text
+from halftune.core.errors import ConfigError, TrainingError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +35,10 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and not args.force:
         raise ConfigError("exists already", where=str(output), remedy="choose another name, or --force")
     try:
-        output.write_text(converted.yaml, encoding="utf-8")
+        write_text(output, converted.yaml)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=str(output)) from None
+        kind = TrainingError if is_full(error) else ConfigError
+        raise kind(f"cannot be written: {error.strerror}", where=str(output), remedy=first_aid(error)) from None
     print(report(converted))
     try:
         load_config(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import platform
@@ -13,6 +12,7 @@ import traceback
 from pathlib import Path
 
 from halftune import __version__
+from halftune.core.atomic import is_full
 from halftune.core.errors import HalftuneError, ModelError, TrainingError
 from halftune.core.failures import leave
 from halftune.core.paths import cache_dir
@@ -20,7 +20,6 @@ from halftune.core.paths import cache_dir
 VARIABLE = "HALFTUNE_TRACEBACK"
 BUG = 70  # the exit code of an error that is ours, as in sysexits.h
 _CODE = (f"{os.sep}transformers_modules{os.sep}", f"{os.sep}halftune{os.sep}")
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def wants_traceback(asked: bool) -> bool:
@@ -55,10 +54,10 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
 def _of_the_machine(error: Exception) -> HalftuneError | None:
     """The sentence for what is nobody's bug: a full disk, no memory; None for everything else."""
     torch = sys.modules.get("torch")
-    if isinstance(error, OSError) and error.errno in FULL:
+    if is_full(error):
         drop_output()  # it may be standard output that is full: what is left in its buffer cannot be written
         return TrainingError(
-            "the disk is full", where=str(error.filename or ""), remedy="free space, or write elsewhere"
+            "the disk is full", where=str(vars(error).get("filename") or ""), remedy="free space, or write elsewhere"
         )
     if isinstance(error, MemoryError):
         return TrainingError("the main memory is full", remedy="`halftune plan` estimates what a run needs")

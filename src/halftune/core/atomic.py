@@ -107,6 +107,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_full(error: Exception) -> bool:
+    """Whether a disk or a quota is full, by an OSError or by what a library makes of one."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return (isinstance(error, OSError) and error.errno in numbers) or any(os.strerror(n) in str(error) for n in numbers)
+
+
 def first_aid(error: Exception) -> str:
     """What to do about a file that cannot be written, as the beginning of a sentence.
 
@@ -118,7 +124,7 @@ def first_aid(error: Exception) -> str:
     def means(*numbers: int) -> bool:
         return number in numbers or any(os.strerror(one) in said for one in numbers)
 
-    if means(errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return "free space"
     if means(errno.EROFS, errno.EACCES, errno.EPERM):
         return "make the folder writable"

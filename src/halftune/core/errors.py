@@ -73,7 +73,7 @@ class DtypeContractError(HalftuneError):
 
 
 class TrainingError(HalftuneError):
-    """Training cannot go on (a non-finite loss, a full disk …); earlier checkpoints are intact."""
+    """Training cannot go on (a non-finite loss …), or a disk is full, whatever the verb; what was written is intact."""
 
     exit_code = 5
 

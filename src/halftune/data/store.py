@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class TokenStore:
         origins: int32[N, 2], where each sample comes from: its file's place in ``files``, and the number in it.
         files: (path, what its numbers count), as ``files.FileRows`` has them.
         highest: the highest token id in ``ids``.
+        mapped: of each file under the arrays, where there are: path, number on its disk, and its size in bytes.
     """
 
     ids: np.ndarray
@@ -36,6 +38,7 @@ class TokenStore:
     origins: np.ndarray
     files: tuple[tuple[str, str], ...]
     highest: int
+    mapped: tuple[tuple[Path, int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.trained)
@@ -54,8 +57,10 @@ class TokenStore:
         """The sample at a position.
 
         Raises:
-            ValueError: the arrays are not what was written: a token id that was not there, or an impossible place.
+            ValueError: the arrays are not what was written: a token id that was not there, or an impossible place; or
+                a file under them has been cut short.
         """
+        self._check_length()
         start, end = self.offsets[index], self.offsets[index + 1]
         if not 0 <= start < end <= len(self.ids):
             raise ValueError(f"it should be tokens {start} to {end} of {len(self.ids)}")
@@ -63,6 +68,14 @@ class TokenStore:
         if ids.min() < 0 or ids.max() > self.highest:
             raise ValueError(f"it holds token ids of {ids.min()} to {ids.max()}, and there were 0 to {self.highest}")
         return Sample(ids, np.where(self.labelled[start:end], ids, np.int32(NO_LABEL)))
+
+    def _check_length(self) -> None:
+        """Reading what is mapped beyond the end of a file kills the process with SIGBUS, without a word."""
+        for path, inode, size in self.mapped:
+            with suppress(FileNotFoundError):  # what is deleted, or replaced by another file, is still there for us
+                now = path.stat()
+                if now.st_ino == inode and now.st_size < size:
+                    raise ValueError(f"{path.name} has {now.st_size:,} bytes and had {size:,}")
 
 
 def build_store(
@@ -110,4 +123,6 @@ def load_store(folder: Path) -> TokenStore:
         raise ValueError("arrays of different lengths")
     rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
     files = tuple((path, unit) for path, unit in rest["files"])
-    return TokenStore(ids, labelled, offsets, trained, origins, files, rest["highest"])
+    paths = [folder / f"{name}.npy" for name in _ARRAYS]
+    mapped = tuple((path, path.stat().st_ino, path.stat().st_size) for path in paths)
+    return TokenStore(ids, labelled, offsets, trained, origins, files, rest["highest"], mapped)

@@ -6,9 +6,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from halftune.config.safetensors_headers import main_format, read_headers
-from halftune.core.atomic import whole_folder
-from halftune.core.errors import ModelError
+from halftune.core.atomic import first_aid, whole_folder
+from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.export.output import check_output
 from halftune.model.finished import FinishedRun
@@ -75,6 +77,7 @@ def export_run(
 
     Raises:
         ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
+        TrainingError: ``output`` cannot be written (a full disk …).
     """
     check_output(run, output, force=force)
     own = main_format(read_headers(locate(run.result)))
@@ -94,8 +97,9 @@ def export_run(
             else:
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
                 save_tokenizer(load_tokenizer(run.result), partial)
-    except OSError as error:
-        raise ModelError(f"cannot write: {error}", where=str(output), remedy="choose another --output") from error
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        remedy = f"{first_aid(error)}, or choose another --output"
+        raise TrainingError(f"cannot write: {error}", where=str(output), remedy=remedy) from error
     return Export(output, stored, source, merge)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
 from halftune.core.atomic import whole_folder
-from halftune.core.errors import ModelError
+from halftune.core.errors import ModelError, TrainingError
 from halftune.core.log import get_logger
 from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
@@ -51,7 +52,8 @@ def materialize(name: str) -> Path:
         name: a key of ``BUILTIN_MODELS``, without ``builtin:``.
 
     Raises:
-        ModelError: there is no such model, or it cannot be written.
+        ModelError: there is no such model.
+        TrainingError: it cannot be written.
     """
     if name not in BUILTIN_MODELS:
         raise ModelError(f"no builtin model {name!r}", remedy=did_you_mean(name, BUILTIN_MODELS))
@@ -71,8 +73,8 @@ def materialize(name: str) -> Path:
                 log.info("making builtin:%s in %s (once)", name, root)
                 with whole_folder(target) as folder:
                     _write_model(name, folder, tokenizer)
-    except OSError as error:
-        raise ModelError(
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        raise TrainingError(
             f"cannot write builtin:{name}: {error}",
             where=str(root),
             remedy="set HALFTUNE_CACHE to a folder with space that you may write to",

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from halftune.core.atomic import first_aid, whole_folder
-from halftune.core.errors import ModelError
+from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.model.adapters.mixtures import for_plain_peft
 from halftune.model.quiet import quiet
@@ -43,7 +43,7 @@ def save_final(
         state: whole tensors by their names in ``model.state_dict()``, where the model holds a share of them only.
 
     Raises:
-        ModelError: the folder cannot be written.
+        TrainingError: the folder cannot be written; nothing half-written is left.
     """
     saved, keep = plan.precision.saved.value, plan.precision.keep_fp32.value
     try:
@@ -57,7 +57,7 @@ def save_final(
             save_tokenizer(tokenizer, partial)
     except (OSError, SafetensorError) as error:
         remedy = f"{first_aid(error)} and run the same command again: it goes on from the newest checkpoint"
-        raise ModelError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
+        raise TrainingError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
