@@ -64,4 +64,5 @@ def theme() -> Base:
         button_primary_background_fill_hover_dark="*primary_600",
         button_primary_text_color="white",
         block_label_text_size="*text_sm",
+        body_text_color_subdued="*neutral_500",  # readable on white
     )

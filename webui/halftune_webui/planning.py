@@ -96,5 +96,5 @@ def _objection(run: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
     try:
         resolve(run, hardware, facts)
     except PlanError as error:
-        return error.what
+        return error.what.partition(" is not possible: ")[2] or error.what
     return ""
