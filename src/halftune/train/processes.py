@@ -10,11 +10,24 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, gather_object
 
 from halftune.core.errors import PlanError
+from halftune.core.log import get_logger
 from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
 from halftune.train.parallel.meeting import join, meet
 from halftune.train.parallel.pulse import tick
 
+log = get_logger(__name__)
+
+# What switches an engine or a precision of accelerate's on, and the options of those.
+_SWITCHES = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_BACKEND",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+_ENGINES = (*_SWITCHES, "ACCELERATE_DYNAMO_", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_")
 GRACE = 5.0  # seconds that one which hangs has to say so itself, before the others do
 _REPLICATED = {
     DistributedType.NO,
@@ -31,6 +44,7 @@ def make_accelerator(plan: Plan) -> Accelerator:
         PlanError: what came up is not what was planned: another device, another number of processes, or a sharding or
             compiling engine that the environment or a default config of accelerate switches on.
     """
+    _forget_defaults()
     if plan.parallel is not None:
         _gather(plan, plan.parallel.timeout)
     accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
@@ -56,6 +70,17 @@ def make_accelerator(plan: Plan) -> Accelerator:
     if answered != accelerator.num_processes:
         raise PlanError(f"{answered} of {accelerator.num_processes} processes answered the first sum")
     return accelerator
+
+
+def _forget_defaults() -> None:
+    """Takes out of the environment what `accelerate launch` puts there from a default config in the home folder.
+
+    How numbers are computed and models are shared is in the plan; a warning says what was asked for elsewhere.
+    """
+    for name in [name for name in os.environ if name.startswith(_ENGINES)]:
+        value = os.environ.pop(name)
+        if name in _SWITCHES and value.lower() not in ("", "no", "false", "0"):
+            log.warning("%s=%s has no effect here: the plan decides (an accelerate config asks for it)", name, value)
 
 
 def _gather(plan: Plan, seconds: float) -> None:
