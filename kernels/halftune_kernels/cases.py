@@ -92,13 +92,15 @@ def _conv(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Cas
         "initial_states": _normal(generator, len(bounds) - 1, size, 3),
     }
     options = _packed(bounds, activation="silu")
-    return Case("causal_conv1d", "halftune_kernels.causal_conv1d:causal_conv1d_fn", inputs, ("weight", "bias"), options)
+    return Case(
+        "causal_conv1d", "halftune_kernels.ops.causal_conv1d:causal_conv1d_fn", inputs, ("weight", "bias"), options
+    )
 
 
 def _norm(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
     shape = (1, bounds[-1], 2, size)
     inputs = {"x": _normal(generator, *shape), "weight": _normal(generator, size), "gate": _normal(generator, *shape)}
-    return Case("gated_rms_norm", "halftune_kernels.gated_rms_norm:gated_rms_norm", inputs, ("weight",))
+    return Case("gated_rms_norm", "halftune_kernels.ops.gated_rms_norm:gated_rms_norm", inputs, ("weight",))
 
 
 def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
@@ -112,7 +114,7 @@ def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case
         "initial_state": _normal(generator, len(bounds) - 1, heads, size, size),
     }
     options = _packed(bounds, output_final_state=True)
-    return Case("ssd", "halftune_kernels.ssd:simple_decay", inputs, ("g", "w", "initial_state"), options)
+    return Case("ssd", "halftune_kernels.ops.ssd:simple_decay", inputs, ("g", "w", "initial_state"), options)
 
 
 def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torch.Generator], Case]:
@@ -147,14 +149,14 @@ def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Ca
         "initial_state": _normal(generator, len(bounds) - 1, 2, size, size),
     }
     options = _packed(bounds, output_final_state=True)
-    return Case("rwkv7", "halftune_kernels.rwkv7:rwkv7", inputs, ("w", "initial_state"), options)
+    return Case("rwkv7", "halftune_kernels.ops.rwkv7:rwkv7", inputs, ("w", "initial_state"), options)
 
 
 _MAKERS: dict[str, Callable[[int, tuple[int, ...], torch.Generator], Case]] = {
     "causal_conv1d": _conv,
     "gated_rms_norm": _norm,
     "ssd": _ssd,
-    "gated_delta_rule": _delta("gated_delta_rule", "halftune_kernels.gated_delta_rule:gated_delta_rule"),
-    "kda": _delta("kda", "halftune_kernels.kda:kda"),
+    "gated_delta_rule": _delta("gated_delta_rule", "halftune_kernels.ops.gated_delta_rule:gated_delta_rule"),
+    "kda": _delta("kda", "halftune_kernels.ops.kda:kda"),
     "rwkv7": _rwkv7,
 }

@@ -35,7 +35,7 @@ class Backend:
 def module(operator: str, device: torch.device, dtype: torch.dtype, requested: str | None = None) -> ModuleType:
     """The file of ``operator`` that runs on ``device``; see `choose` for arguments and errors."""
     backend = choose(operator, device, dtype, requested)
-    return importlib.import_module(f"halftune_kernels.{operator}.{_FILES[backend.name]}")
+    return importlib.import_module(f"halftune_kernels.ops.{operator}.{_FILES[backend.name]}")
 
 
 def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: str | None = None) -> Backend:
@@ -110,7 +110,7 @@ def expected(operator: str, capability: int, version: tuple[int, ...] | None, dt
 @functools.cache
 def has_triton(operator: str) -> bool:
     """Whether ``operator`` has a Triton kernel in this version of the package."""
-    return importlib.util.find_spec(f"halftune_kernels.{operator}.triton") is not None
+    return importlib.util.find_spec(f"halftune_kernels.ops.{operator}.triton") is not None
 
 
 @functools.cache

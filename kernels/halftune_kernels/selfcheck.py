@@ -108,7 +108,7 @@ def _fingerprint(operator: str, device: torch.device, backend: str) -> str:
 
         facts.append(triton.__version__)
     package = Path(__file__).parent
-    for path in sorted([*package.glob("*.py"), *(package / operator).glob("*.py")]):
+    for path in sorted([*package.glob("*.py"), *(package / "ops" / operator).glob("*.py")]):
         facts.append(hashlib.sha256(path.read_bytes()).hexdigest())
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 

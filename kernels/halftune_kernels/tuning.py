@@ -66,7 +66,7 @@ def tune(
     Returns:
         The kept cut of each kernel.
     """
-    shipped = importlib.import_module(f"halftune_kernels.{operator}.triton").CONFIGS
+    shipped = importlib.import_module(f"halftune_kernels.ops.{operator}.triton").CONFIGS
     gpu, half = capability(device), dtype != torch.float32
     kept = {name: default(shipped, name, gpu, dtype, size) for name, of_half in shipped if of_half == half}
     timed = cases.case(operator, size, bounds)

@@ -57,7 +57,7 @@ def fingerprint(operator: str) -> str:
     """Of what a compiled kernel depends on."""
     package = Path(halftune_kernels.__file__ or next(iter(halftune_kernels.__path__))).parent
     files = [package / name for name in _SOURCES]
-    files += [package / operator / name for name in ("kernels.py", "triton.py")]
+    files += [package / "ops" / operator / name for name in ("kernels.py", "triton.py")]
     text = "".join(file.read_text() for file in files if file.exists())
     return hashlib.sha256(f"{triton.__version__}{text}".encode()).hexdigest()[:16]
 

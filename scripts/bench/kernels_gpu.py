@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from halftune_kernels.gated_delta_rule import gated_delta_rule
-from halftune_kernels.ssd import mamba2_chunk_scan
+from halftune_kernels.ops.gated_delta_rule import gated_delta_rule
+from halftune_kernels.ops.ssd import mamba2_chunk_scan
 
 # heads, value heads, lengths of the samples; published forward / backward of fla 0.5.1 and FlashQLA, H200, ms
 DELTA = [

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from halftune_kernels.gated_delta_rule import gated_delta_rule
-from halftune_kernels.kda import kda
+from halftune_kernels.ops.gated_delta_rule import gated_delta_rule
+from halftune_kernels.ops.kda import kda
 
 LENGTHS = (512, 2048, 4096)
 HEADS = {"gated delta rule": (4, 8), "Kimi delta attention": (2, 2)}

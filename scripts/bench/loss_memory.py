@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from halftune.train.losses import cross_entropy_sum
-from halftune_kernels.linear_cross_entropy import linear_cross_entropy_sum
+from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 WAYS = {
     "all logits, F.cross_entropy": lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t, reduction="sum"),

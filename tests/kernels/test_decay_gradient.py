@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halftune_kernels.gated_delta_rule import gated_delta_rule
-from halftune_kernels.ssd import simple_decay
+from halftune_kernels.ops.gated_delta_rule import gated_delta_rule
+from halftune_kernels.ops.ssd import simple_decay
 
 Inputs = dict[str, torch.Tensor]
 BOUND = 5e-7  # sums in fp32 gave 1e-6 to 4e-6

@@ -12,9 +12,9 @@ from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 
 from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.cases import Case, case
-from halftune_kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
-from halftune_kernels.kda import kda, kda_step
-from halftune_kernels.rwkv7 import rwkv7, rwkv7_step
+from halftune_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from halftune_kernels.ops.kda import kda, kda_step
+from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 from halftune_kernels.selfcheck import relative_error
 from halftune_kernels.triangular import unit_lower_inverse
 
@@ -29,7 +29,7 @@ def changed(plain: Case, **inputs: torch.Tensor) -> Case:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_reference_gradients(operator: str) -> None:
     small = case(operator, 3, (0, 1, 1, 5))
-    module = __import__(f"halftune_kernels.{operator}", fromlist=[operator])
+    module = __import__(f"halftune_kernels.ops.{operator}", fromlist=[operator])
     function = getattr(module, operator)
     names, values = list(small.inputs), [x.detach().requires_grad_() for x in small.inputs.values()]
     assert torch.autograd.gradcheck(

@@ -12,7 +12,7 @@ from interpreter import interpreting
 from operator_checks import CPU
 
 from halftune_kernels.cases import Case, case, rounded
-from halftune_kernels.kda import kda
+from halftune_kernels.ops.kda import kda
 from halftune_kernels.selfcheck import BOUNDS, relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]

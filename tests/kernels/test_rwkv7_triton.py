@@ -11,7 +11,7 @@ from interpreter import interpreting
 from operator_checks import CPU
 
 from halftune_kernels.cases import Case, case, rounded
-from halftune_kernels.rwkv7 import rwkv7
+from halftune_kernels.ops.rwkv7 import rwkv7
 from halftune_kernels.selfcheck import BOUNDS, relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]

@@ -10,7 +10,7 @@ import torch
 
 from halftune_kernels import cases, selfcheck, tuning
 from halftune_kernels.launch import Config
-from halftune_kernels.ssd import cpu
+from halftune_kernels.ops.ssd import cpu
 
 CPU = torch.device("cpu")
 

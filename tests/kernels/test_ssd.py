@@ -10,15 +10,15 @@ from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 
 from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.cases import case
-from halftune_kernels.segments import Segments
-from halftune_kernels.selfcheck import relative_error
-from halftune_kernels.ssd import (
+from halftune_kernels.ops.ssd import (
     mamba2_chunk_scan,
     mamba2_selective_state_update,
     reference,
     simple_decay,
     simple_decay_step,
 )
+from halftune_kernels.segments import Segments
+from halftune_kernels.selfcheck import relative_error
 
 
 def test_reference_gradients() -> None:

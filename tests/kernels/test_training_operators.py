@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from halftune_kernels import causal_segments, linear_cross_entropy, lora_linear, lora_mlp, rms_norm
-from halftune_kernels.lora_linear import AdaptedWeight
+from halftune_kernels.ops import causal_segments, linear_cross_entropy, lora_linear, lora_mlp, rms_norm
+from halftune_kernels.ops.lora_linear import AdaptedWeight
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 BOUND = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}

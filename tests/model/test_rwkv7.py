@@ -36,7 +36,7 @@ from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan
 from halftune.precision.families import keep_fp32
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
-from halftune_kernels.rwkv7 import rwkv7
+from halftune_kernels.ops.rwkv7 import rwkv7
 
 RANKS = dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"), 8)
 RAW: dict[str, Any] = {

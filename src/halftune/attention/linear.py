@@ -114,7 +114,7 @@ def _slow(hardware: Hardware, facts: ModelFacts) -> str:
         return f"the kernels are written for NVIDIA GPUs, the device is {hardware.kind}"
     operators = operators_of(facts.model_type)
     for operator in operators:
-        if not (Path(halftune_kernels.__file__).parent / operator / "triton.py").exists():
+        if not (Path(halftune_kernels.__file__).parent / "ops" / operator / "triton.py").exists():
             return f"{operator} has no Triton kernel yet"
     version = hardware.version("triton")
     if version is None:

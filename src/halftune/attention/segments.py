@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halftune.core.errors import ModelError
-from halftune_kernels.causal_segments import causal_segments
+from halftune_kernels.ops.causal_segments import causal_segments
 
 # Rows whose samples are between these lengths run by our blocks on a CPU: torch's kernel computes the whole square
 # where a sample is shorter than its block of keys, and is as fast as ours above; for short samples the calls cost more.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from halftune_kernels.linear_cross_entropy import linear_cross_entropy_sum
+from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 _PROBE = 2  # tokens
 _proven: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

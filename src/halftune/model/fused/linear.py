@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
 from halftune.precision.trace.recorder import only_records
-from halftune_kernels.lora_linear import AdaptedWeight
+from halftune_kernels.ops.lora_linear import AdaptedWeight
 
 
 def adapted_weight(module: nn.Module) -> AdaptedWeight | None:

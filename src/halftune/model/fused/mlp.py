@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from halftune.model.fused.linear import adapted_weight, fits
-from halftune_kernels.lora_linear import AdaptedWeight
-from halftune_kernels.lora_mlp import lora_mlp
+from halftune_kernels.ops.lora_linear import AdaptedWeight
+from halftune_kernels.ops.lora_mlp import lora_mlp
 
 Weights = tuple[AdaptedWeight, AdaptedWeight, AdaptedWeight]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halftune.precision.trace.recorder import credit, recorded
-from halftune_kernels.rms_norm import rms_norm
+from halftune_kernels.ops.rms_norm import rms_norm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from halftune.model.fused.linear import adapted_weight, fits
-from halftune_kernels.lora_linear import AdaptedWeight, lora_linear
+from halftune_kernels.ops.lora_linear import AdaptedWeight, lora_linear
 
 SHARING = ("q_proj", "k_proj", "v_proj")
 

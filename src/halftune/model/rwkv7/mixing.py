@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from halftune.config.rwkv7_shape import Rwkv7Shape
 from halftune.model.rwkv7.row import CHANNEL, TIME, Row
-from halftune_kernels.rwkv7 import rwkv7, rwkv7_step
+from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 
 SLOWEST_DECAY = -math.exp(-0.5)  # times a sigmoid: the log of a decay
 _KEY_EPSILON = 1e-6  # under the root of the keys' squares in checkpoints with fused norms; else a bound of the norm

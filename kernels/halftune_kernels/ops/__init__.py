@@ -1,0 +1,1 @@
+"""The operators, a folder each: reference, CPU and Triton."""

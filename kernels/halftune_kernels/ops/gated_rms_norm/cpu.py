@@ -1,0 +1,92 @@
+"""Gated RMSNorm with a hand-written backward that keeps only its inputs.
+
+With u the input (times the gate's factor f, if the gate comes first), r = rsqrt(mean(u²) + eps) and n = u r,
+y = w n f. From a = dn = dy w f: du = r (a - n mean(a n)); dw = sum(dy n f); df = dy w n, or du x if the gate is first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+_BLOCK = 1 << 16  # elements per pass: they stay in the cache
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate: torch.Tensor | None,
+    eps: float,
+    sigmoid: bool,
+    norm_before_gate: bool,
+    group_size: int,
+) -> torch.Tensor:
+    """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D]."""
+    return _GatedNorm.apply(x, weight, gate, eps, sigmoid, norm_before_gate, group_size)  # type: ignore[return-value]
+
+
+def _factor(gate: torch.Tensor, sigmoid: bool) -> torch.Tensor:
+    return torch.sigmoid(gate) if sigmoid else torch.nn.functional.silu(gate)
+
+
+def _factor_backward(dfactor: torch.Tensor, gate: torch.Tensor, sigmoid: bool) -> torch.Tensor:
+    if sigmoid:
+        return torch.ops.aten.sigmoid_backward(dfactor, torch.sigmoid(gate))
+    return torch.ops.aten.silu_backward(dfactor, gate)
+
+
+def _norm(u_MGS: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / root mean square, [M, G, 1]."""
+    return torch.rsqrt(u_MGS.square().mean(-1, keepdim=True) + eps)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x, weight, gate, eps, sigmoid, norm_before_gate, group_size):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y, w = torch.empty_like(x, memory_format=torch.contiguous_format), weight.to(wide)
+        step = max(1, _BLOCK // max(1, x.shape[1]))
+        for start in range(0, len(x), step):
+            rows = slice(start, start + step)
+            u, f = x[rows].to(wide), None if gate is None else _factor(gate[rows].to(wide), sigmoid)
+            if f is not None and not norm_before_gate:
+                u = u * f
+            u_MGS = u.unflatten(1, (-1, group_size))
+            out = (u_MGS * _norm(u_MGS, eps)).flatten(1).mul_(w)
+            y[rows] = out.mul_(f) if f is not None and norm_before_gate else out
+        ctx.save_for_backward(x, weight, gate)  # type: ignore[attr-defined]
+        ctx.options = (eps, sigmoid, norm_before_gate, group_size)  # type: ignore[attr-defined]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy):
+        x, weight, gate = ctx.saved_tensors  # type: ignore[attr-defined]
+        eps, sigmoid, norm_before_gate, group_size = ctx.options  # type: ignore[attr-defined]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        w = weight.to(wide)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dgate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        dweight = torch.zeros_like(w)
+        step = max(1, _BLOCK // max(1, x.shape[1]))
+        for start in range(0, len(x), step):
+            rows = slice(start, start + step)
+            u, a = x[rows].to(wide), dy[rows].to(wide)
+            z = None if gate is None else gate[rows].to(wide)
+            f = None if z is None else _factor(z, sigmoid)
+            inner = u * f if f is not None and not norm_before_gate else u
+            inner_MGS = inner.unflatten(1, (-1, group_size))
+            r_MG1 = _norm(inner_MGS, eps)
+            n = (inner_MGS * r_MG1).flatten(1)
+            dn = a * w
+            if f is not None and norm_before_gate and z is not None and dgate is not None:
+                dgate[rows] = _factor_backward(dn * n, z, sigmoid)
+                dn, a = dn * f, a * f
+            dweight += (a * n).sum(0)
+            dn_MGS, n_MGS = dn.unflatten(1, (-1, group_size)), n.unflatten(1, (-1, group_size))
+            du = ((dn_MGS - n_MGS * (dn_MGS * n_MGS).mean(-1, keepdim=True)) * r_MG1).flatten(1)
+            if f is not None and not norm_before_gate and z is not None and dgate is not None:
+                dgate[rows] = _factor_backward(du * u, z, sigmoid)
+                du = du * f
+            dx[rows] = du
+        return dx, dweight.to(weight.dtype), dgate, None, None, None, None
