@@ -75,3 +75,14 @@ def test_password(start_board: Callable[..., Any]) -> None:
     assert status == 200
     cookie = text[text.index("access-token") :].split(";")[0]
     assert ask(url, "/config", cookie=cookie)[0] == 200
+
+
+def test_board_never_loads_torch(board: Any) -> None:
+    """Neither at its start nor for a page: no library of torch or CUDA is mapped into the process."""
+    maps = Path(f"/proc/{board.process.pid}/maps")
+    if not maps.is_file():
+        pytest.skip("only Linux shows what a process has mapped")
+    assert ask(board.url)[0] == 200
+    mapped = maps.read_text()
+    assert "pydantic_core" in mapped, "the file says what is loaded"
+    assert not [name for name in ("libtorch", "libcuda", "libcudart") if name in mapped]
