@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,21 @@ MARKER = "checkpoint.json"
 FORMAT = 1
 
 
-def seal(folder: Path, marker: str = MARKER) -> None:
-    """Writes the manifest of everything in ``folder``: ``{"format": 1, "files": {name: {"size", "sha256"}}}``."""
-    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
+def entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def seal(folder: Path, marker: str = MARKER, known: Mapping[str, dict[str, Any]] | None = None) -> None:
+    """Writes the manifest of everything in ``folder``: ``{"format": 1, "files": {name: {"size", "sha256"}}}``.
+
+    Args:
+        folder: with all its files.
+        marker: the name of the manifest.
+        known: entries of files by their names, of whoever wrote them; these are not read again.
+    """
+    known = known or {}
+    files = {path.name: known.get(path.name) or entry(path) for path in sorted(folder.iterdir())}
     (folder / marker).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -21,6 +21,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
 from halftune.model.state import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
+from halftune.train.parallel.shards import stored
 
 
 @dataclass
@@ -33,21 +34,29 @@ class Trained:
     scaler: torch.amp.GradScaler
 
 
-def save_checkpoint(folder: Path, step: int, trained: Trained, facts: dict[str, Any]) -> Path:
-    """Writes ``folder/checkpoint-<step>`` completely or not at all.
+Files = Mapping[str, Mapping[str, torch.Tensor]]
+Writer = Callable[[Path, Files], dict[str, dict[str, Any]]]
+"""Puts files of tensors into a folder and returns what the manifest is to say of those that need not be read again."""
+
+
+def save_checkpoint(
+    folder: Path, step: int, trained: Trained, facts: dict[str, Any], write: Writer | None = None
+) -> Path:
+    """Writes ``folder/checkpoint-<step>`` completely or not at all; on the main process.
 
     Args:
         folder: the run folder.
         step: optimizer steps done.
         trained: what is saved.
         facts: JSON-able: what else the trainer wants back (position in the data, random states, callbacks' states …).
+        write: how tensors are written, where processes hold shares of them.
 
     Raises:
         TrainingError: the disk is full or gone, or the folder cannot be written; earlier checkpoints are untouched and
             nothing half-written is left.
     """
     final = folder / f"{PREFIX}{step}"
-    tensors, numbers = _flatten_optimizer(trained.optimizer)
+    files, numbers = tensors_of(trained)
     state = {
         "step": step,
         **facts,
@@ -57,10 +66,9 @@ def save_checkpoint(folder: Path, step: int, trained: Trained, facts: dict[str, 
     }
     try:
         with whole_folder(final) as beside:
-            save_file(trainable_state(trained.model), beside / TRAINABLE)
-            save_file(tensors, beside / OPTIMIZER)
+            known = (write or write_plain)(beside, files)
             (beside / STATE).write_text(json.dumps(state), encoding="utf-8")
-            seal(beside)
+            seal(beside, known=known)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise TrainingError(
             f"cannot write the checkpoint of step {step}: {error}",
@@ -70,17 +78,39 @@ def save_checkpoint(folder: Path, step: int, trained: Trained, facts: dict[str, 
     return final
 
 
+def tensors_of(trained: Trained) -> tuple[Files, dict[str, Any]]:
+    """A checkpoint's files of tensors, not copied, and the numbers beside them that the optimizer has."""
+    tensors, numbers = _flatten_optimizer(trained.optimizer)
+    return {TRAINABLE: trainable_state(trained.model), OPTIMIZER: tensors}, numbers
+
+
+def write_plain(folder: Path, files: Files) -> dict[str, dict[str, Any]]:
+    """Writes each file by this process alone.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    for name, tensors in files.items():
+        save_file(dict(tensors), folder / name)
+    return {}
+
+
 def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
-    """Restores weights, optimizer, schedule and scaler, and returns ``step`` and the facts that were saved with them.
+    """Restores weights, optimizer, schedule and scaler; returns ``step`` and the facts that were saved with them.
+
+    A process reads its own share of weights and moments only, whoever wrote them.
 
     Raises:
         TrainingError: the folder cannot be read.
         ModelError: it is a checkpoint of another model.
     """
     state = read_state(checkpoint)
-    with _readable(checkpoint):
-        tensors = load_file(checkpoint / OPTIMIZER)
     load_weights(checkpoint, trained.model)
+    weights = [weight for group in trained.optimizer.param_groups for weight in group["params"]]
+    indices = [index for group in state["optimizer"]["groups"] for index in group["params"]]
+    owners = dict(zip(map(str, indices), weights, strict=False))
+    with _readable(checkpoint), stored(checkpoint, OPTIMIZER) as saved:
+        tensors = {key: saved.share(key, owners.get(key.partition(".")[0])) for key in saved.shapes}
     trained.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
     trained.schedule.load_state_dict(state["schedule"])
     _refresh_rates(trained.schedule)
@@ -115,8 +145,9 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
         TrainingError: the folder cannot be read.
         ModelError: they are another model's.
     """
-    with _readable(checkpoint):
-        tensors = load_file(checkpoint / TRAINABLE)
+    own = trainable_state(model)
+    with _readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
+        tensors = {name: saved.share(name, own.get(name)) for name in saved.shapes}
     load_trainable_state(model, tensors)
 
 

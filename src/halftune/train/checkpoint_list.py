@@ -22,6 +22,22 @@ EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
 YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None}  # facts that an older version wrote not
 
 
+def part_name(name: str, rank: int, processes: int) -> str:
+    """The file of one process of several: ``trainable-00001-of-00004.safetensors``."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{rank:05d}-of-{processes:05d}{dot}{suffix}"
+
+
+def parts(checkpoint: Path, name: str) -> list[str]:
+    """The files of a checkpoint that together hold what one process would have written as ``name``."""
+    stem, _, suffix = name.rpartition(".")
+    first = next(checkpoint.glob(f"{stem}-00000-of-*.{suffix}"), None)
+    if first is None:
+        return [name]
+    processes = int(first.stem.rpartition("-")[2])
+    return [part_name(name, rank, processes) for rank in range(processes)]
+
+
 def step_of(checkpoint: Path) -> int:
     """The step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix(PREFIX))
@@ -45,9 +61,10 @@ def flaw(checkpoint: Path, *, thorough: bool) -> str:
         checkpoint: the folder.
         thorough: compare checksums and look into ``state.json``; else the sizes of the files only.
     """
-    if wrong := damage(checkpoint, thorough=thorough, expected=(TRAINABLE, OPTIMIZER, STATE)):
-        return wrong
     try:
+        files = [*parts(checkpoint, TRAINABLE), *parts(checkpoint, OPTIMIZER), STATE]
+        if wrong := damage(checkpoint, thorough=thorough, expected=files):
+            return wrong
         if thorough:
             state_of(checkpoint)
     except (OSError, ValueError) as error:

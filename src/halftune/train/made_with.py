@@ -21,6 +21,7 @@ def made_with(run: Run) -> dict[str, str]:
     versions = {name: version_of(name) or "none" for name in PACKAGES}
     found = {"halftune": __version__, "python": platform.python_version(), **versions}
     found |= {"device": run.device.type, "compute": run.plan.precision.compute.value}
+    found |= {"processes": str(run.plan.batch.world_size), "strategy": run.plan.distribution.value}
     if run.device.type == "cpu":  # how a sum is split decides its rounding
         found |= {"threads": str(torch.get_num_threads()), "vectors": torch.backends.cpu.get_cpu_capability()}
     elif run.device.type == "cuda":

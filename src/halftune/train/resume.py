@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
+from halftune.plan import Plan
 from halftune.train.checkpoint import read_state
 from halftune.train.checkpoint_list import folders, step_of
 from halftune.train.feed import Feed
@@ -86,6 +87,40 @@ def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path) -> 
             where=str(checkpoint),
             remedy="go on with what it began with, or start a new training.output_dir",
         )
+
+
+def split_as_before(plan: Plan, checkpoint: Path) -> Plan:
+    """The plan with the global batch of a checkpoint, where more or fewer processes share it now.
+
+    What changes is how many rows a process takes in one forward pass, no more than asked for, and how many passes it
+    makes. With as many processes as before, the plan is left alone.
+
+    Raises:
+        ConfigError: so many processes cannot share that batch.
+        TrainingError: the checkpoint cannot be read.
+    """
+    state, batch = read_state(checkpoint), plan.batch
+    before, rows = len(state["random"]), state["position"]["rows_per_step"]
+    if before == batch.world_size:
+        return plan
+    each, left = divmod(rows, batch.world_size)
+    if left:
+        raise ConfigError(
+            f"the run takes {rows} rows a step, which {batch.world_size} processes cannot share",
+            where=str(checkpoint),
+            remedy=f"distributed.num_processes: a number that divides {rows}",
+        )
+    size = next(size for size in range(min(batch.micro_batch, each), 0, -1) if each % size == 0)
+    log.info(
+        "processes: %d before, %d now. A step has the same %d rows in the same order: each process makes %d forward "
+        "passes of %d rows. Dropout, where there is any, draws other numbers",
+        before,
+        batch.world_size,
+        rows,
+        each // size,
+        size,
+    )
+    return replace(plan, batch=replace(batch, micro_batch=size, accumulation=each // size))
 
 
 def say_length(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:

@@ -52,13 +52,20 @@ class Session:
     trained: Trained
 
 
-def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase], None] = lambda _: None) -> Session:
+def build(
+    loaded: LoadedConfig,
+    plan: Plan,
+    folder: Path,
+    phase: Callable[[Phase], None] = lambda _: None,
+    settle: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Session:
     """Builds a session: data first, before any process group exists, then the model with the plan's dtypes.
 
     Args:
         loaded, plan: what was asked and what was decided.
         folder: the run folder.
         phase: told what comes next.
+        settle: called when processes can talk; what they go on from may change how they share a global batch.
 
     Raises:
         HalftuneError: whatever is wrong with data, model or adapter; nothing has been trained.
@@ -69,6 +76,7 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase
     data = prepare(config, tokenizer)
     phase("loading")
     accelerator = make_accelerator(plan)
+    plan = settle(plan)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
     model = load_model(config.model, plan)
@@ -76,9 +84,6 @@ def build(loaded: LoadedConfig, plan: Plan, folder: Path, phase: Callable[[Phase
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
-    if strategy.sharded and config.training.save_steps != "end":
-        what = "checkpoints of a model in shards are not written yet, only its final result"
-        raise PlanError(what, where="training.save_steps", remedy="save_steps: end, or distributed.strategy: ddp")
     strategy.place(model)
     fuse_layers(model, plan)
     if accelerator.device.type == "cpu":

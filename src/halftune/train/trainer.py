@@ -9,11 +9,13 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
+from peft import PeftModel
 
 from halftune.config.load import LoadedConfig
 from halftune.core.atomic import first_aid, write_text
@@ -27,7 +29,7 @@ from halftune.train.callbacks.base import Phase
 from halftune.train.callbacks.crowd import Crowd
 from halftune.train.callbacks.nonfinite import check_weights
 from halftune.train.callbacks.status import before_training
-from halftune.train.checkpoint import load_checkpoint, load_weights, save_checkpoint
+from halftune.train.checkpoint import load_checkpoint, load_weights, save_checkpoint, tensors_of
 from halftune.train.checkpoint_list import PREFIX, flaw, rotate
 from halftune.train.folder import (
     FINAL,
@@ -42,9 +44,18 @@ from halftune.train.home import Home
 from halftune.train.interrupt import Interrupted, Interrupts
 from halftune.train.lock import locked
 from halftune.train.made_with import made_with, say_what_differs
+from halftune.train.parallel.saving import check_shared, write_together
 from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
-from halftune.train.resume import agreed, check_same_data, position, say_length, set_aside, with_micro_batch
+from halftune.train.resume import (
+    agreed,
+    check_same_data,
+    position,
+    say_length,
+    set_aside,
+    split_as_before,
+    with_micro_batch,
+)
 from halftune.train.setup import Session, build
 
 log = get_logger(__name__)
@@ -71,12 +82,19 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
         if folder.finished:
             return Outcome(path, finished_at(path) or 0, nothing_to_do(path))
         with before_training(path) as phase:
-            session = build(loaded, plan, path, phase)
-            folder = agreed(folder, session.accelerator.num_processes)
+
+            def settle(plan: Plan) -> Plan:
+                nonlocal folder
+                folder = agreed(folder, plan.batch.world_size)
+                return plan if folder.resume_from is None else split_as_before(plan, folder.resume_from)
+
+            session = build(loaded, plan, path, phase, settle)
             if folder.resume_from is not None:
                 check_same_data(position(session.feed), session.run.total_steps, folder.resume_from)
             if main:
                 write_intent(folder, loaded, session.run.plan, session.data.report)
+            if session.strategy.sharded:
+                check_shared(session.strategy, path)
         return Trainer(session, folder, interrupts).train()
 
 
@@ -204,13 +222,16 @@ class Trainer:
         run = self.run
         if self.last_saved == run.step:
             return
-        if self.session.strategy.sharded:
-            raise TrainingError("a model in shards leaves no checkpoint yet", remedy="distributed.strategy: ddp does")
         self._phase("saving")
         check_weights(run)
         randoms = gather_object([random_state(run.device)])
-        if self.home is not None:
-            folder = save_checkpoint(self.home.insist(), run.step, self.session.trained, self._facts(randoms))
+        trained, strategy = self.session.trained, self.session.strategy
+        write = partial(write_together, strategy, plain=isinstance(run.model, PeftModel)) if strategy.sharded else None
+        if self.home is None:
+            if write is not None:
+                write(None, tensors_of(trained)[0])
+        else:
+            folder = save_checkpoint(self.home.insist(), run.step, trained, self._facts(randoms), write)
             rotate(run.folder, run.config.training.save_total_limit, self._needed())
             self.crowd.tell("on_save", run, folder)
         self.session.accelerator.wait_for_everyone()
@@ -267,7 +288,10 @@ class Trainer:
         return Outcome(run.folder, run.step, f"{done}; the result is in {run.folder / FINAL}")
 
     def _load_best(self, best: Path, loss: float) -> list[str]:
-        if wrong := flaw(best, thorough=True):
+        found = [flaw(best, thorough=True) if self.run.is_main else ""]
+        if self.session.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        if wrong := found[0]:
             log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
             return ["NOT the best weights but the last ones"]
         load_weights(best, self.run.model)

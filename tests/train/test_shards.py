@@ -1,0 +1,91 @@
+"""Checkpoints in shards: exact with as many processes as before, and read by any other number, by either strategy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from process_group import Recipe, apart, curve, in_processes, train_all
+from safetensors.torch import load_file
+
+from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, flaw, parts
+from halftune.train.trainer import train
+
+ROWS, STEPS, HALF = 8, 6, 3
+FULL, LORA = "adapter=none", "adapter={type: lora, rank: 4}"
+
+
+class Runs:
+    """Recipes of one kind of run by their names, its folders under ``place``."""
+
+    def __init__(self, recipe, place: Path, *common: str) -> None:
+        self.recipe, self.place, self.common = recipe, place, common
+
+    def __call__(self, name: str, processes: int, strategy: str, *more: str, after: str = "") -> Recipe:
+        """A run of so many processes; ``after`` names the one from whose first half it goes on."""
+        loaded, plan = self.recipe(
+            f"training.max_steps={STEPS}",
+            f"training.save_steps={HALF}",
+            f"training.per_device_train_batch_size={ROWS // 2}",  # as two processes share it
+            f"distributed.strategy={strategy}",
+            f"training.output_dir={self.place / name}",
+            *self.common,
+            *more,
+            world_size=processes,
+        )
+        resume = f"{self.place / after}/checkpoint-{HALF}" if after else "auto"  # need not be there yet
+        training = loaded.run.training.model_copy(update={"resume": resume})
+        return replace(loaded, run=loaded.run.model_copy(update={"training": training})), plan
+
+    def same(self, one: str, other: str) -> bool:
+        ours, theirs = (load_file(next((self.place / name / "final").glob("*.safetensors"))) for name in (one, other))
+        return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    def continues(self, name: str, after: str) -> bool:
+        return apart(curve(self.place / name), curve(self.place / after)[HALF:]) < 1e-5
+
+
+def test_two_shards_go_on_as_two_exactly_and_as_one(recipe, tmp_path: Path) -> None:
+    runs = Runs(recipe, tmp_path, FULL)
+    two = [runs("whole", 2, "fsdp2"), runs("again", 2, "fsdp2", after="whole")]
+    assert in_processes(2, train_all(two)) == [0, 0]
+    assert runs.same("again", "whole")
+    assert curve(tmp_path / "again") == curve(tmp_path / "whole")[HALF:]
+
+    checkpoint = tmp_path / "whole" / f"checkpoint-{HALF}"
+    assert parts(checkpoint, TRAINABLE) == [f"trainable-0000{rank}-of-00002.safetensors" for rank in (0, 1)]
+    sizes = [(checkpoint / part).stat().st_size for part in parts(checkpoint, OPTIMIZER)]
+    assert max(sizes) < 1.1 * min(sizes), "each process writes its share only"
+
+    train(*runs("alone", 1, "auto", after="whole"))
+    assert runs.continues("alone", "whole")
+    batch = json.loads((tmp_path / "alone" / "plan.json").read_text())["batch"]
+    assert (batch["micro_batch"], batch["accumulation"]) == (4, 2), "one process takes the same global batch"
+
+    (checkpoint / parts(checkpoint, TRAINABLE)[1]).unlink()
+    assert "is missing" in flaw(checkpoint, thorough=False)
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_goes_on_by_either_strategy(recipe, tmp_path: Path) -> None:
+    full, lora = Runs(recipe, tmp_path / "full", FULL), Runs(recipe, tmp_path / "lora", LORA)
+    begin = [full("shards", 2, "fsdp2"), full("copies", 2, "ddp"), lora("shards", 2, "fsdp2")]
+    then = [
+        full("as copies", 2, "ddp", after="shards"),
+        full("as shards", 2, "fsdp2", after="copies"),
+        lora("again", 2, "fsdp2", after="shards"),
+        lora("as copies", 2, "ddp", after="shards"),
+    ]
+    assert in_processes(2, train_all([*begin, *then])) == [0, 0]
+    assert in_processes(4, train_all([full("four", 4, "fsdp2", after="shards")])) == [0] * 4
+    train(*full("one", 1, "auto", after="copies"))
+    for name, after in (("as copies", "shards"), ("as shards", "copies"), ("four", "shards"), ("one", "copies")):
+        assert full.continues(name, after), name
+    assert lora.same("again", "shards")
+    assert lora.continues("as copies", "shards")
+    checkpoint = tmp_path / "lora" / "shards" / f"checkpoint-{HALF}"
+    assert parts(checkpoint, TRAINABLE) == [TRAINABLE], "adapters are plain"
+    assert len(parts(tmp_path / "full" / "four" / f"checkpoint-{STEPS}", TRAINABLE)) == 4
