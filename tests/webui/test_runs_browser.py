@@ -143,12 +143,12 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
 
 def test_a_run_that_dies_shows_why(start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
     board = start_board()
-    (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 400, "completion": "b"}) + "\n")
+    (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "Add 1 and 2.", "completion": "It is 3."}) + "\n")
     page = open_page(board.url)
-    text = RECIPE.replace("max_length: 48", "max_length: 16").replace("max_steps: 800", "max_steps: 2")
+    text = RECIPE.replace("max_length: 48", "max_length: 8").replace("max_steps: 800", "max_steps: 2")
     page.evaluate("text => localStorage.setItem('halftune-recipe', text)", text)
     page.reload()
-    page.get_by_text("max_length: 16").wait_for()
+    page.get_by_text("max_length: 8").wait_for()
     page.locator("#start:enabled").click()
     card(page).get_by_text("failed", exact=True).wait_for(timeout=LONG)
     assert "no row is left to train on" in card(page).locator(".cause").inner_text()
