@@ -89,6 +89,7 @@ def kill_rank_1(place: Path, name: str, *more: str) -> subprocess.CompletedProce
     )
     while steps(place / name) < 7 and job.poll() is None:
         time.sleep(0.02)
+    assert job.poll() is None, job.communicate()[1][-3000:]
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     victims = [pid for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
     os.kill(int(victims[0]), signal.SIGKILL)
