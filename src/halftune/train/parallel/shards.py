@@ -62,7 +62,7 @@ def write_shares(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], r
         if held is not None:
             rows[key] = [held[0], *tensor.shape]
     path = folder / part_name(name, rank, processes)
-    save_file(local, path, metadata={_ROWS: json.dumps(rows)})
+    save_file(local, path, metadata={_ROWS: json.dumps(rows, sort_keys=True)})
     return path
 
 
