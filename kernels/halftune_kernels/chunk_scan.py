@@ -2,7 +2,7 @@
 
 Rows are taken in chunks, and chunks that do not depend on each other (heads, samples) together: few enough to stay in
 the processor's cache, so that memory sees inputs, outputs and one state per chunk only. Everything else is recomputed
-in the backward pass.
+in the backward pass, but for the first `KEPT_BYTES` of it: short rows then cost no second forward pass.
 
 Shapes: R rows, H heads, N samples, U units (samples × heads that are computed together), C rows of a chunk, K key size,
 W width of the state's rows.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments
 
 Tensors = Sequence[torch.Tensor]
+KEPT_BYTES = 16 << 20  # of one call, beside inputs and states
 
 
 class ChunkOperator(Protocol):
@@ -29,8 +30,8 @@ class ChunkOperator(Protocol):
 
     def forward(
         self, inputs: Tensors, state: torch.Tensor | None, going: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output and leaving state.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+        """Output, leaving state and what the backward pass would have to compute again.
 
         Args:
             inputs: [U, C, ...] each.
@@ -38,12 +39,17 @@ class ChunkOperator(Protocol):
             going: the leaving state is wanted of so many units, the first ones.
 
         Returns:
-            [U, C, ...] and [going, K, W], None if ``going`` is 0.
+            [U, C, ...] and [going, K, W], None if ``going`` is 0; any tensors, which nobody writes to any more.
         """
         ...
 
     def backward(
-        self, inputs: Tensors, state: torch.Tensor | None, d_out: torch.Tensor, d_state: torch.Tensor | None
+        self,
+        inputs: Tensors,
+        state: torch.Tensor | None,
+        d_out: torch.Tensor,
+        d_state: torch.Tensor | None,
+        kept: Tensors,
     ) -> tuple[Tensors, torch.Tensor | None]:
         """Gradients of the inputs and of the entering state (None where that is None).
 
@@ -52,6 +58,7 @@ class ChunkOperator(Protocol):
             state: as in the forward pass.
             d_out: [U, C, ...] gradient of the output.
             d_state: [going, K, W] gradient of the leaving state, None if ``going`` is 0.
+            kept: third result of the forward pass; empty if it was not kept.
         """
         ...
 
@@ -178,8 +185,9 @@ class _Scan(torch.autograd.Function):
         dtype = compute_dtype(inputs[0])
         out = torch.empty(rows, heads, *shape, dtype=out_dtype, device=inputs[0].device)
         final: torch.Tensor | None = None
-        states: list[torch.Tensor | None] = []
-        keep = any(ctx.needs_input_grad)
+        saved: list[torch.Tensor] = []
+        counts: list[tuple[int, int]] = []  # of each chunk: 1 if it has an entering state, and how much is kept
+        room = KEPT_BYTES if any(ctx.needs_input_grad) else -1
         blocks = plan_blocks(segments, heads, *cut, inputs[0].device)
         if want_final:  # a sample without rows ends as it began
             final = out.new_zeros(segments.count, heads, *state_shape, dtype=dtype)
@@ -189,11 +197,16 @@ class _Scan(torch.autograd.Function):
             state = _entering(initial, block, dtype)
             wide = block.heads.stop - block.heads.start
             for piece in block.chunks:
-                if keep:
-                    states.append(state)
+                entering = () if state is None else (state,)
                 going = piece.live if want_final else piece.going
                 loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
-                result, state = operator.forward(loaded, state, going * wide)
+                result, state, kept = operator.forward(loaded, state, going * wide)
+                if room >= 0:
+                    size = sum(tensor.nbytes for tensor in kept)
+                    kept = kept if size <= room else ()
+                    room -= size if kept else 0
+                    counts.append((len(entering), len(kept)))
+                    saved += [*entering, *kept]
                 store(out, piece, block.heads, result)
                 if final is not None:
                     assert state is not None
@@ -202,8 +215,8 @@ class _Scan(torch.autograd.Function):
                     state = state[: piece.going * wide]
         ctx.operator, ctx.how, ctx.dtype, ctx.has_initial = operator, how, dtype, initial is not None
         ctx.initial_shape, ctx.initial_dtype = (None, None) if initial is None else (initial.shape, initial.dtype)
-        ctx.known = [state is not None for state in states]
-        ctx.save_for_backward(*inputs, *(state for state in states if state is not None))
+        ctx.counts = counts
+        ctx.save_for_backward(*inputs, *saved)
         return out, final
 
     @staticmethod
@@ -214,15 +227,15 @@ class _Scan(torch.autograd.Function):
         tensors = (
             ctx.saved_tensors
         )  # once: gradient checkpointing recomputes what is asked for, and refuses to do so twice
-        count = len(tensors) - sum(ctx.known)
+        count = len(tensors) - sum(map(sum, ctx.counts))
         inputs, saved = tensors[:count], iter(tensors[count:])
-        states = [next(saved) if known else None for known in ctx.known]
+        entered = [(next(saved) if known else None, list(islice(saved, kept))) for known, kept in ctx.counts]
         heads, dtype = inputs[0].shape[1], ctx.dtype
         grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
         d_initial = None
         if ctx.has_initial:  # a sample without rows hands its final state's gradient on
             d_initial = d_final.clone() if d_final is not None else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
-        end = len(states)
+        end = len(entered)
         for block in reversed(plan_blocks(segments, heads, *cut, inputs[0].device)):
             wide = block.heads.stop - block.heads.start
             d_state: torch.Tensor | None = None
@@ -233,7 +246,8 @@ class _Scan(torch.autograd.Function):
                     d_state = ended if d_state is None else torch.cat((d_state, ended))
                 loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
                 gradient = load(d_out, piece, block.heads, dtype)
-                found, d_state = ctx.operator.backward(loaded, states[end], gradient, d_state)
+                state, kept = entered[end]
+                found, d_state = ctx.operator.backward(loaded, state, gradient, d_state, kept)
                 for grad, value in zip(grads, found, strict=True):
                     store(grad, piece, block.heads, value)
             if d_initial is not None:

@@ -14,12 +14,12 @@ Shapes: U units (samples × key heads), G value heads to a key head, C rows of a
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from halftune_kernels.chunk_scan import Tensors, chunk_scan
-from halftune_kernels.normalise import l2_normalise, l2_normalise_backward
+from halftune_kernels.normalise import EPSILON
 from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
 
@@ -71,7 +71,7 @@ class _Prepared:
 
     Attributes:
         qk: [U, 2C, K] normalised q, scaled, over normalised k.
-        inverses: [U, C, 1] of the norms of q and k; empty without normalisation.
+        factors: [U or 1, 2C, 1] by which q and k were multiplied.
         products: [U, 1, 2C, C] of q and k with k.
         decay: [U, G, C, C] Γ.
         rising, falling: [U, G, C, 1] exp(b) and exp(b_C - b).
@@ -82,7 +82,7 @@ class _Prepared:
     """
 
     qk: torch.Tensor
-    inverses: tuple[torch.Tensor, ...]
+    factors: torch.Tensor
     products: torch.Tensor
     decay: torch.Tensor
     rising: torch.Tensor
@@ -94,6 +94,33 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
+class _Passed:
+    """What a chunk's forward pass comes to with the state that enters.
+
+    Attributes:
+        made: from the inputs alone.
+        values: [U * G, C, V] V'.
+        read: [U, 2C, G, V] Q S over K S; None without a state.
+    """
+
+    made: _Prepared
+    values: torch.Tensor
+    read: torch.Tensor | None
+
+    def tensors(self) -> Tensors:
+        """Everything, for `of`."""
+        made = [getattr(self.made, field.name) for field in fields(self.made)]
+        return [*made, self.values, *(() if self.read is None else (self.read,))]
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> _Passed:
+        """From what `tensors` gave."""
+        count = len(fields(_Prepared))
+        read = tensors[count + 1] if len(tensors) > count + 1 else None
+        return cls(_Prepared(*tensors[:count]), tensors[count], read)
+
+
+@dataclass(frozen=True)
 class _GatedDeltaRule:
     """The chunk operator: inputs q, k [U, C, K], v [U, C, G, V], g, beta [U, C, G]; states [U, K, G * V]."""
 
@@ -102,96 +129,78 @@ class _GatedDeltaRule:
 
     def forward(
         self, inputs: Tensors, state: torch.Tensor | None, going: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _, _, v, _, _ = inputs
-        made = self._prepare(inputs)
-        size = v.shape[1]
-        if state is None:
-            values = _solve(made, v.transpose(1, 2) * made.beta)
-            o = torch.bmm(made.weights, values)
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+        v = inputs[2]
+        passed = self._pass(inputs, state)
+        made, size = passed.made, v.shape[1]
+        if passed.read is None:
+            o = torch.bmm(made.weights, passed.values)
         else:
-            read = torch.bmm(made.qk, state).unflatten(2, v.shape[2:])
-            values = _solve(made, _missing(made, v, read[:, size:]).mul_(made.beta))
-            o = _by_head(read[:, :size], made.rising)
-            o.flatten(0, 1).baddbmm_(made.weights, values)
+            o = _by_head(passed.read[:, :size], made.rising)
+            o.flatten(0, 1).baddbmm_(made.weights, passed.values)
         following = None
         if going:
-            falling = _by_row(values.view((*made.decay.shape[:3], -1))[:going], made.falling[:going])
+            falling = _by_row(passed.values.view((*made.decay.shape[:3], -1))[:going], made.falling[:going])
             following = _decayed(state, made, going)
             keys = made.qk[:going, size:].transpose(1, 2)
             following = torch.bmm(keys, falling) if following is None else following.baddbmm_(keys, falling)
-        return o.view(v.shape[0], v.shape[2], size, -1).transpose(1, 2), following
+        return o.view(v.shape[0], v.shape[2], size, -1).transpose(1, 2), following, passed.tensors()
 
     def backward(
-        self, inputs: Tensors, state: torch.Tensor | None, d_out: torch.Tensor, d_state: torch.Tensor | None
+        self,
+        inputs: Tensors,
+        state: torch.Tensor | None,
+        d_out: torch.Tensor,
+        d_state: torch.Tensor | None,
+        kept: Tensors,
     ) -> tuple[Tensors, torch.Tensor | None]:
-        _, _, v, _, _ = inputs
-        made = self._prepare(inputs)
-        units, size, each, width = v.shape
-        going = 0 if d_state is None else len(d_state)
-        q, k = made.qk[:, :size], made.qk[:, size:]
-        read = None if state is None else torch.bmm(made.qk, state).unflatten(2, (each, width))
-        missing = v.transpose(1, 2) if read is None else _missing(made, v, read[:, size:])
-        values = _solve(made, missing * made.beta)
+        v = inputs[2]
+        passed = _Passed.of(kept) if kept else self._pass(inputs, state)
+        made, (units, size, each, width) = passed.made, v.shape
+        missing = v.transpose(1, 2) if passed.read is None else _missing(made, v, passed.read[:, size:])
         d_o = d_out.transpose(1, 2).contiguous().flatten(0, 1)
 
         # V' is read by the output and by the leaving state
         d_values = torch.bmm(made.weights.transpose(1, 2), d_o)
         # in fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly
         d_b = d_values.new_zeros(units, each, size, dtype=torch.float64)
-        if d_state is not None:
-            falling = _by_row(values.view(units, each, size, width)[:going], made.falling[:going])
-            from_state = torch.bmm(k[:going], d_state)
-            some = d_values.view(units, each, size, width)[:going]
-            some.addcmul_(from_state.unflatten(2, (each, width)).transpose(1, 2), made.falling[:going])
-            shares = (from_state * falling).unflatten(2, (each, width)).sum(-1).transpose(1, 2).double()
-            d_b[:going] -= shares
-            d_b[:going, :, -1] += shares.sum(-1)
-            if state is not None:
-                kept = (state[:going] * d_state).unflatten(2, (each, width)).sum((1, 3))
-                d_b[:going, :, -1] += kept * made.whole[:going, 0, :, 0]
-
+        falling = None if d_state is None else _leaving_backward(passed, state, d_state, d_values, d_b)
         d_right = torch.bmm(made.inverse.transpose(1, 2), d_values).view(units, each, size, width)
-        d_weights, d_lower, d_beta = _pairs_backward(made, d_o, values, d_right, missing, d_b)
-
+        d_weights, d_lower, d_beta = _pairs_backward(passed, d_o, d_right, missing, d_b)
+        d_qk = torch.bmm(torch.cat((d_weights, d_lower + d_lower.transpose(1, 2)), 1), made.qk[:, size:])
+        d_qk[:, size:].baddbmm_(d_weights.transpose(1, 2), made.qk[:, :size])
+        if d_state is not None and falling is not None:
+            d_qk[: len(d_state), size:].baddbmm_(falling, d_state.transpose(1, 2))
         d_entering = None
-        pairs = torch.cat((d_weights, d_lower + d_lower.transpose(1, 2)), 1)
-        if state is None or read is None:
-            d_qk = torch.bmm(pairs, k)
-        else:
-            both = made.qk.new_empty(units, 2, size, each, width)  # gradients of exp(b) Q S and of exp(b) K S
-            torch.mul(d_o.view(units, each, size, width).transpose(1, 2), made.rising.transpose(1, 2), out=both[:, 0])
-            torch.mul(d_right.transpose(1, 2), (made.rising * made.beta).neg_().transpose(1, 2), out=both[:, 1])
-            both = both.view(units, 2 * size, each * width)
-            d_b += (both * read.flatten(2)).view(units, 2, size, each, width).sum((1, 4)).transpose(1, 2)
-            d_qk = torch.bmm(both, state.transpose(1, 2)).baddbmm_(pairs, k)
-            if d_state is not None and going == units:
-                d_entering = (d_state.unflatten(2, (each, width)) * made.whole).flatten(2)
-                d_entering.baddbmm_(made.qk.transpose(1, 2), both)
-            else:
-                d_entering = torch.bmm(made.qk.transpose(1, 2), both)
-                if d_state is not None:
-                    some = d_entering[:going].unflatten(2, (each, width))
-                    some.addcmul_(d_state.unflatten(2, (each, width)), made.whole[:going])
-        d_k = torch.baddbmm(d_qk[:, size:], d_weights.transpose(1, 2), q)
-        if d_state is not None:
-            d_k[:going] += torch.bmm(falling, d_state.transpose(1, 2))
-        d_q = d_qk[:, :size]
-        if self.normalise:
-            d_q = l2_normalise_backward(d_q, q / self.scale, made.inverses[0])
-            d_k = l2_normalise_backward(d_k, k, made.inverses[1])
+        if state is not None:
+            d_entering = _entering_backward(passed, state, d_state, (d_o.view_as(d_right), d_right), d_qk, d_b)
+        if self.normalise:  # d - x̂ ⟨x̂, d⟩, of unit vectors: those of q are scaled
+            along = (made.qk * d_qk).sum(-1, keepdim=True)
+            along[:, :size] /= self.scale**2
+            d_qk.addcmul_(made.qk, along, value=-1.0)
+        d_qk.mul_(made.factors)
         d_g = d_b.flip(-1).cumsum(-1).flip(-1).transpose(1, 2).to(v.dtype)
         d_v = (d_right * made.beta).transpose(1, 2)
-        return (d_q.mul(self.scale), d_k, d_v, d_g, d_beta.transpose(1, 2)), d_entering
+        return (d_qk[:, :size], d_qk[:, size:], d_v, d_g, d_beta.transpose(1, 2)), d_entering
+
+    def _pass(self, inputs: Tensors, state: torch.Tensor | None) -> _Passed:
+        v = inputs[2]
+        made, size = self._prepare(inputs), v.shape[1]
+        if state is None:
+            return _Passed(made, _solve(made, v.transpose(1, 2) * made.beta), None)
+        read = torch.bmm(made.qk, state).unflatten(2, v.shape[2:])
+        return _Passed(made, _solve(made, _missing(made, v, read[:, size:]).mul_(made.beta)), read)
 
     def _prepare(self, inputs: Tensors) -> _Prepared:
         q, k, _, g, beta = inputs
         size = q.shape[1]
-        inverses: tuple[torch.Tensor, ...] = ()
+        qk = torch.cat((q, k), 1)
         if self.normalise:
-            (q, q_inverse), (k, k_inverse) = l2_normalise(q), l2_normalise(k)
-            inverses = (q_inverse, k_inverse)
-        qk = torch.cat((q * self.scale, k), 1)
+            factors = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(EPSILON).rsqrt_()
+        else:
+            factors = qk.new_ones(1, 2 * size, 1)
+        factors[:, :size] *= self.scale
+        qk.mul_(factors)
         products = torch.bmm(qk, qk[:, size:].transpose(1, 2))[:, None]
         # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
         b = g.transpose(1, 2).double().clamp_(min=_LEAST).cumsum(-1)
@@ -202,7 +211,7 @@ class _GatedDeltaRule:
         last = b[..., -1:]
         return _Prepared(
             qk=qk,
-            inverses=inverses,
+            factors=factors,
             products=products,
             decay=decay,
             rising=b.exp().to(q.dtype)[..., None],
@@ -214,26 +223,72 @@ class _GatedDeltaRule:
         )
 
 
-def _pairs_backward(
-    made: _Prepared,
-    d_o: torch.Tensor,
-    values: torch.Tensor,
-    d_right: torch.Tensor,
-    missing: torch.Tensor,
+def _leaving_backward(
+    passed: _Passed, state: torch.Tensor | None, d_state: torch.Tensor, d_values: torch.Tensor, d_b: torch.Tensor
+) -> torch.Tensor:
+    """Through S': adds to ``d_values`` [U * G, C, V] and ``d_b`` [U, G, C]; returns exp(b_C - b) V' [going, C, G * V]."""
+    made, going = passed.made, len(d_state)
+    units, each, size = d_b.shape
+    falling = _by_row(passed.values.view(units, each, size, -1)[:going], made.falling[:going])
+    from_state = torch.bmm(made.qk[:going, size:], d_state)
+    some = d_values.view(units, each, size, -1)[:going]
+    some.addcmul_(from_state.unflatten(2, (each, -1)).transpose(1, 2), made.falling[:going])
+    shares = (from_state * falling).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
+    d_b[:going] -= shares
+    d_b[:going, :, -1] += shares.sum(-1)
+    if state is not None:
+        kept = (state[:going] * d_state).unflatten(2, (each, -1)).sum((1, 3))
+        d_b[:going, :, -1] += kept * made.whole[:going, 0, :, 0]
+    return falling
+
+
+def _entering_backward(
+    passed: _Passed,
+    state: torch.Tensor,
+    d_state: torch.Tensor | None,
+    gradients: tuple[torch.Tensor, torch.Tensor],
+    d_qk: torch.Tensor,
     d_b: torch.Tensor,
+) -> torch.Tensor:
+    """Through exp(b) Q S and exp(b) K S: adds to ``d_qk`` [U, 2C, K] and ``d_b``; the gradient of S, [U, K, G * V].
+
+    ``gradients`` are those of O and of X, [U, G, C, V] each.
+    """
+    made, (d_o, d_right) = passed.made, gradients
+    units, each, size, width = d_o.shape
+    assert passed.read is not None
+    both = made.qk.new_empty(units, 2, size, each, width)
+    torch.mul(d_o.transpose(1, 2), made.rising.transpose(1, 2), out=both[:, 0])
+    torch.mul(d_right.transpose(1, 2), (made.rising * made.beta).neg_().transpose(1, 2), out=both[:, 1])
+    d_b += (both.view_as(passed.read) * passed.read).view_as(both).sum((1, 4)).transpose(1, 2)
+    both = both.view(units, 2 * size, each * width)
+    d_qk.baddbmm_(both, state.transpose(1, 2))
+    if d_state is None:
+        return torch.bmm(made.qk.transpose(1, 2), both)
+    going, by_head = len(d_state), d_state.unflatten(2, (each, width))
+    if going == units:
+        return (by_head * made.whole).flatten(2).baddbmm_(made.qk.transpose(1, 2), both)
+    d_entering = torch.bmm(made.qk.transpose(1, 2), both)
+    d_entering[:going].unflatten(2, (each, width)).addcmul_(by_head, made.whole[:going])
+    return d_entering
+
+
+def _pairs_backward(
+    passed: _Passed, d_o: torch.Tensor, d_right: torch.Tensor, missing: torch.Tensor, d_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of Q Kᵀ and K Kᵀ, [U, C, C] each, and of beta [U, G, C]; that of b is added to ``d_b``."""
+    made, by_column = passed.made, passed.values.transpose(1, 2)
     size = made.qk.shape[1] // 2
-    d_weights = torch.bmm(d_o, values.transpose(1, 2)).view_as(made.decay).mul_(made.decay)
-    d_lower = torch.bmm(d_right.flatten(0, 1), values.transpose(1, 2)).view_as(made.decay).mul_(made.decay)
+    d_weights = torch.bmm(d_o, by_column).view_as(made.decay).mul_(made.decay)
+    d_lower = torch.bmm(d_right.flatten(0, 1), by_column).view_as(made.decay).mul_(made.decay)
     d_lower.mul_(_minus_below(size, d_lower.dtype, d_lower.device))
     gated = d_lower * made.products[:, :, size:]
     d_beta = (d_right * missing).sum(-1) + gated.sum(-1)
     d_lower.mul_(made.beta)
-    d_pairs = torch.addcmul(gated.mul_(made.beta), d_weights, made.products[:, :, :size])
+    d_pairs = torch.addcmul(gated.mul_(made.beta), d_weights, made.products[:, :, :size]).double()
     # a row with itself does not decay; left in, it would cancel only up to rounding, and drown a small gradient
     d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
-    d_b += d_pairs.sum(-1, dtype=torch.float64) - d_pairs.sum(-2, dtype=torch.float64)
+    d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
     return d_weights.sum(1), d_lower.sum(1), d_beta
 
 

@@ -92,7 +92,7 @@ class _KimiDelta:
 
     def forward(
         self, inputs: Tensors, state: torch.Tensor | None, going: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
         v = inputs[2]
         made, size = self._prepare(inputs), v.shape[1]
         if state is None:
@@ -103,13 +103,20 @@ class _KimiDelta:
             values = torch.bmm(made.inverse, (v - read[:, size:]).mul_(made.beta))
             o = torch.baddbmm(read[:, :size], made.weights, values)
         if not going:
-            return o, None
+            return o, None, ()
         written = torch.bmm(made.writing[:going].transpose(1, 2), values[:going])
-        return o, written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
+        following = written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
+        return o, following, ()
 
     def backward(
-        self, inputs: Tensors, state: torch.Tensor | None, d_out: torch.Tensor, d_state: torch.Tensor | None
+        self,
+        inputs: Tensors,
+        state: torch.Tensor | None,
+        d_out: torch.Tensor,
+        d_state: torch.Tensor | None,
+        kept: Tensors,
     ) -> tuple[Tensors, torch.Tensor | None]:
+        del kept  # the forward pass hands none on
         v = inputs[2]
         made, size = self._prepare(inputs), v.shape[1]
         missing = v if state is None else v - torch.bmm(made.reading[:, size:], state)

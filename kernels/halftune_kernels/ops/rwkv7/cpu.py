@@ -87,19 +87,26 @@ class _GeneralisedDelta:
 
     def forward(
         self, inputs: Tensors, state: torch.Tensor | None, going: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
         made, size = self._prepare(inputs), inputs[3].shape[1]
         read = None if state is None else torch.bmm(made.reading, state)
         values = self._values(made, inputs[3], read)
         o = torch.bmm(made.weights, values) if read is None else read[:, :size].baddbmm(made.weights, values)
         if not going:
-            return o, None
+            return o, None, ()
         written = torch.bmm(made.writing[:going].transpose(1, 2), values[:going])
-        return o, written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
+        following = written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
+        return o, following, ()
 
     def backward(
-        self, inputs: Tensors, state: torch.Tensor | None, d_out: torch.Tensor, d_state: torch.Tensor | None
+        self,
+        inputs: Tensors,
+        state: torch.Tensor | None,
+        d_out: torch.Tensor,
+        d_state: torch.Tensor | None,
+        kept: Tensors,
     ) -> tuple[Tensors, torch.Tensor | None]:
+        del kept  # the forward pass hands none on
         made, size = self._prepare(inputs), inputs[3].shape[1]
         values = self._values(made, inputs[3], None if state is None else torch.bmm(made.reading, state))
         d_values = torch.bmm(made.weights.transpose(1, 2), d_out)
