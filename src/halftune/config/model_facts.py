@@ -194,20 +194,17 @@ def facts_from_config(
     Raises:
         ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
     """
-    nested = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
-    text = {**raw, **nested} if isinstance(nested, dict) else raw
-    model_type = _text_type(raw, text)
-    given = {key: value for key, value in text.items() if value is not None or key in NULL_SAYS.get(model_type, ())}
-    text = {**defaults_of(model_type), **_grouped(given), **given}
+    where = where or name
+    nested, model_type, text = _decoder(raw)
     text |= {"tie_word_embeddings": False} if head_apart else {}
-    sizes = _sizes(text, where or name)
+    sizes = _sizes(text, where)
     tensors = tensors_of(model_type, text, sizes)
-    quantization = _quantization(text, headers or {}, where or name)
+    quantization = _quantization(text, headers or {}, where)
     parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
-    if headers and not quantization and not isinstance(nested, dict):
+    if headers and not quantization and not nested:
         parameters, exact = count_parameters(headers, tied=sizes.tied), True
-    window = _window(text, where or name)
-    experts = _number(text, EXPERTS, where or name) or 0
+    window = _window(text, where)
+    experts = _number(text, EXPERTS, where) or 0
     return ModelFacts(
         name_or_path=name,
         model_type=str(raw.get("model_type")),
@@ -224,17 +221,27 @@ def facts_from_config(
         num_parameters_exact=exact,
         linear_layers=_count_linear(model_type, text, sizes.layers),
         sliding_window=window,
-        softcap=_number(text, ("attn_logit_softcapping",), where or name),
+        softcap=_number(text, ("attn_logit_softcapping",), where),
         sinks=model_type in SINKS,
         attention_dropout=float(_first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)),
         num_experts=experts,
-        num_experts_per_token=(_number(text, PER_TOKEN, where or name) or 0) if experts else 0,
+        num_experts_per_token=(_number(text, PER_TOKEN, where) or 0) if experts else 0,
         quantization=quantization,
-        max_position_embeddings=_number(text, ("max_position_embeddings", "n_positions"), where or name),
+        max_position_embeddings=_number(text, ("max_position_embeddings", "n_positions"), where),
         window_layers=_window_layers(text, sizes.layers) if window else 0,
         tensors=tensors,
         raw=raw,
     )
+
+
+def _decoder(raw: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
+    """Whether the decoder is one part of several, its model type, and its settings with the defaults of that type."""
+    inner = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
+    nested = isinstance(inner, dict)
+    text = {**raw, **inner} if nested else raw
+    model_type = _text_type(raw, text)
+    given = {key: value for key, value in text.items() if value is not None or key in NULL_SAYS.get(model_type, ())}
+    return nested, model_type, {**defaults_of(model_type), **_grouped(given), **given}
 
 
 def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]], where: str) -> str | None:
