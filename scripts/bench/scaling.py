@@ -38,7 +38,7 @@ from halftune.plan import resolve
 from halftune.train import setup
 from halftune.train.step import Stepper
 
-ROWS, LENGTH, STEPS = 12, 256, 4
+ROWS, LENGTH, STEPS = 12, 128, 3
 RECIPE = """\
 model: {{name_or_path: "builtin:qwen2-tiny"}}
 precision: fp32
@@ -172,7 +172,8 @@ def run(method: str, strategy: str, processes: int) -> list[dict[str, Any]]:
 
 def measured(sizes: tuple[int, ...]) -> Iterator[str]:
     """The table of this machine in Markdown, line by line."""
-    yield "| method | strategy | processes | tokens per CPU-second | MiB held a process | collectives a step | MiB sent a process | by formula |"  # noqa: E501
+    head = ("method", "strategy", "processes", "tokens per CPU-second", "MiB held", "collectives", "MiB sent")
+    yield f"| {' | '.join(head)} | by formula |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|"
     for method in METHODS:
         for strategy, processes in [("auto", 1), *((name, size) for size in sizes for name in ("ddp", "fsdp2"))]:

@@ -183,7 +183,7 @@ def tables(machine: Machine = H100, sizes: tuple[int, ...] = (8, 64, 512)) -> It
                 f"| {gpus * made.tokens / made.compute * low:,.0f} | {low:.0%} to {high:.0%} |"
             )
     yield ""
-    yield "| model | method | strategy | waits below … tokens a GPU (8 / 64 / 512 GPUs) | 4 M tokens a step: pays up to |"
+    yield "| model | method | strategy | waits below … tokens a GPU, by GPUs | 4 M tokens a step: pays up to |"
     yield "|---|---|---|--:|--:|"
     for shape, method, strategy in kinds:
         if step(shape, method, strategy, sizes[-1], machine=machine).memory > machine.memory:

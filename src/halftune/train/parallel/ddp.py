@@ -19,7 +19,8 @@ from halftune.train.parallel.strategy import Strategy
 class Ddp(Strategy):
     """torch's DDP through accelerate.
 
-    Gradients live in the buckets that are summed, so that they take no memory twice.
+    Gradients live in the buckets that are summed, so that they take no memory twice. Buffers (rotary tables) are the
+    same everywhere and nobody changes them; torch's default would send rank 0's in every forward pass.
     """
 
     name: ClassVar[str] = "ddp"
@@ -36,6 +37,7 @@ class Ddp(Strategy):
                 f"ddp was planned, but {type(wrapped).__name__} came up: the processes would train apart",
                 remedy="start it with `halftune train` or torchrun",
             )
+        wrapped.broadcast_buffers = False  # said as an option, torch warns of its new name, which accelerate knows not
         return wrapped
 
     @contextmanager
