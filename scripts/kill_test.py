@@ -2,11 +2,19 @@
 
     python scripts/kill_test.py                     100 kills over the whole matrix
     python scripts/kill_test.py --kills 10 --seed 3
+    python scripts/kill_test.py --kills 20 --ways end start
 
-Every case is trained once without a kill. Then its run folder is started again and again; each sitting is killed at a
-random time, or in the middle of a save (as soon as a half-written checkpoint appears, or at one of the system calls
-that write, sync and rename it). The last sitting may finish. Final weights, the last checkpoint and every number of
-metrics.jsonl but times and memory must be bit for bit those of the uninterrupted run.
+Every case is trained once without a kill. Then its run folder is started again and again, by the verb ``train``, and
+each sitting is killed in one of these ways:
+
+    time    at a random time
+    save    in the middle of a save: some time after a half-written checkpoint has appeared
+    call    at a random one of the system calls that sync, rename, remove …
+    start   the same, before the first step: while a run goes on from what the last kill left
+    end     the same, from the final save on: the result, that the run is finished, its report
+
+The last sitting may finish. Final weights, the last checkpoint and every number of metrics.jsonl but times and memory
+must be bit for bit those of the uninterrupted run, and the report must say that the run is finished.
 
 Sittings are forks of one process that has imported everything, so that a kill costs less than a second.
 """
@@ -24,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,21 +42,23 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import yaml
 
+from halftune.cli.train import train_one
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.core import log
 from halftune.core.errors import HalftuneError
-from halftune.hardware.probe import probe
-from halftune.plan import resolve
+from halftune.train import trainer
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.checkpoint_list import folders, newest_valid, step_of
 from halftune.train.step import Stepper
-from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}  # of a line of metrics: differ from run to run
 KILLS_PER_RUN = 7
 LENGTH = 48  # tokens of a row
 FINISHED = "finished before it could be killed"
+# Ways that count system calls → the last one at which it may happen: some 20 come before the first step, some 30 from
+# the final save on.
+CALLS = {"call": 80, "start": 20, "end": 24}
+WAYS = ("time", "save", *CALLS)
 PACE = 0.03  # seconds that a step is made to last, so that random times fall into all of its parts
 
 
@@ -105,8 +115,8 @@ def write_rows(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def recipe(case: Case, room: Path, output: Path) -> tuple[Any, Any]:
-    """The loaded configuration and the plan of a case."""
+def recipe(case: Case, room: Path, output: Path) -> Any:
+    """The loaded configuration of a case."""
     size: dict[str, Any] = {"per_device_train_batch_size": 4 // case.accumulation}
     tree = {
         "model": {"name_or_path": "builtin:qwen2-tiny"},
@@ -130,11 +140,10 @@ def recipe(case: Case, room: Path, output: Path) -> tuple[Any, Any]:
     }
     path = room / f"{output.name}.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    loaded = load_config(path)
-    return loaded, resolve(loaded.run, probe(), read_model_facts(loaded.run.model))
+    return load_config(path)
 
 
-def sitting(loaded: Any, plan: Any, journal: Path, prepare: Callable[[], None]) -> int:
+def sitting(loaded: Any, journal: Path, prepare: Callable[[], None]) -> int:
     """Forks a process that trains, and returns its id."""
     child = os.fork()
     if child:
@@ -147,7 +156,7 @@ def sitting(loaded: Any, plan: Any, journal: Path, prepare: Callable[[], None]) 
         log.configure()
         slow_down()
         prepare()
-        train(loaded, plan)
+        train_one(loaded)
         code = 0
     except HalftuneError as error:
         print(error, flush=True)
@@ -168,19 +177,32 @@ def slow_down() -> None:
     Stepper.step = slowly  # type: ignore[method-assign]
 
 
-def kill_at_call(number: int) -> Callable[[], None]:
-    """Makes a process kill itself before the ``number``-th of its calls that write, sync, rename or remove."""
+def kill_at_call(number: int, *, in_the_end: bool = False) -> Callable[[], None]:
+    """Makes a process kill itself before the ``number``-th of its calls that sync, rename, remove or make a folder.
+
+    Args:
+        number: counted from 1.
+        in_the_end: counted from the final save on.
+    """
 
     def prepare() -> None:
-        left = itertools.count(1)
+        left, counting = itertools.count(1), [not in_the_end]
 
         def counted(call: Callable[..., Any]) -> Callable[..., Any]:
             def instead(*args: Any, **kwargs: Any) -> Any:
-                if next(left) == number:
+                if counting[0] and next(left) == number:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return call(*args, **kwargs)
 
             return instead
+
+        save = trainer.save_final
+
+        def last_save(*args: Any) -> None:
+            counting[0] = True
+            save(*args)
+
+        trainer.save_final = last_save
 
         for name in ("fsync", "replace", "rename", "rmdir", "unlink", "mkdir", "truncate"):
             setattr(os, name, counted(getattr(os, name)))
@@ -222,22 +244,29 @@ def outcome(folder: Path) -> dict[str, Any]:
     files = [*sorted((folder / "final").glob("*.safetensors")), *sorted(newest.glob("*.safetensors"))]
     found: dict[str, Any] = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    found["report.html"] = ">finished</b>" in (folder / "report.html").read_text(encoding="utf-8")
     found["metrics.jsonl"] = [{k: v for k, v in line.items() if k not in UNEQUAL} for line in lines]
     return found
 
 
-def kill_and_compare(case: Case, room: Path, kills: int, seconds: float, numbers: random.Random) -> Iterator[str]:
+def kill_and_compare(
+    case: Case, room: Path, kills: int, seconds: float, numbers: random.Random, ways: Sequence[str]
+) -> Iterator[str]:
     """Kills one run ``kills`` times and lets it finish; yields where each kill fell, then nothing if all is equal.
+
+    The ways take turns, shuffled, but that those of the end come last: behind it there is nothing left to kill.
 
     Raises:
         SystemExit: says what differs or broke.
     """
     folder = room / case.name
     shutil.rmtree(folder, ignore_errors=True)
-    loaded, plan = recipe(case, room, folder)
+    loaded = recipe(case, room, folder)
     journal, known = room / f"{case.name}.log", -1
-    for _ in range(kills):
-        place = _one_kill(loaded, plan, journal, folder, seconds, numbers)
+    order = [ways[turn % len(ways)] for turn in range(kills)]
+    numbers.shuffle(order)
+    for way in sorted(order, key="end".__eq__):
+        place = _one_kill(loaded, way, journal, folder, seconds, numbers)
         yield place
         if place == FINISHED:
             break
@@ -246,7 +275,7 @@ def kill_and_compare(case: Case, room: Path, kills: int, seconds: float, numbers
         if now < known:
             raise SystemExit(f"{case.name}: the newest valid checkpoint was {known} and is {now} after a kill")
         known = now
-    child = sitting(loaded, plan, journal, lambda: None)
+    child = sitting(loaded, journal, lambda: None)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code:
         raise SystemExit(f"{case.name}: the last sitting left with {code}, see {journal}")
@@ -256,25 +285,31 @@ def kill_and_compare(case: Case, room: Path, kills: int, seconds: float, numbers
             raise SystemExit(f"{case.name}: {name} is not that of the uninterrupted run, see {folder} and {journal}")
 
 
-def _one_kill(loaded: Any, plan: Any, journal: Path, folder: Path, seconds: float, numbers: random.Random) -> str:
+def _one_kill(loaded: Any, way: str, journal: Path, folder: Path, seconds: float, numbers: random.Random) -> str:
     """A sitting that ends in a kill; where it finished first, it is taken as not killed."""
-    way = numbers.choice(("time", "save", "call"))
-    if way == "call":
-        child = sitting(loaded, plan, journal, kill_at_call(numbers.randint(1, 80)))
+    if way in CALLS:
+        child = sitting(loaded, journal, kill_at_call(numbers.randint(1, CALLS[way]), in_the_end=way == "end"))
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
     else:
-        child = sitting(loaded, plan, journal, lambda: None)
+        child = sitting(loaded, journal, lambda: None)
         if way == "time":
             killed = kill_after(child, numbers.uniform(0.2, 0.8) * seconds)
         else:
             killed = kill_in_save(child, folder, numbers.randint(1, 2), numbers.uniform(0.0, 0.015))
-    if not killed:
-        return FINISHED
+    return f"{way}: {_place(folder)}" if killed else FINISHED
+
+
+def _place(folder: Path) -> str:
+    """Where a run was when it was killed, by what it has left."""
     if any(folder.glob(".checkpoint-*.writing")):
-        return f"{way}: a checkpoint half-written"
-    if (folder / "final").exists() or list(folder.glob(".final.writing")):
-        return f"{way}: in or after the final save"
-    return f"{way}: {'between saves' if folders(folder) else 'before the first save'}"
+        return "a checkpoint half-written"
+    if (folder / ".final.writing").exists():
+        return "the result half-written"
+    if (folder / "finished.json").exists():
+        return "finished, in the report"
+    if (folder / "final").exists():
+        return "the result written, the run not finished"
+    return "between saves" if folders(folder) else "before the first save"
 
 
 def main() -> None:
@@ -282,6 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of killing; all by default")
     parser.add_argument("--room", type=Path, help="keep everything in this folder (a temporary one by default)")
     options = parser.parse_args()
     numbers, began = random.Random(options.seed), time.monotonic()
@@ -296,14 +332,14 @@ def main() -> None:
             break
         if case.name not in whole:
             shutil.rmtree(room / f"{case.name}-whole", ignore_errors=True)
-            loaded, plan = recipe(case, room, room / f"{case.name}-whole")
+            loaded = recipe(case, room, room / f"{case.name}-whole")
             started = time.monotonic()
-            child = sitting(loaded, plan, room / f"{case.name}-whole.log", lambda: None)
+            child = sitting(loaded, room / f"{case.name}-whole.log", lambda: None)
             if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 raise SystemExit(f"{case.name}: the uninterrupted run left with {code}")
             whole[case.name] = time.monotonic() - started
         kills = min(KILLS_PER_RUN, options.kills - killed)
-        found = Counter(kill_and_compare(case, room, kills, whole[case.name], numbers))
+        found = Counter(kill_and_compare(case, room, kills, whole[case.name], numbers, options.ways))
         places += found
         killed += found.total() - found[FINISHED]
         print(f"{killed:4d} kills · {time.monotonic() - began:5.0f} s · {case.name}: bit-identical", flush=True)

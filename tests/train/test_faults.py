@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from tiny_model import because
 
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.log import configure
 from halftune.model.save import save_final
 from halftune.model.state import trainable_state
 from halftune.plan import BatchPlan
@@ -25,6 +27,7 @@ from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
+from halftune.train.lock import check_unlocked
 from halftune.train.step import Stepper
 from halftune.train.trainer import train
 
@@ -326,7 +329,9 @@ def test_disk_full_at_the_final_save(recipe, disk: Disk, monkeypatch, tmp_path: 
         save_final(*arguments)
 
     monkeypatch.setattr("halftune.train.trainer.save_final", fill_and_save)
-    with pytest.raises(TrainingError, match=r"final: cannot write the result.*No space left.*free space and run the same"):
+    with pytest.raises(
+        TrainingError, match=r"final: cannot write the result.*No space left.*free space and run the same"
+    ):
         train(*recipe(*settings))
     run = disk.path / "run"
     assert not (run / "final").exists()
@@ -392,3 +397,53 @@ def test_a_read_only_folder_is_refused_at_once(recipe, disk: Disk) -> None:
         train(loaded, plan)
     with pytest.raises(ConfigError, match=r"training\.output_dir: .* may not be written"):  # the check before torch
         recipe(f"training.output_dir={disk.path / 'run'}")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["folder", "files"])
+def test_a_folder_that_is_deleted_is_made_again(recipe, tmp_path: Path, monkeypatch, caplog, whole: bool) -> None:
+    """At the next step, and with ``save_steps: end`` too: what is trained from then on is not lost."""
+    run, held = tmp_path / "run", []
+
+    def delete() -> None:
+        for path in [*run.iterdir()]:
+            path.unlink()
+        if whole:
+            run.rmdir()
+
+    def look() -> None:
+        held.append((run / "resolved.yaml").exists())
+        with pytest.raises(ConfigError, match="another process is training"):
+            check_unlocked(run)
+
+    settings = ("training.max_steps=4", "training.per_device_train_batch_size=2")
+    at_step(monkeypatch, {2: delete, 4: look})
+    assert train(*recipe(*settings)).step == 4
+    assert held == [True]
+    assert [line["step"] for line in metrics(run)] == [2, 3, 4] if not whole else [3, 4]
+    said = [record.getMessage() for record in caplog.records if "was deleted" in record.getMessage()]
+    assert said == [f"{run} was deleted under the run: made again; checkpoints and metrics so far are gone"]
+    assert "trained 4 steps" in (run / "train.log").read_text()
+    assert "nothing to do" in train(*recipe(*settings)).message
+
+
+def test_the_log_of_a_run_holds_evaluations_and_the_end(recipe, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Also where a terminal shows them otherwise, or nothing is shown."""
+    settings = ("training.max_steps=2", "data.eval_split=8", "training.eval_steps=1", "training.save_steps=1")
+    root = logging.getLogger("halftune")
+    before, shown = (list(root.handlers), root.propagate), io.StringIO()
+    root.handlers.clear()
+    monkeypatch.setattr("sys.stderr", shown)
+    try:
+        configure()
+        train(*recipe(*settings))
+        poison(monkeypatch, {1})
+        with pytest.raises(TrainingError):
+            train(*recipe(*settings, f"training.output_dir={tmp_path}/b"))
+    finally:
+        root.handlers[:], root.propagate = before
+    text = (tmp_path / "run" / "train.log").read_text()
+    assert text.count("eval loss") == 2
+    assert "step 2/2 · loss" in text
+    assert "trained 2 steps; the result is in" in text
+    assert "the loss is nan in step 1" in (tmp_path / "b" / "train.log").read_text()
+    assert not [words for words in ("eval loss", "trained", "is nan") if words in shown.getvalue()]

@@ -226,6 +226,23 @@ def test_another_configuration_does_not_train_over_a_run(recipe, done: Path) -> 
         train(*recipe(*SHORT, "training.learning_rate=5e-4"))
 
 
+def test_a_finished_run_is_not_written_over_from_an_earlier_checkpoint(recipe, done: Path, tmp_path: Path) -> None:
+    named = f"training.resume={done}/checkpoint-2"
+    with pytest.raises(ConfigError, match=r"is finished, and resume names .*checkpoint-2: its result would be written"):
+        train(*recipe(*SHORT, named))
+    assert "trained 6 steps" in train(*recipe(*SHORT, named, f"training.output_dir={tmp_path}/other")).message
+
+
+def test_a_start_that_is_refused_is_no_part_of_the_run(recipe, done: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file() and path.name != ".lock"}
+    rows = [json.loads(line) for line in Path(recipe()[0].run.data.train[0].path).read_text().splitlines()]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    for refused in (["training.learning_rate=5e-4"], ["training.max_steps=4"]):
+        with pytest.raises(ConfigError):
+            train(*recipe(*SHORT, *refused))
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_checkpoints_that_are_all_damaged_end_the_run(recipe, done: Path) -> None:
     unfinished(done)
     for path in checkpoints(done):

@@ -127,3 +127,15 @@ def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
 def test_endings() -> None:
     assert status_callback.ending(KeyboardInterrupt()) == {"state": "stopped", "error": "KeyboardInterrupt"}
     assert status_callback.ending(ZeroDivisionError("x"))["error"] == "ZeroDivisionError: x"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Trainer) -> None:
+        raise TrainingError("cannot read this checkpoint")
+
+    monkeypatch.setattr(Trainer, "_restore", fail)
+    with pytest.raises(TrainingError):
+        train(*recipe())
+    last = read_status(tmp_path / "run" / NAME)
+    assert last is not None
+    assert (last.state, last.error) == ("failed", "cannot read this checkpoint")

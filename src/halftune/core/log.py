@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+FILE_ONLY = {"file_only": True}  # log.info(…, extra=FILE_ONLY): the console has it otherwise, or does not want it
+
 
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module, a child of ``halftune``."""
@@ -22,6 +24,7 @@ def configure(level: int = logging.INFO) -> None:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+    handler.addFilter(lambda record: "file_only" not in vars(record))
     root.addHandler(handler)
     root.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
     root.propagate = False
@@ -54,6 +57,8 @@ class _RunLog(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if self.stream is not None and not os.fstat(self.stream.fileno()).st_nlink:
+                self.close()  # deleted: what is said from now on goes into a new one
             super().emit(record)
         except OSError:  # the file cannot be opened
             self.handleError(record)

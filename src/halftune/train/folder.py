@@ -137,7 +137,8 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
     """Why a run is not finished, or not any more, as a clause; empty where it is.
 
     Raises:
-        ConfigError: it was finished and something is left, but there is no checkpoint to go on from.
+        ConfigError: it was finished and something is left, but there is no checkpoint to go on from; or nothing is left
+            and ``resume`` names a checkpoint that it was not begun from.
     """
     if finished_at(path) is None:
         return "it has not come to its end"
@@ -147,6 +148,12 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
         why = f"it was finished and is asked for something else now ({changed})"
     elif not (path / FINAL).is_dir():
         why = f"it was finished and its result is not there ({FINAL} is missing)"
+    elif now["training.resume"] not in ("auto", "never", before.get("training.resume")):
+        raise ConfigError(
+            f"the run is finished, and resume names {now['training.resume']}: its result would be written over",
+            where=str(path),
+            remedy="choose another training.output_dir to go on from there, or resume: auto",
+        )
     if why and not folders(path):
         raise ConfigError(
             f"the run cannot go on: {why}, and left no checkpoint to go on from (training.save_steps: end)",

@@ -19,8 +19,8 @@ from peft import PeftModel
 
 from halftune.config.load import LoadedConfig
 from halftune.core.atomic import first_aid, write_text
-from halftune.core.errors import TrainingError
-from halftune.core.log import get_logger, log_to
+from halftune.core.errors import HalftuneError, TrainingError
+from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.model.save import save_final
 from halftune.plan import Plan
 from halftune.train.attempt import Attempts
@@ -114,20 +114,24 @@ class Trainer:
 
     def train(self) -> Outcome:
         """The whole run; callbacks are told of its end whatever happens."""
-        failure: BaseException | None = None
-        try:
-            with log_to(self.run.folder / "train.log", enabled=self.run.is_main):
+        with log_to(self.run.folder / "train.log", enabled=self.run.is_main):
+            failure: BaseException | None = None
+            try:
                 self._restore()
                 self.interrupts.only_note()  # up to the last line of the report
                 self._loop()
-                return self._finish()
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            self.crowd.end(self.run, failure)
-            if self.home is not None:
-                self.home.close()
+                outcome = self._finish()
+                log.info(outcome.message, extra=FILE_ONLY)
+                return outcome
+            except BaseException as error:
+                failure = error
+                ours = isinstance(error, HalftuneError)
+                log.error("%s", error if ours else "ended by", exc_info=not ours, extra=FILE_ONLY)
+                raise
+            finally:
+                self.crowd.end(self.run, failure)
+                if self.home is not None:
+                    self.home.close()
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
@@ -146,6 +150,8 @@ class Trainer:
         if run.is_main:
             set_aside(run.folder, run.step)
         self.crowd.tell("on_start", run)
+        if self.home is not None:
+            self.home.remember()
         rank = self.session.accelerator.process_index
         if rank < len(randoms):
             restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it

@@ -39,9 +39,9 @@ def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
     """Name of each callback that a configuration asks for → arguments that it is made with."""
     training, logging = config.training, config.logging
     every = {"every": training.logging_steps}
-    names: dict[str, dict] = {}
-    if logging.progress:
-        names |= {"progress_bar": {}} if sys.stderr.isatty() else {"progress_lines": every}
+    terminal = sys.stderr.isatty()
+    names: dict[str, dict] = {"progress_bar": {}} if logging.progress and terminal else {}
+    names["progress_lines"] = {**every, "shown": logging.progress and not terminal}
     if plan.precision.grad_scaler.value or training.on_non_finite == "skip":
         names["nonfinite"] = {}
     names |= {"dtype_guard": {}, "environment": {}, "metrics": every}

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from halftune.core.log import get_logger
+from halftune.core.log import FILE_ONLY, get_logger
 from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
 from halftune.train.callbacks.window import Window
 from halftune.train.quantities import clock, count, rate, significant, size
@@ -130,12 +130,18 @@ class ProgressBar(Callback):
 
 
 class ProgressLines(Callback):
-    """Plain lines for files and pipes: at logged steps, at most one in 2 seconds, later one a minute."""
+    """Plain lines for files and pipes: at logged steps, at most one in 2 seconds, later one a minute.
+
+    Args:
+        every: steps of a line.
+        shown: on the console, too; else in the run's log only.
+    """
 
     watches = True
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, *, shown: bool = True) -> None:
         self.window, self.pace = Window(every), Pace()
+        self.extra = None if shown else FILE_ONLY
         self.started = self.last = -float("inf")
 
     def on_step(self, run: Run, metrics: StepMetrics) -> None:
@@ -160,12 +166,13 @@ class ProgressLines(Callback):
             speeds(line["tokens"], line["tokens_real"], line["tokens_trained"], line["seconds"]),
             size(line["memory_bytes"]),
             eta,
+            extra=self.extra,
         )
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """Logs the evaluation's loss."""
         if run.is_main:
-            log.info(evaluation_line(run, metrics))
+            log.info(evaluation_line(run, metrics), extra=self.extra)
 
 
 def evaluation_line(run: Run, metrics: dict[str, float]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from halftune.core.status import NAME, StatusFile
+from halftune.core.atomic import write_text
+from halftune.core.status import NAME, StatusFile, read_status
 from halftune.model.patch import current_guard
 from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
 from halftune.train.callbacks.progress import Pace
@@ -43,6 +44,8 @@ class StatusLine(Callback):
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
         """How it ended."""
+        if self.file is None and run.is_main:  # before its start: a checkpoint could not be read
+            self.file = StatusFile(run.folder / NAME)
         self._tell(run, seconds_left=None, **ending(error))
 
     def _tell(self, run: Run, *, urgent: bool = True, **changes: Any) -> None:
@@ -63,13 +66,32 @@ def ending(error: BaseException | None) -> dict[str, Any]:
 
 @contextmanager
 def before_training(folder: Path) -> Iterator[Callable[[Phase], None]]:
-    """Around what comes before the first step: yields what is told of each phase; an error is written down."""
+    """Around what comes before the first step: yields what is told of each phase.
+
+    An error is written down where nothing was in the folder. Where a run was, it stays what it was: a start that is
+    refused is no part of it.
+    """
     if os.environ.get("RANK", "0") != "0":
         yield lambda _: None
         return
     file = StatusFile(folder / NAME)
+    before = _of_a_run(folder)
     try:
         yield lambda phase: file.tell(phase=phase)
     except BaseException as error:
-        file.tell(**ending(error))
+        if before is None:
+            file.tell(**ending(error))
+        else:
+            with suppress(OSError):
+                write_text(folder / NAME, before)
         raise
+
+
+def _of_a_run(folder: Path) -> str | None:
+    """The status that a run left in its folder; None where there is none, or one of a run that never took a step."""
+    try:
+        text = (folder / NAME).read_text(encoding="utf-8")
+        status = read_status(folder / NAME)
+    except (OSError, ValueError):
+        return None
+    return text if status is not None and (status.step or status.state == "finished") else None
