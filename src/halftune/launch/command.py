@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -64,4 +65,6 @@ def command(distributed: DistributedSection, world_size: int, arguments: Sequenc
         words += ["--rdzv-endpoint", f"{distributed.main_process_ip}:{distributed.main_process_port}"]
         words += ["--rdzv-conf", f"join_timeout={max(int(distributed.timeout_seconds), 60)}"]
     words += ["--max-restarts", str(distributed.max_restarts)]
+    # after a signal: the step is finished and saved
+    words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds))]
     return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]

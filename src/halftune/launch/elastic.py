@@ -15,14 +15,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halftune.core.failures import SUMMARY, Record, from_message
 from halftune.hardware.host import cpu_cores
 
+if TYPE_CHECKING:
+    from halftune.launch.agent import Agent
+
 FAILED = 5  # as TrainingError
 _PORT = "HALFTUNE_STORE_PORT"
-_SOON = 5.0  # seconds; torchrun gives a process 30 to end by itself
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,17 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import get_args_parser, run
 
+    from halftune.launch.agent import Agent, install
+
     args = get_args_parser().parse_args(arguments)
     prepare(args)
     if (taken := _taken(args)) is not None:
         return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
     _silence()
+    install()
     try:
         run(args)
     except ChildFailedError as error:
-        found = {rank: _failure(rank, one) for rank, one in error.failures.items()}
+        assert Agent.latest is not None
+        found = {rank: _failure(rank, one, Agent.latest) for rank, one in error.failures.items()}
         return _say(*summary(found, int(args.max_restarts)))
     except SignalException as error:
+        if Agent.latest is not None:
+            Agent.latest.kill()  # a third signal: nobody waits any more
         return _say(f"stopped by {signal.Signals(error.sigval).name}", 128 + error.sigval)
     except (RendezvousError, DistError, OSError) as error:
         where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
@@ -99,7 +107,8 @@ class Failure:
         rank, pid: which one.
         code: exit code; the negative number of a signal.
         record: what it left; None where it had no time to.
-        seen: when torchrun saw it, in seconds since the epoch.
+        seen: when it was seen to have ended, in seconds since the epoch.
+        killed: the launcher ended it, because another one had failed.
     """
 
     rank: int
@@ -107,20 +116,20 @@ class Failure:
     code: int
     record: Record | None
     seen: float = 0.0
+    killed: bool = False
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
     """The failure that the others followed from.
 
-    What went wrong by itself comes first, then a process that was killed before anybody noticed, then what only lost
-    another process, then those that torchrun ended because of it.
+    What went wrong by itself comes first, then a process that was killed, then what only lost another process, then
+    those that the launcher ended because of it.
     """
-    noticed = min((one.record.time for one in failures if one.record is not None), default=float("inf"))
 
     def order(one: Failure) -> tuple[int, float, int]:
         if one.record is not None:
             return (2 if one.record.lost else 0), one.record.time, one.rank
-        ended = one.code in (-signal.SIGTERM, 128 + signal.SIGTERM) or one.seen > noticed + _SOON
+        ended = one.killed or one.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         return (3 if ended else 1), one.seen, one.rank
 
     return min(failures, key=order)
@@ -145,8 +154,10 @@ def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, in
     return "\n".join(lines), code
 
 
-def _failure(rank: int, failure: Any) -> Failure:
-    return Failure(rank, failure.pid, failure.exitcode, from_message(failure.message), failure.timestamp)
+def _failure(rank: int, failure: Any, agent: Agent) -> Failure:
+    record = from_message(failure.message)
+    seen = agent.ended.get(failure.pid, float(failure.timestamp))
+    return Failure(rank, failure.pid, failure.exitcode, record, seen, failure.pid in agent.killed)
 
 
 def _taken(args: argparse.Namespace) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from halftune.config.run import RunConfig
 from halftune.launch.command import command
 
+GRACE = 120  # seconds between a scheduler's SIGTERM and its SIGKILL, for the step and its checkpoint
 # In a template the machine's number and the first machine's name are known only when the job runs.
 _RANK, _HOST = 999_983, "main.process.ip"
 
@@ -30,7 +31,8 @@ def shell_command(config: RunConfig, world_size: int, arguments: list[str], rank
     machines = config.distributed.num_machines
     known = {"machine_rank": _RANK, "main_process_ip": _HOST} if machines > 1 else {}
     words = ["python", *command(config.distributed.model_copy(update=known), world_size, arguments)[1:]]
-    line = shlex.join(words)
+    # exec: a signal from the scheduler must reach the launcher, and end no shell around it
+    line = f"exec {shlex.join(words)}"
     return line.replace(str(_RANK), f'"{rank}"').replace(_HOST, f'"{host}"')
 
 
@@ -45,7 +47,7 @@ def _slurm(config: RunConfig, world_size: int, arguments: list[str]) -> str:
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={each}
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@120
+#SBATCH --signal=TERM@{GRACE}
 set -euo pipefail
 export MAIN=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 bash -c {shlex.quote(line)}
@@ -81,6 +83,7 @@ spec:
         template:
           spec:
             restartPolicy: Never
+            terminationGracePeriodSeconds: {GRACE}
             containers:
             - name: train
               image: YOUR_IMAGE

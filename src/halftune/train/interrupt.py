@@ -7,11 +7,15 @@ import signal
 import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from halftune.core.errors import TrainingError
+
+# A scheduler that signals every process of a job reaches one of several twice: by itself and through its launcher.
+ECHO = 5.0  # seconds
 
 
 class Interrupted(TrainingError):
@@ -36,8 +40,9 @@ class Interrupts:
     """Inside ``with``, SIGINT, SIGTERM and SIGHUP do not end the process as they would.
 
     Before training has begun, the first one leaves ``with`` as :class:`Interrupted`; after :meth:`only_note` it is only
-    written down, and whoever steps looks. The second one leaves the process at once, wherever it is. A signal that was
-    ignored from the beginning (nohup, a shell's background job) stays ignored.
+    written down, and whoever steps looks. The second one leaves the process at once, wherever it is; where there is a
+    launcher, the same one again within :data:`ECHO` is not a second one. A signal that was ignored from the beginning
+    (nohup, a shell's background job) stays ignored.
 
     Attributes:
         received: the first signal that came, or None.
@@ -48,6 +53,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._noting = self._left = False
+        self._since = 0.0
         self._process = os.getpid()
         self._before: dict[signal.Signals, object] = {}
 
@@ -71,10 +77,13 @@ class Interrupts:
         self._noting = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None or os.getpid() != self._process:  # a forked child has nothing to save
+        forked = os.getpid() != self._process  # and has nothing to save
+        if number == self.received and not forked and "RANK" in os.environ and time.monotonic() - self._since < ECHO:
+            return
+        if self.received is not None or forked:
             _show_cursor()
             os._exit(128 + number)
-        self.received = signal.Signals(number)
+        self.received, self._since = signal.Signals(number), time.monotonic()
         if not self._noting:
             self._left = True
             raise _Now(f"stopped by {self.received.name} before training went on")

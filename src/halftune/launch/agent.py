@@ -1,0 +1,94 @@
+"""torchrun's agent, which starts and watches the processes of a machine, with shorter patience once one has failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.launcher import api
+
+NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed, and end by themselves
+_POLL = 0.1  # seconds
+
+
+class Agent(LocalElasticAgent):
+    """torchrun gives every process 30 seconds to end, also one that is stopped or waits where no signal reaches it.
+
+    After a failure this one gives :data:`NOTICE`; after a signal, which asks for a checkpoint, as long as
+    ``--shutdown-timeout`` says, and after a second signal :data:`NOTICE` again.
+
+    Attributes:
+        ended: process ids by the time when they were seen to have ended, in seconds since the epoch.
+        killed: process ids of those that did not end by themselves.
+    """
+
+    latest: Agent | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ended: dict[int, float] = {}
+        self.killed: set[int] = set()
+        self._told = False
+        Agent.latest = self
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._somebody_failed():
+            deadline = time.monotonic() + NOTICE
+            while not all(map(_is_stopped, self._alive())) and time.monotonic() < deadline:
+                time.sleep(_POLL)
+            self.kill()
+        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        super()._shutdown(timeout=int(NOTICE))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        # run() comes here after a signal, and once more where another one came while it waited
+        timeout, self._told = int(NOTICE) if self._told else timeout, True
+        super()._shutdown(death_sig, timeout)
+
+    def kill(self) -> None:
+        """Ends the processes that are left, with all that they have started."""
+        for pid in self._alive():
+            self.killed.add(pid)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _somebody_failed(self) -> bool:
+        return any(process.poll() for process in self._processes())
+
+    def _alive(self) -> list[int]:
+        left = []
+        for process in self._processes():
+            if process.poll() is None:
+                left.append(process.pid)
+            else:
+                self.ended.setdefault(process.pid, time.time())
+        return left
+
+    def _processes(self) -> list[Any]:
+        context = self._pcontext
+        return (
+            [handler.proc for handler in context.subprocess_handlers.values()]
+            if isinstance(context, SubprocessContext)
+            else []
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def install() -> None:
+    """Lets torchrun, in this process, start :class:`Agent` in place of its own."""
+    api.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
