@@ -66,7 +66,8 @@ def machine() -> str:
     """This machine and these versions in one line."""
     hardware = probe()
     device = hardware.devices[0]
-    memory = f"{hardware.cpu_cores} cores, {hardware.host_memory_bytes / 2**30:.0f} GiB"
+    cores = "1 core" if hardware.cpu_cores == 1 else f"{hardware.cpu_cores} cores"
+    memory = f"{cores}, {hardware.host_memory_bytes / 2**30:.0f} GiB"
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     return (
         f"{device.name}, {memory}, {platform.system()}; Python {platform.python_version()}, {versions}; "

@@ -85,10 +85,24 @@ def test_activations_grow_with_tokens_not_with_length() -> None:
 
 def test_logits_exist_where_a_label_is() -> None:
     """Of rows side by side a position is kept where any row has a label; of a packed row only the labelled ones."""
-    packed = replace(LORA, packed=True)
-    assert estimate(packed, facts()).logits < estimate(LORA, facts()).logits
+    packed = replace(LORA, packed=True, half_range=True)
+    assert estimate(packed, facts()).logits < estimate(replace(LORA, half_range=True), facts()).logits
     everything = estimate(replace(packed, labelled=1.0), facts()).logits
     assert everything - estimate(packed, facts()).logits == 4096 * (4096 + 256) * 2
+
+
+def test_a_plain_heads_logits_are_never_held() -> None:
+    """Unless fp16 computes, or the model caps or scales them."""
+    plain, capped = facts(), facts(final_logit_softcapping=30.0)
+    rows = 4096 * 4096 * 2  # half of the tokens, the vocabulary, bytes
+    packed = replace(LORA, packed=True)
+    assert estimate(packed, capped).logits - estimate(packed, plain).logits == rows
+    assert estimate(replace(packed, half_range=True), plain).logits - estimate(packed, plain).logits == rows
+
+
+def test_a_fused_feed_forward_block_keeps_two_products_of_four() -> None:
+    saved = estimate(LORA, facts()).activations - estimate(replace(LORA, fused=True), facts()).activations
+    assert saved == LORA.tokens * facts().num_layers * 2 * facts().intermediate_size * LORA.compute
 
 
 def test_quantised_weights_are_small() -> None:
@@ -108,4 +122,4 @@ def test_dora_keeps_two_outputs_of_every_adapted_layer() -> None:
     more = estimate(dora, facts()).activations - estimate(LORA, facts()).activations
     assert more >= LORA.tokens * 1000 * 2 * LORA.compute
     once = estimate(replace(saving, dora_outputs=1000), facts()).activations - estimate(saving, facts()).activations
-    assert once == pytest.approx(more / facts().num_layers, rel=1e-3)
+    assert once == pytest.approx(2 * more / facts().num_layers, rel=1e-3)  # of one layer, and their gradients

@@ -33,8 +33,13 @@ LOSS_SCRATCH: dict[Kind, int] = {
     "mps": 128 << 20,
 }
 QUANTISED_BYTES = {"mxfp4": 0.54, "bitsandbytes": 0.56, "gptq": 0.56, "awq": 0.56, "fp8": 1.02}
-# Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32.
-LINEAR_COPIES = 14
+# Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32: transformers' own code, operators.
+LINEAR_COPIES = {"torch": 14, "halftune": 2, "fla": 2}
+# A model whose logits are scaled or capped after the head's product holds them; its loss cannot be taken in parts.
+TOUCHED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# Where activations are computed again, the gradients of one layer's inner tensors exist beside them: that much of a
+# layer. A CPU's allocator loses more, most where separate operations leave blocks of many sizes (all weights trained).
+LAYER_GRADIENTS = {"cpu": {True: 3.6, False: 1.7}}
 # What DoRA keeps of every adapted layer's output: the layer's own and the update's, in the compute dtype, for the
 # magnitudes' gradient; and what its fp32 magnitudes widen, in bytes per element.
 DORA_COPIES, DORA_WIDENED = 2, 3
@@ -48,6 +53,7 @@ class Workload:
         kind: of the device.
         storage, trainable, compute, state: bytes per element of the dtypes of the plan.
         autocast: whether weights are cast to the compute dtype in the forward pass.
+        half_range: whether fp16 computes, whose gradients are scaled.
         trained: weights that are trained.
         adapter: those of them beside the frozen model (0 in full fine-tuning).
         optimizer: name of the optimizer.
@@ -60,6 +66,8 @@ class Workload:
         adapted_inputs: widths of the inputs of adapted layers, summed over all of them, where dropout copies them.
         dora_outputs: widths of the outputs of adapted layers, summed over all of them, where DoRA scales them.
         packed: whether rows are packed and computed sample by sample.
+        fused: whether the gated feed-forward block keeps its two inner products only (frozen weights, no dropout).
+        linear: what computes linear-attention layers: ``halftune | fla | torch | none``.
         strategy: how processes share the model: ``single``, ``ddp`` or ``fsdp2``.
         processes: that share it.
         offload: with fsdp2, shards live in main memory.
@@ -84,6 +92,9 @@ class Workload:
     adapted_inputs: int = 0
     dora_outputs: int = 0
     packed: bool = False
+    half_range: bool = False
+    fused: bool = False
+    linear: str = "torch"
     strategy: str = "single"
     processes: int = 1
     offload: bool = False
@@ -160,12 +171,16 @@ def _weight_bytes(work: Workload, facts: ModelFacts) -> float:
 
 
 def _logits(work: Workload, facts: ModelFacts) -> int:
-    """Logits at labelled positions only, in the compute dtype, the head's inputs, and the loss's scratch.
+    """The head's inputs at labelled positions and the loss's scratch; logits too where the loss needs all of them.
 
-    Positions are kept where any row has a label, so rows side by side keep more than a packed one.
+    Positions are kept where any row has a label, so rows side by side keep more than a packed one. The loss of a plain
+    head is taken a few rows at a time; fp16 holds logits, whose gradients must be scaled.
     """
+    raw = (facts.raw or {}).get("text_config") or facts.raw or {}
     positions = work.tokens * (1 - (1 - work.labelled) ** (work.tokens // work.length if not work.packed else 1))
-    return round(positions * (facts.vocab_size + facts.hidden_size) * work.compute) + LOSS_SCRATCH[work.kind]
+    held = work.half_range or any(raw.get(key) not in (None, 1, 1.0) for key in TOUCHED_LOGITS)
+    width = facts.hidden_size + (facts.vocab_size if held else 0)
+    return round(positions * width * work.compute) + LOSS_SCRATCH[work.kind]
 
 
 def _activations(work: Workload, facts: ModelFacts) -> int:
@@ -178,7 +193,8 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
     dora = work.dora_outputs * (DORA_COPIES * work.compute + DORA_WIDENED)
     ends = facts.hidden_size * (residual + 4 + work.compute)  # embedding, final norm
     if work.checkpointing:
-        kept = residual * facts.hidden_size * facts.num_layers + layer + dora / facts.num_layers
+        again = 1 + LAYER_GRADIENTS.get(work.kind, {}).get(work.full, 1)
+        kept = residual * facts.hidden_size * facts.num_layers + (layer + dora / facts.num_layers) * again
     else:
         kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1) + dora
     casts = 0
@@ -217,14 +233,14 @@ def _linear_attention(work: Workload, facts: ModelFacts) -> float:
     keys = int(raw.get("linear_num_key_heads", 0)) * int(raw.get("linear_key_head_dim", 0))
     values = int(raw.get("linear_num_value_heads", 0)) * int(raw.get("linear_value_head_dim", 0))
     width = 2 * keys + values or 4 * facts.hidden_size
-    return width * (3 * work.compute + 4 * LINEAR_COPIES)
+    return width * (3 * work.compute + 4 * LINEAR_COPIES[work.linear])
 
 
 def _feed_forward(work: Workload, facts: ModelFacts) -> float:
-    """Bytes per token of one feed-forward block: gate, its activation, up, and their product."""
+    """Bytes per token of one feed-forward block: gate, its activation, up, and their product; fused: gate and up."""
     raw = (facts.raw or {}).get("text_config") or facts.raw or {}
     width = facts.intermediate_size
     if facts.num_experts:
         width = int(raw.get("moe_intermediate_size") or width) * max(facts.num_experts_per_token, 1)
         width += int(raw.get("shared_expert_intermediate_size") or 0)
-    return 4 * width * work.compute
+    return (2 if work.fused and not facts.num_experts else 4) * width * work.compute

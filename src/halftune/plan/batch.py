@@ -18,9 +18,13 @@ def batch_size(config: RunConfig) -> tuple[int, int | None]:
 
 
 def plan_batch(
-    config: RunConfig, kind: str, world_size: int, packing: Choice[bool], gradient_checkpointing: Choice[bool]
+    config: RunConfig,
+    world_size: int,
+    packing: Choice[bool],
+    gradient_checkpointing: Choice[bool],
+    fused: Choice[bool],
 ) -> BatchPlan:
-    """The batch part of the plan; ``kind`` of the devices."""
+    """The batch part of the plan."""
     rows, tokens = batch_size(config)
     accumulation = config.training.gradient_accumulation_steps
     forward = rows * config.data.max_length if tokens is None or packing.value else tokens
@@ -39,11 +43,12 @@ def plan_batch(
         gradient_checkpointing=gradient_checkpointing,
         tokens_per_batch=tokens,
         grouped=grouped,
-        fused_layers=_fused_layers(config, kind),
+        fused_layers=fused,
     )
 
 
-def _fused_layers(config: RunConfig, kind: str) -> Choice[bool]:
+def choose_fused(config: RunConfig, kind: str) -> Choice[bool]:
+    """Whether layers that an operator knows are computed by it on devices of this kind."""
     asked = config.training.fused_layers
     if asked is False:
         return Choice(False, "switched off (training.fused_layers)")

@@ -79,6 +79,7 @@ def workload(
     attention: AttentionPlan,
     packing: bool,
     adapted: Adapted,
+    fused: bool,
 ) -> Workload:
     """What one process does in a step, with the whole model on its device."""
     training, adapter = config.training, config.adapter
@@ -97,6 +98,7 @@ def workload(
         compute=BYTES[precision.compute.value],
         state=BYTES[precision.optimizer_state.value],
         autocast=precision.autocast.value,
+        half_range=precision.compute.value == "fp16",
         trained=adapted.count.value,
         adapter=adapted.adapter + adapted.saved_whole,
         optimizer=training.optim,
@@ -108,6 +110,8 @@ def workload(
         checkpointing=False,
         dora_outputs=adapted.dora_outputs,
         packed=packing,
+        fused=fused and isinstance(adapter, LoraAdapter) and dropout == 0 and not adapter.use_dora,
+        linear=attention.linear.value if facts.linear_layers else "torch",
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )
 

@@ -10,7 +10,7 @@ from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
-from halftune.plan.batch import plan_batch
+from halftune.plan.batch import choose_fused, plan_batch
 from halftune.plan.distribution import choose_strategy, plan_parallel
 from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.packing import choose_packing
@@ -38,11 +38,12 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     _check_optimizer(config, precision)
     packing, attention = _rows(config, hardware, facts, precision)
     adapted = count_trainable(facts, config.adapter)
-    work = workload(config, hardware, facts, precision, attention, packing.value, adapted)
+    fused = choose_fused(config, hardware.kind)
+    work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
     available = per_process(hardware, max(1, world_size // config.distributed.num_machines))
     checkpointing, memory = plan_memory(config, facts, work, available)
-    batch = plan_batch(config, hardware.kind, world_size, packing, checkpointing)
+    batch = plan_batch(config, world_size, packing, checkpointing, fused)
     counted = (
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
     )
