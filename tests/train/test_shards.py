@@ -11,6 +11,7 @@ import torch
 from process_group import Recipe, apart, curve, in_processes, train_all
 from safetensors.torch import load_file
 
+from halftune.cli import main
 from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, flaw, parts
 from halftune.train.trainer import train
 
@@ -44,6 +45,13 @@ class Runs:
         ours, theirs = (load_file(next((self.place / name / "final").glob("*.safetensors"))) for name in (one, other))
         return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
+    def exported(self, name: str, what: str) -> dict[str, torch.Tensor]:
+        """The plain model of a run or of a checkpoint, by ``halftune export``."""
+        output = self.place / f"{name}-{what}"
+        with pytest.raises(SystemExit, match="0"):
+            main(["export", str(self.place / name / what), "--output", str(output)])
+        return load_file(output / "model.safetensors")
+
     def continues(self, name: str, after: str) -> bool:
         return apart(curve(self.place / name), curve(self.place / after)[HALF:]) < 1e-5
 
@@ -59,6 +67,11 @@ def test_two_shards_go_on_as_two_exactly_and_as_one(recipe, tmp_path: Path) -> N
     assert parts(checkpoint, TRAINABLE) == [f"trainable-0000{rank}-of-00002.safetensors" for rank in (0, 1)]
     sizes = [(checkpoint / part).stat().st_size for part in parts(checkpoint, OPTIMIZER)]
     assert max(sizes) < 1.1 * min(sizes), "each process writes its share only"
+
+    model, last = runs.exported("whole", "final"), runs.exported("whole", f"checkpoint-{STEPS}")
+    assert all(torch.equal(last[key], model[key]) for key in model | last)
+    half = runs.exported("whole", f"checkpoint-{HALF}")
+    assert not any(torch.equal(half[key], model[key]) for key in model)
 
     train(*runs("alone", 1, "auto", after="whole"))
     assert runs.continues("alone", "whole")
@@ -88,4 +101,6 @@ def test_any_number_of_processes_goes_on_by_either_strategy(recipe, tmp_path: Pa
     assert lora.continues("as copies", "shards")
     checkpoint = tmp_path / "lora" / "shards" / f"checkpoint-{HALF}"
     assert parts(checkpoint, TRAINABLE) == [TRAINABLE], "adapters are plain"
+    model, last = lora.exported("shards", "final"), lora.exported("shards", f"checkpoint-{STEPS}")
+    assert all(torch.equal(last[key], model[key]) for key in model | last)
     assert len(parts(tmp_path / "full" / "four" / f"checkpoint-{STEPS}", TRAINABLE)) == 4

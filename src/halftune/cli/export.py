@@ -2,6 +2,7 @@
 
   halftune export runs/quickstart --output models/quickstart
   halftune export configs/quickstart.yaml --output models/quickstart --dtype fp32
+  halftune export runs/quickstart/checkpoint-40 --output models/step-40     a checkpoint, of one process or of many
 
 The merge is done in fp32. Weights are stored in the base checkpoint's own dtype unless --dtype says otherwise, and
 config.json names it. Nothing is written when the merged model answers differently than rounding explains.
@@ -11,16 +12,21 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from halftune.core import log
 from halftune.core.startup import quick_imports
 from halftune.core.status import StatusFile, told
+from halftune.train.checkpoint_list import STATE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``halftune export``."""
-    parser.add_argument("run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, or the YAML file of a finished run")
+    parser.add_argument(
+        "run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, a checkpoint in it, or the YAML file of a finished run"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="format of the weights")
@@ -38,20 +44,30 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     from halftune.export.output import check_output
-    from halftune.model.finished import open_run
+    from halftune.model.finished import open_checkpoint, open_run
 
     log.configure()
-    output = Path(os.path.expanduser(args.output))
-    finished = open_run(args.run, args.overrides)
-    check_output(finished, output, force=args.force)
+    output, target = Path(os.path.expanduser(args.output)), Path(os.path.expanduser(args.run))
+    with ExitStack() as stack:
+        if at_checkpoint := (target / STATE).is_file():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            room = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
+            finished = open_checkpoint(target, args.overrides, Path(room) / "final")
+        else:
+            finished = open_run(args.run, args.overrides)
+        check_output(finished, output, force=args.force)
 
-    with quick_imports():
-        from halftune.export.merged import export_run
+        with quick_imports():
+            from halftune.export.merged import export_run
+            from halftune.train.checkpoint_result import write_result
 
-    def progress(phase: str, step: int = 0, total: int = 0) -> None:
-        if status is not None:
-            status.tell(phase=phase, step=step, total=total, urgent=not step)
+        def progress(phase: str, step: int = 0, total: int = 0) -> None:
+            if status is not None:
+                status.tell(phase=phase, step=step, total=total, urgent=not step)
 
-    export = export_run(finished, output, args.dtype, force=args.force, progress=progress)
+        if at_checkpoint:
+            progress("loading")
+            write_result(target, finished.loaded.run, finished.plan, finished.final)
+        export = export_run(finished, output, args.dtype, force=args.force, progress=progress)
     print(export.describe())
     return 0

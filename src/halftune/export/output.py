@@ -14,7 +14,8 @@ def check_output(run: FinishedRun, output: Path, *, force: bool) -> None:
     Raises:
         ModelError: with what is in the way.
     """
-    if output.resolve() in (run.folder.resolve(), *run.final.resolve().parents, run.final.resolve()):
+    own = run.folder.resolve()
+    if output.resolve() in (own, own / "final", *run.final.resolve().parents, run.final.resolve()):
         raise ModelError("the output folder is the run's own", where=str(output), remedy="choose another --output")
     if output.is_file():
         raise ModelError("the output is a file", where=str(output), remedy="choose a folder")

@@ -35,17 +35,19 @@ class FinishedRun:
         folder: the run folder.
         plan: how this machine carries the run's configuration out.
         is_adapter: whether ``final`` holds an adapter (else a full model).
+        place: of the result, where it is not in the run folder.
     """
 
     loaded: LoadedConfig
     folder: Path
     plan: Plan
     is_adapter: bool
+    place: Path | None = None
 
     @property
     def final(self) -> Path:
         """The adapter or model that training left."""
-        return self.folder / "final"
+        return self.place or self.folder / "final"
 
     @property
     def result(self) -> ModelSection:
@@ -80,6 +82,24 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> FinishedRun:
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
     plan = _plan(loaded, read_model_facts(section), folder)
     return FinishedRun(loaded, folder, plan, is_adapter)
+
+
+def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> FinishedRun:
+    """A run as if it had ended at one of its checkpoints.
+
+    Args:
+        checkpoint: a folder in the run folder.
+        overrides: as :func:`open_run`'s.
+        place: where its result is going to be.
+
+    Raises:
+        ModelError: the checkpoint is in no run folder.
+        HalftuneError: the configuration cannot be carried out on this machine.
+    """
+    folder = _folder(checkpoint.resolve().parent)
+    loaded = load_run(folder, overrides, look_at_files=False)
+    plan = _plan(loaded, read_model_facts(loaded.run.model), folder)
+    return FinishedRun(loaded, folder, plan, loaded.run.adapter.type != "none", place)
 
 
 def _check_base(loaded: LoadedConfig, final: Path) -> None:
