@@ -42,7 +42,7 @@ IMPORTS
 
 
 class Mixer(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_attention_heads
         self.size = width // self.heads
@@ -64,7 +64,7 @@ class StrangerForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Mixer(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(Mixer(config, index) for index in range(config.num_hidden_layers))
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -93,8 +93,13 @@ class Stranger:
     marks: dict[str, str]
 
 
-def stranger(folder: Path, attended: str, *, imports: str = "", made: str = "", vocab_size: int = 4096) -> Stranger:
-    """A checkpoint in fp32 whose attention is ``attended``: q, k, v ``[B, T, H, D]`` → out."""
+def stranger(
+    folder: Path, attended: str, *, imports: str = "", made: str = "", vocab_size: int = 4096, layers: int = 2
+) -> Stranger:
+    """A checkpoint in fp32 whose attention is ``attended``: q, k, v ``[B, T, H, D]`` → out.
+
+    ``made`` makes what it needs for the layer ``index``.
+    """
     kind = f"unheardof{next(_NUMBERS)}"  # a process keeps the first class that it saw for a type
     code = _MODELING.replace("IMPORTS", imports).replace("@KIND@", kind)
     for word, body in (("MADE", made), ("ATTENDED", attended)):
@@ -107,7 +112,7 @@ def stranger(folder: Path, attended: str, *, imports: str = "", made: str = "", 
         "AutoConfig": f"configuration_{kind}.StrangerConfig",
         "AutoModelForCausalLM": f"modeling_{kind}.StrangerForCausalLM",
     }
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": vocab_size}
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": vocab_size}
     flags = {"tie_word_embeddings": False, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": classes, **sizes, **flags}))
     with torch.random.fork_rng(devices=[]), flash_attn_installed():

@@ -26,6 +26,7 @@ from halftune.precision.dtypes import torch_dtype
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.flash_sinks import flash_attn_importable
+from halftune.precision.trace.repeats import one_of_each_kind
 from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.tracer import Arrival, Tracer
 from halftune.precision.trace.weightless import NEEDS_VALUES, Weightless
@@ -143,7 +144,17 @@ def _whole(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer
         built = build(model_config, config.model, _attention(plan), torch_dtype(plan.precision.storage.value))
         model = prepare(built, config, plan, mode)
         _check(model, plan)
-        _phases(model, {name: _fake(mode, value) for name, value in inputs.items()}, config, tracer)
+        fakes = {name: _fake(mode, value) for name, value in inputs.items()}
+        with one_of_each_kind(model, tracer) as layers:
+            try:
+                _phases(model, fakes, config, tracer)
+            except (*NEEDS_VALUES, HalftuneError):
+                if not layers.replays:
+                    raise
+                layers.doubtful = True
+        if layers.doubtful:  # layers that look alike depend on each other: run all
+            tracer.arrivals.clear()
+            _phases(model.train(), fakes, config, tracer)
 
 
 def _small(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer: Tracer) -> None:

@@ -79,8 +79,8 @@ def findings(
     for arrival in arrivals:
         for operand in _strays(arrival):
             step = first_promotion(operand.step) if operand.step is not None else None
-            at = (step.op, step.place, _starred(step.module)) if step is not None else ("", operand.leaf, "")
-            key = (arrival.target, operand.name, _starred(arrival.site), operand.dtype, arrival.dtype, at)
+            at = (step.op, step.place, starred(step.module)) if step is not None else ("", starred(operand.leaf), "")
+            key = (arrival.target, operand.name, starred(arrival.site), operand.dtype, arrival.dtype, at)
             groups.setdefault(key, []).append((arrival, operand, step))
     return [_finding(group, mode, scale, objection, training) for group in groups.values()]
 
@@ -113,7 +113,7 @@ def _finding(
     return Finding(
         target=arrival.target,
         operand=operand.name,
-        site=_starred(arrival.site),
+        site=starred(arrival.site),
         arrives=shown(operand.dtype),
         computes="" if arrival.dtype is None else shown(arrival.dtype),
         op=step.formula() if step is not None else operand.leaf or "made outside of torch's functions",
@@ -123,7 +123,7 @@ def _finding(
         line=place.line if place else 0,
         function=place.function if place else "",
         source=linecache.getline(place.file, place.line).strip() if place else "",
-        module=_starred(step.module) if step is not None else "",
+        module=starred(step.module) if step is not None else "",
         layers={phase: len(modules) for phase, modules in sites.items()},
         passes=("forward", "backward") if trains else ("forward",),
         breaks=not to_loss,
@@ -162,6 +162,6 @@ def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
     return math.prod(operand.shape) * (arrival.dtype.itemsize + operand.dtype.itemsize)
 
 
-def _starred(path: str) -> str:
+def starred(path: str) -> str:
     """A module's path in the model's own words, layer numbers as ``*``."""
     return _INDEX.sub("*", plain_name(path))

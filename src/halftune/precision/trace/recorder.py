@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
 
     def step_of(self, tensor: torch.Tensor) -> Step | None:
         """The call that made a tensor, or None."""
-        return vars(tensor).get(_STEP) if hasattr(tensor, "__dict__") else None
+        return step_made_by(tensor)
 
     def leaf_of(self, tensor: torch.Tensor) -> str:
         """``parameter …`` or ``buffer …`` with its name, or empty."""
@@ -134,10 +134,15 @@ def recorded(module: nn.Module) -> bool:
     return any(map(only_records, module._forward_hooks.values()))
 
 
-def credit(tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """Gives ``tensor`` the record of another that was made in its place, as the author of the model wrote it."""
-    if _STEP in vars(like):
-        setattr(tensor, _STEP, vars(like)[_STEP])
+def step_made_by(tensor: torch.Tensor) -> Step | None:
+    """The call that made a tensor, or None where no recorder saw it."""
+    return vars(tensor).get(_STEP) if hasattr(tensor, "__dict__") else None
+
+
+def credit(tensor: torch.Tensor, step: Step | None) -> None:
+    """Gives a tensor the record of a call that the author of the model wrote."""
+    if step is not None:
+        setattr(tensor, _STEP, step)
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def _batches_credited() -> Iterator[None]:
         def converted(*args: Any) -> Any:
             result = convert(*args)
             if isinstance(result, torch.Tensor) and isinstance(args[at], torch.Tensor):
-                credit(result, args[at])
+                credit(result, step_made_by(args[at]))
             return result
 
         return converted
