@@ -130,3 +130,9 @@ def test_two_machines_end_with_the_weights_of_one(place: Path, undisturbed: Path
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
     assert same(undisturbed, place / "machines")
+
+
+def test_torchrun_ends_with_the_weights_of_train(place: Path, undisturbed: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    run(place, [*words, "-m", "halftune", "train", *arguments(place, "torchrun")])
+    assert same(undisturbed, place / "torchrun")

@@ -27,3 +27,12 @@ def test_the_newest_checkpoint_is_valid_whenever_somebody_looks() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "WRONG" not in done.stdout, done.stdout
     assert "saw" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_two_kills_of_one_of_two_processes_end_bit_identically(tmp_path: Path) -> None:
+    """``python scripts/kill_ranks.py`` makes twenty, with adapters and DDP, too."""
+    command = [sys.executable, str(SCRIPTS / "kill_ranks.py"), "--kills", "2", "--case", "fsdp2-full", "--seed", "5"]
+    done = subprocess.run([*command, "--room", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 kills" in done.stdout

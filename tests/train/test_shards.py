@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 
 from halftune.cli import main
 from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, flaw, parts
+from halftune.train.parallel import saving
 from halftune.train.trainer import train
 
 ROWS, STEPS, HALF = 8, 6, 3
@@ -104,3 +107,27 @@ def test_any_number_of_processes_goes_on_by_either_strategy(recipe, tmp_path: Pa
     model, last = lora.exported("shards", "final"), lora.exported("shards", f"checkpoint-{STEPS}")
     assert all(torch.equal(last[key], model[key]) for key in model | last)
     assert len(parts(tmp_path / "full" / "four" / f"checkpoint-{STEPS}", TRAINABLE)) == 4
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_write_is_named_by_all_and_leaves_nothing(recipe, tmp_path: Path, capfd) -> None:
+    made = Runs(recipe, tmp_path, FULL)("full disk", 2, "fsdp2", "training.save_steps=1")
+
+    def work(rank: int) -> None:
+        write = saving.write_shares
+
+        def full(folder: Path, *rest) -> Path:
+            if "checkpoint-2" in folder.name and rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(folder, *rest)
+
+        saving.write_shares = full
+        train_all([made])(rank)
+
+    assert in_processes(2, work) == [1, 1]
+    said = capfd.readouterr().err
+    assert said.count("TrainingError: rank 1 of 2 cannot write its part of the checkpoint: [Errno 28]") == 2
+    assert "free space" in said
+    found = sorted(path.name for path in (tmp_path / "full disk").glob("*checkpoint*"))
+    assert found == ["checkpoint-1"]
+    assert flaw(tmp_path / "full disk" / "checkpoint-1", thorough=True) == ""
