@@ -103,13 +103,14 @@ def test_every_name_of_the_table_is_chosen_by_some_configuration(make_run: MakeR
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
         built = callbacks.build(run.config, run.plan)
         names |= set(callbacks.chosen(run.config, run.plan))
-        assert type(built[-1]).__name__ == "Report"  # it reads what the others write
+        assert [type(one).__name__ for one in built[-2:]] == ["Report", "StatusLine"]  # it reads what others write
     assert names == set(callbacks.CALLBACKS)
 
 
 def test_progress_false_is_silent(make_run: MakeRun) -> None:
     names = callbacks.chosen(make_run(logging={"progress": False}).config, a_plan())
-    assert not [name for name in names if name.startswith("progress")]
+    progress = {name: more for name, more in names.items() if name.startswith("progress")}
+    assert progress == {"progress_lines": {"every": 1, "shown": False}}, "the run's log only"
 
 
 def test_metrics_line_has_the_contract_and_is_on_disk_at_once(make_run: MakeRun) -> None:

@@ -72,7 +72,8 @@ def test_healthy_step_runs_nothing(run: Run, batch: Batch) -> None:
 def test_first_module_is_named_and_the_checkpoint_too(run: Run, batch: Batch) -> None:
     for step in (2, 4):
         (run.folder / f"checkpoint-{step}").mkdir()
-        (run.folder / f"checkpoint-{step}" / "state.json").write_text("{}")
+        for name in ("trainable.safetensors", "optimizer.safetensors", "state.json"):
+            (run.folder / f"checkpoint-{step}" / name).write_text("{}")
         seal(run.folder / f"checkpoint-{step}")
     spoil(run.model.get_submodule("model.layers.1.mlp.up_proj"))
     words = stop(run, [batch])

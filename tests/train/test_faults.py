@@ -419,10 +419,10 @@ def test_a_folder_that_is_deleted_is_made_again(recipe, tmp_path: Path, monkeypa
     at_step(monkeypatch, {2: delete, 4: look})
     assert train(*recipe(*settings)).step == 4
     assert held == [True]
-    assert [line["step"] for line in metrics(run)] == [2, 3, 4] if not whole else [3, 4]
+    assert [line["step"] for line in metrics(run)] == [2, 3, 4]
     said = [record.getMessage() for record in caplog.records if "was deleted" in record.getMessage()]
     assert said == [f"{run} was deleted under the run: made again; checkpoints and metrics so far are gone"]
-    assert "trained 4 steps" in (run / "train.log").read_text()
+    assert said[0] in (run / "train.log").read_text()
     assert "nothing to do" in train(*recipe(*settings)).message
 
 

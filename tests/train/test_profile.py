@@ -128,7 +128,11 @@ def test_evaluation_between_profiled_steps_is_not_counted(
 ) -> None:
     evaluated = ("data.eval_split=16", "training.eval_steps=1")
     plain, evaluating = (
-        json.loads((train(*recipe("logging.profile=2", "training.max_steps=5", *more)).folder / NAME).read_text())
+        json.loads(
+            (
+                train(*recipe("logging.profile=2", "training.max_steps=5", "data.max_length=32", *more)).folder / NAME
+            ).read_text()
+        )
         for more in ((f"training.output_dir={tmp_path}/a",), (*evaluated, f"training.output_dir={tmp_path}/b"))
     )
     calls = [
@@ -145,6 +149,6 @@ def test_too_short_a_run_says_so_and_without_it_nothing_is_written(
     folder = train(*recipe("logging.profile=2", "training.max_steps=2")).folder
     assert "no step was profiled" in caplog.text
     assert not (folder / NAME).exists()
-    folder = train(*recipe("training.max_steps=4", f"training.output_dir={tmp_path}/other")).folder
+    folder = train(*recipe("training.max_steps=1", f"training.output_dir={tmp_path}/other")).folder
     assert not (folder / NAME).exists()
     assert 'id="profile"' not in (folder / "report.html").read_text()
