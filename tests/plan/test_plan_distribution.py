@@ -119,3 +119,17 @@ def test_the_table_shows_each_strategy() -> None:
     assert "with ddp" in text
     assert "with fsdp2" in text
     assert plan.distribution.reason in text
+
+
+def test_what_main_memory_cannot_hold_is_said() -> None:
+    """Each process reads the whole model before its device takes it: 8 × 25 GiB in fp32, of 128 GiB."""
+    crowded = "8 processes on a machine each read the whole model: 201 GiB of 128 GiB"
+    assert any(crowded in warning for warning in planned("a100x8", 8, adapter="none").warnings)
+    for plan in (planned("a100x2", 2, adapter="none"), planned("a100", 1, adapter="none")):
+        assert not any("main memory" in warning for warning in plan.warnings)
+
+
+def test_shards_that_do_not_fit_may_go_to_main_memory_or_more_devices() -> None:
+    big = {**LLAMA_7B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    reason = planned("a100x8", 8, big, adapter="none").memory.verdict.reason
+    assert "more devices, distributed.fsdp.cpu_offload: true" in reason

@@ -113,6 +113,25 @@ def plan_parallel(
     )
 
 
+def main_memory(hardware: Hardware, facts: ModelFacts, work: Workload, each: int) -> str:
+    """What is to be said of main memory, where processes read a model before it goes to their devices; else empty.
+
+    Args:
+        hardware, facts: where it runs, the model.
+        work: of one process.
+        each: processes on one machine; each of them reads the whole model.
+    """
+    if hardware.kind in ("cpu", "mps") or each == 1 or facts.quantization is not None:
+        return ""
+    needed, there = each * facts.num_parameters * work.storage, hardware.host_memory_bytes
+    if needed <= there:
+        return ""
+    return (
+        f"{each} processes on a machine each read the whole model: {needed / GIB:.0f} GiB of {there / GIB:.0f} GiB of "
+        "main memory; with fewer processes on more machines it is less."
+    )
+
+
 def _by_memory(
     config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, world_size: int, refused: str
 ) -> Choice[str]:

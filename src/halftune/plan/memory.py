@@ -61,7 +61,7 @@ def plan_memory(
         overlap=chosen.overlap,
         available=available,
         checkpoint_disk=disk,
-        verdict=_verdict(chosen, available, config, checkpointing.value),
+        verdict=_verdict(chosen, available, config, work, checkpointing.value),
     )
 
 
@@ -116,7 +116,7 @@ def workload(
     )
 
 
-def _verdict(chosen: Estimate, available: int, config: RunConfig, checkpointing: bool) -> Choice[str]:
+def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool) -> Choice[str]:
     share = chosen.total / available
     said = f"{_gib(chosen.total)} of {_gib(available)} ({share:.0%})"
     if share <= FITS:
@@ -134,6 +134,10 @@ def _verdict(chosen: Estimate, available: int, config: RunConfig, checkpointing:
     ways.append("a smaller data.max_length")
     if config.adapter.type == "none":
         ways.append("adapter: lora")
+    if work.strategy == "fsdp2":
+        ways.append("more devices")
+        if not work.offload and work.kind != "cpu":
+            ways.append("distributed.fsdp.cpu_offload: true")
     return Choice("does not fit", f"{said}; try {', '.join(ways)}")
 
 

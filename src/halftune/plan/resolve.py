@@ -11,7 +11,7 @@ from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
 from halftune.plan.batch import choose_fused, plan_batch
-from halftune.plan.distribution import choose_strategy, plan_parallel
+from halftune.plan.distribution import choose_strategy, main_memory, plan_parallel
 from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.packing import choose_packing
 from halftune.plan.trainable import count_trainable
@@ -47,6 +47,9 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     counted = (
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
     )
+    warnings = _warnings(config, hardware, facts, world_size, memory.verdict)
+    if crowded := main_memory(hardware, facts, work, max(1, world_size // config.distributed.num_machines)):
+        warnings.append(crowded)
     return Plan(
         device=_device(hardware),
         precision=precision,
@@ -56,7 +59,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         distribution=distribution,
         num_parameters=Choice(facts.num_parameters, counted),
         num_trainable=adapted.count,
-        warnings=(*precision.warnings, *_warnings(config, hardware, facts, world_size, memory.verdict)),
+        warnings=(*precision.warnings, *warnings),
         model=f"{facts.name_or_path} ({facts.model_type})",
         machine=_machine(hardware),
         parallel=plan_parallel(config, hardware, facts, precision, work, world_size),
