@@ -287,7 +287,7 @@ def test_broken_code_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("sections", "machine", "exit_code", "says"),
     [
         ({"attention": {"backend": "sdpaa"}}, "a100", 2, "sdpaa"),
-        ({"attention": {"backend": "fa2"}, "precision": "fp16"}, "t4", 2, "attention: fa2 is not possible"),
+        ({"attention": {"backend": "fa2"}, "precision": "fp16"}, "t4", 2, "fa2 is not possible"),
         ({}, "no-such-machine", 2, "no-such-machine"),
         ({"model": {"name_or_path": "/no/such/model"}}, "a100", 2, "/no/such/model"),
     ],
@@ -344,3 +344,21 @@ def test_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0
     assert trace["calls"] == {}
     assert any("no call was seen" in note for note in trace["notes"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("flash_attention_2", "fa2"),
+        ("flash-attn", "fa2"),
+        ("FlashAttention", "fa2"),
+        ("fa-3", "fa3"),
+        ("xformers", "sdpa"),
+    ],
+)
+def test_another_tools_name_for_a_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: str, ours: str
+) -> None:
+    code, _, err = doctor(capsys, "--config", recipe(tmp_path, attention=theirs))
+    assert code == 2
+    assert f"did you mean {ours}?" in err

@@ -57,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     return dtypes
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_fp32_masters_compute_in_bf16_with_right_gradients(kind: str, seen: set[torch.dtype]) -> None:
     exact = gradients(made(kind), "fp32")
     seen.clear()

@@ -100,8 +100,16 @@ def trained(flash, tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize(("code", "operands"), [(HIDDEN, "q"), (LATE, "kv")], ids=["hidden", "late"])
+@pytest.mark.parametrize(
+    ("code", "operands", "adapter"),
+    [
+        (HIDDEN, "q", "lora"),
+        pytest.param(LATE, "kv", "none", marks=pytest.mark.slow),
+        pytest.param(HIDDEN, "q", "none", marks=pytest.mark.slow),
+        pytest.param(LATE, "kv", "lora", marks=pytest.mark.slow),
+    ],
+    ids=["hidden-lora", "late-none", "hidden-none", "late-lora"],
+)
 def test_every_call_is_guarded_from_training_to_the_merged_model(
     flash, trained: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: dict, operands: str, adapter: str
 ) -> None:
@@ -135,18 +143,26 @@ def test_a_refusal_that_the_model_catches_stops_the_run(trained: Callable, tmp_p
     assert f"fp32 since {model.marks['q']}: mul(bf16, fp32)" in caught.value.what, "inside torch.vmap"
 
 
-@pytest.mark.parametrize("code", [HIDDEN, LATE, CATCHER], ids=["hidden", "late", "catcher"])
-def test_the_doctor_names_the_same_lines(tmp_path: Path, code: dict) -> None:
-    model = stranger(tmp_path / "model", **code)
+def recipe(folder: Path, model: Path) -> Path:
     tree = {
-        "model": {"name_or_path": str(model.folder), "trust_remote_code": True, "tokenizer": "builtin:qwen2-tiny"},
+        "model": {"name_or_path": str(model), "trust_remote_code": True, "tokenizer": "builtin:qwen2-tiny"},
         "precision": "bf16",
         "adapter": "none",
         "data": {"train": "builtin:python-docs"},
         "training": {"output_dir": "run"},
     }
-    (tmp_path / "x.yaml").write_text(json.dumps(tree))
-    config = load_config(tmp_path / "x.yaml").run
+    (folder / "look.yaml").write_text(json.dumps(tree))
+    return folder / "look.yaml"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [HIDDEN, LATE, pytest.param(CATCHER, marks=pytest.mark.slow)],
+    ids=["hidden", "late", "catcher"],
+)
+def test_the_doctor_names_the_same_lines(tmp_path: Path, code: dict) -> None:
+    model = stranger(tmp_path / "model", **code)
+    config = load_config(recipe(tmp_path, model.folder)).run
     for _ in range(2):  # in one process: what the model's module keeps is seen again
         found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
         assert found.calls == {"attention, train": 2, "attention, chat": 2}
@@ -170,7 +186,11 @@ KINDS = {"eager": plain, "flash_attention_2": functools.partial(flash_attn_func,
 def test_a_table_of_implementations_is_asked_for_one_that_it_has(
     trained: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    folder = stranger(tmp_path / "model", **OLD).folder
+    looked_at = load_config(recipe(tmp_path, folder)).run
+    found = examine(looked_at, resolve(looked_at, lookup("a100"), read_model_facts(looked_at.model)))
+    assert found.broken == [], "the doctor builds it as training does"
     with caplog.at_level(logging.INFO, "halftune"):
-        run = trained(stranger(tmp_path / "model", **OLD).folder, "none")
+        run = trained(folder, "none")
     assert "StrangerForCausalLM computes attention in code of its own: built with transformers' eager" in caplog.text
     assert json.loads((run / "guard.json").read_text())["casts"] == 0

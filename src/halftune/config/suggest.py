@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -111,11 +112,23 @@ def suggest_key(path: Path, section: type[Section] | None) -> str:
     return f"keys of {dotted(parent)} are {', '.join(siblings)}" if siblings else ""
 
 
+# Words that other tools have for ours.
+WORDS = {
+    **dict.fromkeys(("flash_attention_2", "flash_attention", "flash_attn", "flash_attn_2", "flashattn", "fa"), "fa2"),
+    **dict.fromkeys(("flashattention", "flashattention2", "flashattention_2", "fa_2", "flash"), "fa2"),
+    **dict.fromkeys(("flash_attention_3", "flash_attn_3", "flashattention3", "flashattention_3", "fa_3"), "fa3"),
+    **dict.fromkeys(("flash_attention_4", "flash_attn_4", "flashattention4", "flashattention_4", "fa_4"), "fa4"),
+    **dict.fromkeys(("flex_attention", "flex_attn", "flexattention"), "flex"),
+    **dict.fromkeys(("sdp", "scaled_dot_product_attention", "torch_sdpa", "mem_efficient", "xformers"), "sdpa"),
+}
+
+
 def suggest_word(value: object, known: Iterable[object]) -> str:
     """The remedy for a word that is not in a closed list; empty where nothing is near."""
     words = [str(word) for word in known]
     text = str(value).lower()
-    near = [word for word in words if word == text] or get_close_matches(text, words, n=1, cutoff=0.6)
+    theirs = WORDS.get(re.sub(r"[-_ ]+", "_", text))
+    near = [word for word in words if word in (text, theirs)] or get_close_matches(text, words, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else ""
 
 

@@ -22,7 +22,6 @@ from halftune.doctor.subject import build, prepare, read_config
 from halftune.model.broken_code import broken, last_line
 from halftune.model.packing_check import small_copy
 from halftune.plan import Plan
-from halftune.precision.dtypes import torch_dtype
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.flash_sinks import flash_attn_importable
@@ -141,7 +140,7 @@ def objection(arrival: Arrival) -> str:
 def _whole(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer: Tracer) -> None:
     inputs = inputs_for(model_config)
     with Weightless() as mode:
-        built = build(model_config, config.model, _attention(plan), torch_dtype(plan.precision.storage.value))
+        built = build(model_config, config.model, plan, _attention(plan))
         model = prepare(built, config, plan, mode)
         _check(model, plan)
         fakes = {name: _fake(mode, value) for name, value in inputs.items()}
@@ -158,7 +157,6 @@ def _whole(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer
 
 
 def _small(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer: Tracer) -> None:
-    storage = torch_dtype(plan.precision.storage.value)
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_copy(model_config).config
@@ -166,7 +164,7 @@ def _small(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer
             raise
         except Exception as error:  # the model's own code may raise anything
             raise broken(error, config.model, None) from error
-        model = prepare(build(small, config.model, _attention(plan), storage), config, plan, None)
+        model = prepare(build(small, config.model, plan, _attention(plan)), config, plan, None)
         _check(model, plan)
         _phases(model, inputs_for(small), config, tracer)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,6 +28,7 @@ from halftune.model.architectures import read_config as read_checkpoint_config
 from halftune.model.broken_code import broken
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.patch_experts import route_experts
+from halftune.model.patch_own_code import attention_for, brings_code
 from halftune.model.quiet import quiet
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
@@ -59,14 +60,23 @@ def read_config(section: ModelSection) -> PretrainedConfig:
     return config
 
 
-def build(config: PretrainedConfig, section: ModelSection, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with random weights, or inside ``Weightless`` without any.
+def build(config: PretrainedConfig, section: ModelSection, plan: Plan, attention: str) -> PreTrainedModel:
+    """The model with random weights in the plan's storage dtype, or inside ``Weightless`` without any.
+
+    Args:
+        config: what is built.
+        section: whose code builds it.
+        plan: as it would run.
+        attention: name in transformers' interface; code of a checkpoint may be built with another.
 
     Raises:
         ModelError: the model's code cannot be imported or cannot build it.
     """
     remote = section.trust_remote_code and config.model_type not in OWN
+    dtype = torch_dtype(plan.precision.storage.value)
     try:
+        if remote and "auto_map" in vars(config):
+            attention = _asked_for(config_file(section).parent, plan, attention)
         with quiet():
             for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
                 if type(config) in auto._model_mapping or "auto_map" in vars(config):
@@ -78,6 +88,13 @@ def build(config: PretrainedConfig, section: ModelSection, attention: str, dtype
         raise
     except Exception as error:  # the model's own code may raise anything
         raise broken(error, section, None) from error
+
+
+def _asked_for(folder: Path, plan: Plan, attention: str) -> str:
+    """``attention`` where a checkpoint's code asks transformers' interface, else the name that it is trained with."""
+    ours = f"halftune_{plan.attention.softmax.value}"
+    chosen = attention_for(folder, plan, ours) if brings_code(folder) else ours
+    return attention if chosen == ours else chosen
 
 
 def _by_type(config: PretrainedConfig) -> Any:
