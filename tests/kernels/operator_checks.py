@@ -19,6 +19,11 @@ BOUNDS = [(0, 1), (0, 2), (0, 63), (0, 64), (0, 65), (0, 100), (0, 1, 2, 66, 66,
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills every uninitialised tensor with NaN: what an operator leaves unwritten shows."""
+    poison_empty(monkeypatch)
+
+
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `poisoned`, as long as ``monkeypatch`` lasts."""
     for owner, name in (
         (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"),
     ):  # fmt: skip
