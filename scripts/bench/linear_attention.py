@@ -1,16 +1,18 @@
 """Linear attention on the CPU: our operators against transformers' torch fallbacks, forward + backward, A/B in turn.
 
     OMP_NUM_THREADS=1 python scripts/bench/linear_attention.py
-    OMP_NUM_THREADS=2 python scripts/bench/linear_attention.py --threads 2
+    OMP_NUM_THREADS=2 python scripts/bench/linear_attention.py --threads 2 --operators "gated delta rule"
 
-Head shapes are those of Qwen3.5 (K = V = 128, two value heads to a key head) and Kimi-Linear, with fewer heads. Medians
-of CPU-seconds with one thread, of wall time with more; each round runs every contender once. Memory is the peak of a
-process of its own above what it held before, forward + backward.
+Head shapes are those of Qwen3.5 (K = V = 128, two value heads to a key head), Kimi-Linear, Bamba (heads of 64, state
+128, one group) and RWKV-7, with fewer heads; RWKV-7, which transformers has not, against a loop over tokens in torch.
+Medians of CPU-seconds with one thread, of wall time with more; each round runs every contender once. Memory is the peak
+of a process of its own above what it held before, forward + backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -21,51 +23,67 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from halftune_kernels.ops.gated_delta_rule import gated_delta_rule
-from halftune_kernels.ops.kda import kda
+from halftune_kernels import gated_delta_rule, kda, mamba2_chunk_scan, rwkv7
 
 LENGTHS = (512, 2048, 4096)
-HEADS = {"gated delta rule": (4, 8), "Kimi delta attention": (2, 2)}
-SIZE = 128
+LONGEST = {"Kimi delta attention": 2048, "RWKV-7": 2048}  # beyond, the others take gigabytes
+HEADS = {"gated delta rule": (4, 8), "Kimi delta attention": (2, 2), "Mamba-2": (1, 8), "RWKV-7": (2, 2)}
+SIZES = {"gated delta rule": (128, 128), "Kimi delta attention": (128, 128), "Mamba-2": (128, 64), "RWKV-7": (64, 64)}
+POSITIONAL = ("query", "key", "value")  # called q, k, v by some
 Call = Callable[..., Any]
+Inputs = dict[str, torch.Tensor]
 
 
 def contenders(operator: str) -> dict[str, Call]:
     """transformers' undecorated fallback and our operator, both called as a model's layer does."""
+    if operator == "RWKV-7":
+        return {"others": functools.partial(rwkv7, backend="reference"), "halftune": rwkv7}
     if operator == "gated delta rule":
         from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as fallback
 
         ours: Call = gated_delta_rule
-    else:
+    elif operator == "Kimi delta attention":
         from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention as fallback
 
         ours = kda
+    else:
+        from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan as fallback
+
+        ours = mamba2_chunk_scan
     undecorated: Call = fallback.__wrapped__  # type: ignore[attr-defined]
-    return {"transformers": undecorated, "halftune": ours}
+    how = {"chunk_size": 256, "dt_softplus": True} if operator == "Mamba-2" else {"use_qk_l2norm_in_kernel": True}
+    return {"others": functools.partial(undecorated, **how), "halftune": functools.partial(ours, **how)}
 
 
-def inputs(operator: str, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Fresh q, k, v, g, beta that want gradients, and the gradient of the output."""
-    keys, values = HEADS[operator]
-    gate = (1, length, values) if operator == "gated delta rule" else (1, length, values, SIZE)
-    made = [
-        torch.randn(1, length, keys, SIZE),
-        torch.randn(1, length, keys, SIZE),
-        torch.randn(1, length, values, SIZE),
-        -torch.rand(gate),
-        torch.rand(1, length, values),
-    ]
-    return [x.requires_grad_() for x in made], torch.randn(1, length, values, SIZE)
+def inputs(operator: str, length: int) -> tuple[Inputs, torch.Tensor]:
+    """Fresh inputs that want gradients, by argument, and the gradient of the output."""
+    (keys, values), (size, width) = HEADS[operator], SIZES[operator]
+    by_key, by_value = (1, length, keys, size), (1, length, values, width)
+    if operator == "Mamba-2":
+        made = {"hidden_states": torch.randn(by_value), "dt": torch.randn(1, length, values), "A": -torch.rand(values)}
+        made |= {"B": torch.randn(by_key), "C": torch.randn(by_key), "D": torch.randn(values)}
+    elif operator == "RWKV-7":
+        unit = F.normalize(torch.randn(by_key), dim=-1)
+        made = {"r": torch.randn(by_key), "w": -0.6 * torch.rand(by_key), "k": torch.randn(by_key) * size**-0.5}
+        made |= {"v": torch.randn(by_value), "a": -unit, "b": unit * torch.rand(by_key)}
+    else:
+        gate = (1, length, values) if operator == "gated delta rule" else (1, length, values, size)
+        made = {"query": torch.randn(by_key), "key": torch.randn(by_key), "value": torch.randn(by_value)}
+        made |= {"g": -torch.rand(gate), "beta": torch.rand(1, length, values)}
+    return {name: x.requires_grad_() for name, x in made.items()}, torch.randn(by_value)
 
 
-def once(function: Call, given: list[torch.Tensor], gradient: torch.Tensor, clock: Call) -> tuple[float, float]:
+def once(function: Call, given: Inputs, gradient: torch.Tensor, clock: Call) -> tuple[float, float]:
     """Seconds of forward and of backward."""
-    for tensor in given:
+    for tensor in given.values():
         tensor.grad = None
-    q, k, v, g, beta = given
+    first = [given[name] for name in POSITIONAL if name in given]
+    named = {name: x for name, x in given.items() if name not in POSITIONAL}
     start = clock()
-    out, _ = function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+    out = function(*first, **named)
+    out = out[0] if isinstance(out, tuple) else out
     middle = clock()
     out.backward(gradient)
     return middle - start, clock() - middle
@@ -103,15 +121,15 @@ def row(operator: str, length: int, rounds: int, threads: int) -> str:
     clock = time.process_time if threads == 1 else time.perf_counter
     found = measure(operator, length, rounds, clock)
     mid = {name: [statistics.median(run[i] for run in runs) * 1e3 for i in (0, 1)] for name, runs in found.items()}
-    pairs = zip(found["transformers"], found["halftune"], strict=True)
+    pairs = zip(found["others"], found["halftune"], strict=True)
     ratio = statistics.median(sum(theirs) / sum(ours) for theirs, ours in pairs)
     memory = {}
     for name in found:
         command = [sys.executable, __file__, "--peak", operator, str(length), name, "--threads", str(threads)]
         memory[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    cells = [f"{a:,.0f} / {b:,.0f}" for a, b in (mid["transformers"], mid["halftune"])]
-    held = f"{memory['transformers']:,.0f} / {memory['halftune']:,.0f}"
-    heads = "/".join(map(str, HEADS[operator]))
+    cells = [f"{a:,.0f} / {b:,.0f}" for a, b in (mid["others"], mid["halftune"])]
+    held = f"{memory['others']:,.0f} / {memory['halftune']:,.0f}"
+    heads = f"{'/'.join(map(str, HEADS[operator]))} × {'/'.join(map(str, SIZES[operator]))}"
     return f"| {operator} | {heads} | {length:,} | {threads} | {cells[0]} | {cells[1]} | {ratio:.2f} | {held} |"
 
 
@@ -120,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--operators", nargs="+", default=list(HEADS), choices=list(HEADS))
     parser.add_argument("--peak", nargs=3, metavar=("OPERATOR", "LENGTH", "CONTENDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -128,15 +147,13 @@ def main() -> None:
         print(json.dumps(peak(arguments.peak[0], int(arguments.peak[1]), arguments.peak[2])))
         return
     print(
-        "| operator, K = V = 128 | heads qk/v | T | threads | transformers, ms forward / backward | halftune | faster"
-        " | peak MiB, transformers / halftune |\n|---|---|---:|---:|---:|---:|---:|---:|"
+        "| operator | heads qk/v × K/V | T | threads | others, ms forward / backward | halftune | faster"
+        " | peak MiB, others / halftune |\n|---|---|---:|---:|---:|---:|---:|---:|"
     )
     for threads in arguments.threads:
         torch.set_num_threads(threads)
-        for operator in HEADS:
-            for length in LENGTHS:
-                if operator != "gated delta rule" and length > LENGTHS[1]:
-                    continue  # transformers' fallback would take a gigabyte for each head
+        for operator in arguments.operators:
+            for length in (length for length in LENGTHS if length <= LONGEST.get(operator, length)):
                 print(row(operator, length, arguments.rounds, threads), flush=True)
 
 
