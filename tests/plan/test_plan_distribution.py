@@ -133,3 +133,11 @@ def test_shards_that_do_not_fit_may_go_to_main_memory_or_more_devices() -> None:
     big = {**LLAMA_7B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     reason = planned("a100x8", 8, big, adapter="none").memory.verdict.reason
     assert "more devices, distributed.fsdp.cpu_offload: true" in reason
+
+
+def test_adafactor_is_not_sharded() -> None:
+    adafactor = {"optim": "adafactor"}
+    with pytest.raises(PlanError, match="whole rows and columns"):
+        planned("a100x8", 8, adapter="none", training=adafactor, distributed={"strategy": "fsdp2"})
+    chosen = planned("a100x8", 8, adapter="none", training=adafactor).distribution
+    assert chosen.value == "ddp"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.trainer import train
@@ -44,6 +45,7 @@ def _child(rank: int, world_size: int, port: int, work: Callable[[int], None]) -
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test may have trained alone in the parent
     try:
         work(rank)
     except BaseException:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from halftune.cli import main
 from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, flaw, parts
 from halftune.train.parallel import saving
-from halftune.train.trainer import train
 
 ROWS, STEPS, HALF = 8, 6, 3
 FULL, LORA = "adapter=none", "adapter={type: lora, rank: 4}"
@@ -76,7 +75,7 @@ def test_two_shards_go_on_as_two_exactly_and_as_one(recipe, tmp_path: Path) -> N
     half = runs.exported("whole", f"checkpoint-{HALF}")
     assert not any(torch.equal(half[key], model[key]) for key in model)
 
-    train(*runs("alone", 1, "auto", after="whole"))
+    assert in_processes(1, train_all([runs("alone", 1, "auto", after="whole")])) == [0]
     assert runs.continues("alone", "whole")
     batch = json.loads((tmp_path / "alone" / "plan.json").read_text())["batch"]
     assert (batch["micro_batch"], batch["accumulation"]) == (4, 2), "one process takes the same global batch"
@@ -97,7 +96,7 @@ def test_any_number_of_processes_goes_on_by_either_strategy(recipe, tmp_path: Pa
     ]
     assert in_processes(2, train_all([*begin, *then])) == [0, 0]
     assert in_processes(4, train_all([full("four", 4, "fsdp2", after="shards")])) == [0] * 4
-    train(*full("one", 1, "auto", after="copies"))
+    assert in_processes(1, train_all([full("one", 1, "auto", after="copies")])) == [0]
     for name, after in (("as copies", "shards"), ("as shards", "copies"), ("four", "shards"), ("one", "copies")):
         assert full.continues(name, after), name
     assert lora.same("again", "shards")

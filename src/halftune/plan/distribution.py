@@ -34,7 +34,7 @@ def choose_strategy(
         PlanError: what was asked for cannot be had here.
     """
     asked, fsdp = config.distributed.strategy, config.distributed.fsdp
-    refused = cannot_shard(hardware, facts)
+    refused = cannot_shard(config, hardware, facts)
     if asked == "deepspeed":
         raise PlanError(
             "deepspeed casts and keeps weights by rules of its own, which cannot be held to this plan",
@@ -58,12 +58,14 @@ def choose_strategy(
     return chosen, under(chosen.value, work, config, world_size)
 
 
-def cannot_shard(hardware: Hardware, facts: ModelFacts) -> str:
+def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
     """Why fsdp2 is not possible here, as a sentence; empty where it is."""
     if hardware.kind == "mps":
         return "fsdp2 needs a device that processes talk over; MPS is none"
     if facts.quantization is not None:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
+    if config.training.optim == "adafactor":
+        return "adafactor needs whole rows and columns of a gradient, which no process has under fsdp2"
     return ""
 
 
@@ -150,7 +152,7 @@ def _estimates(
 ) -> Iterator[tuple[str, MemoryPlan]]:
     room = per_process(hardware, world_size // config.distributed.num_machines)
     for name in STRATEGIES:
-        if name == "ddp" or not cannot_shard(hardware, facts):
+        if name == "ddp" or not cannot_shard(config, hardware, facts):
             yield name, plan_memory(config, facts, under(name, work, config, world_size), room)[1]
 
 
