@@ -14,6 +14,7 @@ import torch
 from standins.strangers import stranger
 from transformers import dynamic_module_utils
 
+from halftune.cli.failure import tell
 from halftune.config.load import load_config
 from halftune.config.model_facts import read_model_facts
 from halftune.core.errors import DtypeContractError
@@ -194,3 +195,14 @@ def test_a_table_of_implementations_is_asked_for_one_that_it_has(
         run = trained(folder, "none")
     assert "StrangerForCausalLM computes attention in code of its own: built with transformers' eager" in caplog.text
     assert json.loads((run / "guard.json").read_text())["casts"] == 0
+
+
+def test_an_error_in_a_forward_pass_names_the_users_file(
+    trained: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = stranger(tmp_path / "model", "out = q @ k[..., :3]  # promotes nothing")
+    with pytest.raises(RuntimeError) as caught:
+        trained(model.folder, "none")
+    assert tell(caught.value, "train", show=False) == 3
+    said = capsys.readouterr().err
+    assert f"{model.marks['nothing']}: the model's own code fails: RuntimeError" in said

@@ -16,6 +16,7 @@ from halftune.core.atomic import is_full
 from halftune.core.errors import HalftuneError, ModelError, TrainingError
 from halftune.core.failures import leave
 from halftune.core.paths import cache_dir
+from halftune.precision.trace.sources import where_written
 
 VARIABLE = "HALFTUNE_TRACEBACK"
 BUG = 70  # the exit code of an error that is ours, as in sysexits.h
@@ -75,7 +76,7 @@ def _of_the_model(error: Exception) -> HalftuneError | None:
         return None
     first = (str(error).strip().splitlines() or ["no message"])[0][:200]
     what = f"the model's own code fails: {type(error).__name__}: {first}"
-    return ModelError(what, where=f"{file}:{line}", remedy="mend it, or take a revision that runs")
+    return ModelError(what, where=f"{where_written(file)}:{line}", remedy="mend it, or take a revision that runs")
 
 
 def _bug(error: Exception, *, shown: bool) -> str:

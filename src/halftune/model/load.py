@@ -27,6 +27,7 @@ from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
+from halftune.precision.trace.sources import brought_code
 
 log = get_logger(__name__)
 
@@ -110,6 +111,7 @@ def _read(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         if own_code:
+            brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
         with own_architectures():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_folders: list[str] = []  # whose code runs in this process, as recipes name them
+
+
+def brought_code(folder: str) -> None:
+    """Notes a model's folder whose code is about to run, for ``where_written``."""
+    if folder not in _folders:
+        _folders.append(folder)
+
+
+def where_written(file: str) -> str:
+    """``written_in`` for whichever of the folders that brought code in this process."""
+    return next((found for folder in _folders if (found := written_in(file, folder)) != file), file)
+
 
 def written_in(file: str, folder: str) -> str:
     """The file in the model's folder that ``file`` is a copy of, or ``file`` itself.
