@@ -42,7 +42,7 @@ def test_a_killed_process_leaves_nothing_and_is_named() -> None:
 def test_a_stopped_process_that_torchrun_kills_later_is_blamed_by_the_one_that_waited() -> None:
     told = "rank 1 on b is gone or stopped: it gives no sign of life"
     text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0, killed=True), 0: lost(0, 100.0, told, names=True)}, 0)
-    assert text.splitlines()[0] == told
+    assert text.splitlines() == [told, "  ended because of it: rank 0"]
 
 
 def test_those_that_torchrun_ends_are_never_first() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -43,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare(args)
     if (taken := _taken(args)) is not None:
         return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
-    _silence()
     install()
+    _silence()
     try:
         run(args)
     except ChildFailedError as error:
@@ -146,8 +147,9 @@ def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, in
         how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"left with {first.code}"
         why = " (out of memory?)" if first.code == -signal.SIGKILL else ""
         head = f"rank {first.rank} on {socket.gethostname()} (process {first.pid}) {how}{why}"
+    named = re.match(r"rank (\d+) ", head)  # another one than the first that told, where that one was to blame
     lines = [head]
-    if others := sorted(set(failures) - {first.rank}):
+    if others := sorted(set(failures) - ({int(named[1])} if named else set())):
         lines.append(f"  ended because of it: rank {', '.join(map(str, others))}")
     if max_restarts:
         lines.append(f"  started again {max_restarts} times (distributed.max_restarts), each time it failed")
@@ -187,9 +189,10 @@ def _no_pages() -> Iterator[None]:
 
 
 def _silence() -> None:
-    """torchrun's own logger, and its deprecation notes: what matters is in the summary."""
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    """torchrun's own loggers, each with a level of its own: what matters is in the summary."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _say(text: str, code: int) -> int:

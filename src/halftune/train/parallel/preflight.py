@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ def own_facts(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> dict[
         "host": socket.gethostname(),
         "device": device,
         "versions": versions,
-        "configuration": _checksum(settings),
+        "configuration": dict(_leaves(settings)),
         "model": _checksum(asdict(facts)),
     }
 
@@ -85,10 +85,22 @@ def differences(everybody: Sequence[dict[str, Any]]) -> str:
                 return f"{who} has {name} {version}, rank 0 has {first['versions'][name]}"
         if one["device"]["kind"] != first["device"]["kind"]:
             return f"{who} computes on {one['device']['kind']}, rank 0 on {first['device']['kind']}"
-        for name in ("configuration", "model"):
-            if one[name] != first[name]:
-                return f"{who} has another {name} than rank 0 (checksum {one[name]} and {first[name]})"
+        for key in sorted(one["configuration"].keys() | first["configuration"].keys()):
+            ours, theirs = one["configuration"].get(key, "nothing"), first["configuration"].get(key, "nothing")
+            if ours != theirs:
+                return f"{who} has {key}: {ours}, rank 0 has {theirs}"
+        if one["model"] != first["model"]:
+            return f"{who} has another model than rank 0 (checksum {one['model']} and {first['model']})"
     return ""
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a configuration with its dotted key."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, tree
 
 
 def _checksum(value: Any) -> str:
