@@ -24,9 +24,12 @@ def answer(bound: str, method: str = "POST", kind: str = "http", **headers: str)
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
+    path = headers.pop("path", "/")
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": kind, "method": method, "headers": raw}
+    scope = {"type": kind, "method": method, "path": path, "headers": raw}
     asyncio.run(SameOrigin(inner, bound)(scope, None, send))  # pyright: ignore[reportArgumentType]
+    if sent[0].get("status") == 200:
+        assert dict(sent[0]["headers"])[b"x-frame-options"] == b"DENY"
     return sent[0].get("status") or sent[0]["code"]
 
 
@@ -55,6 +58,14 @@ def test_a_link_from_elsewhere_may_open_the_page_and_nothing_else() -> None:
     visit = {"host": "localhost", "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
     assert answer("127.0.0.1", "GET", **visit) == 200
     assert answer("127.0.0.1", "GET", **{**visit, "sec_fetch_mode": "no-cors"}) == 403
+    assert answer("127.0.0.1", "GET", **visit, sec_fetch_dest="document") == 200
+    assert answer("127.0.0.1", "GET", **visit, sec_fetch_dest="iframe") == 403  # nor to be clicked on through a frame
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/file=/etc/passwd", "/file=x", "/gradio_api//upload", "/proxy=http://x"])
+def test_nothing_is_served_or_taken_beside_the_page(path: str) -> None:
+    assert answer("127.0.0.1", "GET", host="localhost", path=path) == 403
+    assert answer("127.0.0.1", "GET", host="localhost", path="/gradio_api/queue/data") == 200
 
 
 def test_board_for_others_answers_under_any_name_but_one_origin() -> None:

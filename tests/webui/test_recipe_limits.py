@@ -83,6 +83,15 @@ def test_link_out_of_a_root_is_refused(limits: Settings, tmp_path: Path) -> None
     assert "outside" in outside(GOOD.replace("builtin:python-docs", "data.jsonl"), limits)[0]
 
 
+def test_folder_of_data_with_a_link_out_of_a_root_is_refused(limits: Settings, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.jsonl").write_text('{"text": "x"}\n')
+    Path("rows").mkdir()
+    (Path("rows") / "own.jsonl").write_text('{"text": "y"}\n')
+    assert not examine(GOOD.replace("builtin:python-docs", "rows"), limits).problems
+    (Path("rows") / "data.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    assert "link that leads out" in outside(GOOD.replace("builtin:python-docs", "rows"), limits)[0]
+
+
 def test_limits_hold_for_recipes_below(limits: Settings) -> None:
     Path("below.yaml").write_text(GOOD.replace("builtin:python-docs", "/etc/passwd"))
     assert "outside" in outside(GOOD + "depends_on: below.yaml\n", limits)[0]

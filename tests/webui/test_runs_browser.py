@@ -25,7 +25,7 @@ adapter: {type: lora, rank: 4}
 data: {train: rows.jsonl, max_length: 48, packing: false}
 training:
   output_dir: runs/adder
-  max_steps: 800
+  max_steps: 500
   per_device_train_batch_size: 1
   logging_steps: 1
   save_steps: 1000
@@ -73,8 +73,24 @@ def card(page: Any) -> Any:
     return page.locator("#run-cards .card")
 
 
-def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
-    board = start_board()
+def test_a_run_that_dies_shows_why(board: Any, open_page: Callable[..., Any]) -> None:
+    (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "Add 1 and 2.", "completion": "It is 3."}) + "\n")
+    page = open_page(board.url)
+    text = RECIPE.replace("max_length: 48", "max_length: 8").replace("max_steps: 500", "max_steps: 2")
+    page.evaluate("text => localStorage.setItem('halftune-recipe', text)", text)
+    page.reload()
+    page.get_by_text("max_length: 8").wait_for()
+    page.locator("#start:enabled").click()
+    card(page).get_by_text("failed", exact=True).wait_for(timeout=LONG)
+    assert "no row is left to train on" in card(page).locator(".cause").inner_text()
+    card(page).locator("pre").wait_for(state="visible")  # what it printed last, unfolded when it died
+    page.on("dialog", lambda dialog: dialog.accept())
+    card(page).get_by_role("button", name="Delete").click()
+    page.locator("#run-list .empty").wait_for()
+    assert not (board.folder / "runs" / "adder").exists()
+
+
+def test_a_run_from_start_to_export(board: Any, start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
     rows = [{"prompt": f"Add {n} and {n + 1}.", "completion": f"It is {2 * n + 1}."} for n in range(40)]
     (board.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = board.folder / "runs" / "adder"
@@ -112,14 +128,14 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
         card(page).get_by_text("stopping").wait_for()
     card(page).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
     stopped = step_of(run)
-    assert seen <= stopped < 800
+    assert seen <= stopped < 500
     assert (run / f"checkpoint-{stopped}" / "checkpoint.json").exists()
     assert f"after step {stopped}" in card(page).inner_text()
 
     card(page).get_by_role("button", name="Resume").click()
     card(page).get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 801))
+    assert steps == list(range(1, 501))
     card(page).get_by_role("button", name="Report").click()
     report = page.frame_locator("#run-report iframe")
     report.get_by_text("halftune run report").wait_for()
@@ -131,29 +147,10 @@ def test_a_run_from_start_to_export(start_board: Callable[..., Any], open_page: 
     page.locator("#chat-send").click()
     for side in ("#trained", "#base"):
         page.locator(f"{side} p.assistant").wait_for(timeout=LONG)
-
         assert page.locator(f"{side} p.user").inner_text() == "Add 3 <img src=x> and 4."  # as text, not as a picture
 
     tab(page, "Export")
     page.locator("#export-start").click()
-    page.locator("#exports").get_by_text("finished", exact=True).wait_for(timeout=LONG)
+    page.locator("#exports").get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
     assert (board.folder / "models" / "adder" / "model.safetensors").stat().st_size > 0
     assert re.search(r"logits differ by", page.locator("#exports pre").text_content())
-
-
-def test_a_run_that_dies_shows_why(start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
-    board = start_board()
-    (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "Add 1 and 2.", "completion": "It is 3."}) + "\n")
-    page = open_page(board.url)
-    text = RECIPE.replace("max_length: 48", "max_length: 8").replace("max_steps: 800", "max_steps: 2")
-    page.evaluate("text => localStorage.setItem('halftune-recipe', text)", text)
-    page.reload()
-    page.get_by_text("max_length: 8").wait_for()
-    page.locator("#start:enabled").click()
-    card(page).get_by_text("failed", exact=True).wait_for(timeout=LONG)
-    assert "no row is left to train on" in card(page).locator(".cause").inner_text()
-    assert card(page).locator("pre").is_visible()  # what it printed last
-    page.on("dialog", lambda dialog: dialog.accept())
-    card(page).get_by_role("button", name="Delete").click()
-    page.locator("#run-list .empty").wait_for()
-    assert not (board.folder / "runs" / "adder").exists()

@@ -45,11 +45,10 @@ status.tell(state="finished", phase="finished")
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     script = tmp_path / "train.py"
     script.write_text(STAND_IN)
-    monkeypatch.setattr(launch, "HALFTUNE", (sys.executable, str(script)))
     monkeypatch.setenv("HALFTUNE_WEBUI_AUTH", "me:secret")
     monkeypatch.chdir(tmp_path)
     root = tmp_path.resolve()
-    yield Settings((root,), root / "runs")
+    yield Settings((root,), root / "runs", program=(sys.executable, str(script)))
     for run in (root / "runs").glob("*"):  # whatever a failed test has left
         started = read_started(run)
         if started is not None and started.child is not None and started.child.alive:
@@ -141,7 +140,7 @@ def test_the_queue_goes_on_without_a_board(settings: Settings) -> None:
     second, third = (launch.start(settings, recipe(name), wait=True) for name in ("second", "third"))
     assert queue.waiting(settings.runs) == [second, third]
     assert look(second, waits=True).state == "queued"
-    assert queue.start_next(settings.runs) is None  # the first one runs
+    assert queue.start_next(settings) is None  # the first one runs
     launch.stop(settings, third)  # taken out again
     assert queue.waiting(settings.runs) == [second]
     assert look(third).state == "stopped"

@@ -68,7 +68,7 @@ def test_password(start_board: Callable[..., Any]) -> None:
     assert ask(url, "/config")[0] == 401
     assert ask(url, "/gradio_api/info")[0] == 401
     assert ask(url, "/gradio_api/queue/join", "POST", "{}", content_type="application/json")[0] == 401
-    assert ask(url, "/gradio_api/upload", "POST", "", content_type="multipart/form-data; boundary=x")[0] == 401
+    assert ask(url, "/gradio_api/upload", "POST", "", content_type="multipart/form-data; boundary=x")[0] == 403
     form = {"content_type": "application/x-www-form-urlencoded"}
     assert ask(url, "/login", "POST", urlencode({"username": "me", "password": "long"}), **form)[0] == 400
     status, text = ask(url, "/login", "POST", urlencode({"username": "me", "password": "long:password"}), **form)

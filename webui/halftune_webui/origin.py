@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,20 @@ from halftune_webui.settings import is_loopback
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+# Of Gradio, and of no use to this page: files of the machine, uploads, requests to other servers on the page's behalf.
+_NAMES = ("file", "upload", "proxy", "component_server", "stream", "custom_component", "deep_link", "run_history")
+_CLOSED = tuple(f"/{name}" for name in _NAMES)
+# Nothing from outside, also where a text slips through as markup; and no other site shows the board in a frame.
+_POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'; "
+    "frame-ancestors 'none'"
+)
+_HEADERS = [
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-frame-options", b"DENY"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -30,7 +45,7 @@ class SameOrigin:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or answers 403."""
         if scope["type"] not in ("http", "websocket") or not (reason := self._objection(scope)):
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _with_headers(send))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -49,10 +64,23 @@ class SameOrigin:
         for origin in headers.get(b"origin", []):
             if urlsplit(origin).netloc.lower() != hosts[0].lower():
                 return "halftune: refused, the request comes from another site"
+        path = re.sub(r"/{2,}", "/", scope.get("path", "")).removeprefix("/gradio_api")
+        if path.startswith(_CLOSED):
+            return "halftune: this board has nothing there"
         visit = scope.get("method") in ("GET", "HEAD") and headers.get(b"sec-fetch-mode") == ["navigate"]
+        visit = visit and headers.get(b"sec-fetch-dest", ["document"]) == ["document"]  # and in no frame of that site
         if headers.get(b"sec-fetch-site", ["none"]) not in (["same-origin"], ["none"]) and not visit:
             return "halftune: refused, the request comes from another site"
         return ""
+
+
+def _with_headers(send: Send) -> Send:
+    async def sent(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+        await send(message)
+
+    return sent
 
 
 def _name(host: str) -> str:

@@ -33,3 +33,17 @@ def inside(roots: Sequence[Path], text: str) -> Path:
     if not any(path.is_relative_to(root) for root in roots):
         raise OutsideError("is outside the folders that this board may use", where=text, remedy=remedy)
     return path
+
+
+def check_links(roots: Sequence[Path], folder: Path) -> None:
+    """Makes sure that no link in a folder leads out of the roots: what reads the folder follows it.
+
+    Raises:
+        OutsideError: one does.
+    """
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(place, name)
+            if os.path.islink(path) and not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):
+                what = f"is or holds a link that leads out of this board's folders: {os.path.relpath(path, folder)}"
+                raise OutsideError(what, where=str(folder), remedy="remove it, or start the board with --root FOLDER")

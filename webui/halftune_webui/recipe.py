@@ -14,9 +14,9 @@ from halftune.config.shape import Path as Key
 from halftune.config.shape import child
 from halftune.config.shipped import recipes
 from halftune.config.validate import validate
-from halftune.config.yaml_source import MAX_BYTES, Tree, parse, read_text
+from halftune.config.yaml_source import MAX_BYTES, KeyProblem, Tree, parse, read_text
 from halftune.core.errors import ConfigError, HalftuneError
-from halftune_webui.paths import OutsideError, inside
+from halftune_webui.paths import OutsideError, check_links, inside
 from halftune_webui.settings import Settings
 from halftune_webui.yaml_edit import read, set_value
 
@@ -65,7 +65,7 @@ def examine(text: str, settings: Settings) -> Examined:
     try:
         values = read(text, LABEL).values
         tree = parse(text, LABEL)
-        limits = list(_outside(tree, settings, seen=()))
+        limits = list(outside(tree, settings, Path.cwd(), Path.cwd()))
         draft = _unseen(text) if limits else read_draft(Path(LABEL), text)
     except ConfigError as error:
         return Examined(text, _values(text), (*secrets, *error.problems), None, bool(secrets))
@@ -102,25 +102,34 @@ def _secrets(text: str) -> Iterator[HalftuneError]:
             yield HalftuneError(what, where=f"{LABEL}:{number}", remedy=remedy)
 
 
-def _outside(
-    tree: Tree, settings: Settings, seen: tuple[Path, ...], folder: Path | None = None
-) -> Iterator[HalftuneError]:
-    """What of a recipe, and of those it depends on, leaves the board's limits."""
-    folder = folder or Path.cwd()
+def outside(
+    tree: Tree, settings: Settings, start: Path, folder: Path, seen: tuple[Path, ...] = ()
+) -> Iterator[KeyProblem]:
+    """What of a recipe, and of those it depends on, leaves the board's limits.
+
+    Args:
+        tree: the recipe.
+        settings: the limits.
+        start: where the process that reads it works.
+        folder: where the recipe lies.
+        seen: recipes that depend on this one.
+    """
     for key, text in _paths_of(tree.values):
         try:
-            _reach(settings, text, folder, is_recipe=key[0] == "depends_on")
+            _reach(settings, text, start, folder, key[0])
         except OutsideError as error:
             yield tree.problem(key, f"{text!r} {error.what}", error.remedy)
             continue
         if key[0] == "depends_on":
-            yield from _below(tree, key, folder / os.path.expanduser(text), settings, seen)
+            yield from _below(tree, key, folder / os.path.expanduser(text), settings, start, seen)
     if child(child(tree.values, "model"), "trust_remote_code") is True and not settings.allow_remote_code:
         what = "would run code that comes with a checkpoint, which this board does not allow"
         yield tree.problem(("model", "trust_remote_code"), what, "start the board with --allow-remote-code")
 
 
-def _below(tree: Tree, key: Key, file: Path, settings: Settings, seen: tuple[Path, ...]) -> Iterator[HalftuneError]:
+def _below(
+    tree: Tree, key: Key, file: Path, settings: Settings, start: Path, seen: tuple[Path, ...]
+) -> Iterator[KeyProblem]:
     """The limits hold for a recipe that this one depends on, too; what else is wrong with it, the loader says."""
     path = Path(os.path.realpath(file))
     if path in seen:
@@ -129,19 +138,21 @@ def _below(tree: Tree, key: Key, file: Path, settings: Settings, seen: tuple[Pat
         inner = parse(read_text(path), file.name)
     except ConfigError:
         return
-    for problem in _outside(inner, settings, (*seen, path), path.parent):
+    for problem in outside(inner, settings, start, path.parent, (*seen, path)):
         yield tree.problem(key, f"{problem.where}: {problem.what}", problem.remedy)
 
 
-def _reach(settings: Settings, text: str, folder: Path, *, is_recipe: bool) -> None:
+def _reach(settings: Settings, text: str, start: Path, folder: Path, section: Any) -> None:
     """Checks a path at both places where the loader looks for it: the working directory, and beside the recipe."""
-    beside = os.path.realpath(folder / os.path.expanduser(text))
+    beside, is_recipe = os.path.realpath(folder / os.path.expanduser(text)), section == "depends_on"
     if text.startswith("builtin:") or (is_recipe and beside in map(os.path.realpath, recipes().values())):
         return
-    if not is_recipe:
-        inside(settings.roots, text)
+    found = [] if is_recipe else [inside(settings.roots, str(start / os.path.expanduser(text)))]
     if is_recipe or os.path.exists(beside):
-        inside(settings.roots, beside)
+        found.append(inside(settings.roots, beside))
+    if section in ("model", "data"):
+        for path in dict.fromkeys(found):
+            check_links(settings.roots, path)
 
 
 def _paths_of(values: Any) -> Iterator[tuple[Key, str]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from halftune.core.errors import ConfigError
 
 LANGUAGES = ("en", "zh")
+HALFTUNE = (sys.executable, "-m", "halftune")
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,25 @@ class Settings:
         runs: the folder whose run folders are listed; it lies under a root.
         language: of the labels, one of ``LANGUAGES``.
         allow_remote_code: whether a recipe may say ``trust_remote_code: true``.
+        program: what runs are started with, before the verb.
     """
 
-    roots: tuple[Path, ...]
+    roots: tuple[Path, ...]  # the first one is the working directory
     runs: Path
     language: str = "en"
     allow_remote_code: bool = False
+    program: tuple[str, ...] = HALFTUNE
+
+    def to_json(self) -> str:
+        """For a process that goes on without the board."""
+        return json.dumps({**vars(self), "roots": [str(root) for root in self.roots], "runs": str(self.runs)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """What :meth:`to_json` wrote."""
+        values = json.loads(text)
+        roots, runs = tuple(map(Path, values.pop("roots"))), Path(values.pop("runs"))
+        return cls(roots, runs, **{**values, "program": tuple(values["program"])})
 
 
 def is_loopback(host: str) -> bool:

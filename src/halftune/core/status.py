@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from halftune.core.log import get_logger
 from halftune.core.process import identity
@@ -19,6 +20,8 @@ log = get_logger(__name__)
 NAME = "status.json"
 STARTED = ".started"  # a folder in a run folder: how the run was started, where a program did
 State = Literal["running", "finished", "stopped", "failed"]
+_MOST = 4 * 2**20  # bytes of a JSON file that is read whole
+_LARGEST = 2**53  # no count, and no moment, is beyond
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,47 @@ def read_status(path: Path) -> Status | None:
         ValueError: it is no status.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ValueError(f"{path.name} is no status: {error}") from error
-    known = {field.name for field in fields(Status)}
     if not isinstance(values, dict) or not {"state", "phase", "pid"} <= values.keys():
         raise ValueError(f"{path.name} is no status")
-    return Status(**{name: value for name, value in values.items() if name in known})
+    known = {field.name: values[field.name] for field in fields(Status) if field.name in values}
+    if odd := [name for name, value in known.items() if not _fits(name, value)]:
+        raise ValueError(f"{path.name} is no status: {', '.join(odd)} cannot be")
+    return Status(**known)
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a field may have a value that came from a file; only the loss may be no finite number."""
+    usual = vars(Status)[name]
+    if name == "state":
+        return value in get_args(State)
+    if isinstance(usual, str) or value is None:
+        return isinstance(value, str) or usual is None
+    if isinstance(value, bool) or not isinstance(value, int if isinstance(usual, int) else int | float):
+        return False
+    return abs(value) <= _LARGEST or (name == "loss" and isinstance(value, float))
+
+
+def read_json(path: Path, most: int = _MOST) -> Any:
+    """What a JSON file holds that somebody else may have written: no pipe is waited for, and nothing huge is read.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ValueError: it is no file, is larger than ``most`` bytes, or is no JSON.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a file")
+        if found.st_size > most:
+            raise ValueError(f"{found.st_size:,} bytes")
+        data = file.read(most + 1)
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

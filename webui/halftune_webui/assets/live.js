@@ -7,13 +7,14 @@ const draw = () => {
   const html = props.value || '';
   if (box.dataset.seen === html) return;
   const scrolls = new Map(kept((one) => [one.scrollTop, one.scrollTop + one.clientHeight >= one.scrollHeight - 4]));
-  const open = new Map(kept((one) => one.open));
+  // what the reader folded or unfolded stays so; the rest follows the server: the log of a run unfolds when it dies
+  const open = new Map(kept((one) => (String(one.open) === one.dataset.drawn ? undefined : one.open)));
   const focus = document.activeElement && box.contains(document.activeElement) ? document.activeElement.id : '';
   box.innerHTML = html;
   box.dataset.seen = html;
   for (const one of box.querySelectorAll('[data-keep]')) {
     const before = scrolls.get(one.dataset.keep);
-    if (one.tagName === 'DETAILS') { if (open.get(one.dataset.keep) !== undefined) one.open = open.get(one.dataset.keep); }
+    if (one.tagName === 'DETAILS') { one.dataset.drawn = one.open; if (open.get(one.dataset.keep) !== undefined) one.open = open.get(one.dataset.keep); }
     else one.scrollTop = before && !before[1] ? before[0] : one.scrollHeight;
   }
   if (focus) { const again = document.getElementById(focus); if (again) again.focus(); }

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.runs.keeper import environment
-from halftune_webui.runs.launch import HALFTUNE
 from halftune_webui.runs.log_tail import cause_in
+from halftune_webui.settings import HALFTUNE
 
 IDLE = 600.0  # seconds without a question after which the model's memory is given back
 

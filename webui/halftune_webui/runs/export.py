@@ -9,10 +9,10 @@ from halftune.core.errors import ConfigError
 from halftune.core.status import NAME
 from halftune_webui.paths import inside
 from halftune_webui.runs.keeper import launch
-from halftune_webui.runs.launch import HALFTUNE
 from halftune_webui.runs.queue import BOARD
 from halftune_webui.runs.started import note_job, read_started
 from halftune_webui.runs.state import RunState, look
+from halftune_webui.runs.stored import check_model
 from halftune_webui.settings import Settings
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -41,14 +41,15 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
         ConfigError: the output lies outside the board's folders.
     """
     target = inside(settings.roots, output)
+    check_model(settings, run)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"there is no format {dtype}", remedy=" | ".join(DTYPES))
     job = settings.runs / BOARD / "exports" / f"{time.strftime('%Y%m%d-%H%M%S')}-{target.name}"
     job.mkdir(parents=True, exist_ok=True)
-    command = [*HALFTUNE, "export", str(run), "--output", str(target), "--status", str(job / NAME)]
+    command = [*settings.program, "export", str(run), "--output", str(target), "--status", str(job / NAME)]
     command += (["--dtype", dtype] if dtype else []) + (["--force"] if force else [])
     note_job(job, command, Path.cwd(), time.time())
-    launch(job, settings.runs)
+    launch(job, settings)
     return job
 
 
@@ -63,4 +64,4 @@ def output_of(job: Path) -> str:
     """The folder that an export writes."""
     started = read_started(job)
     command = started.command if started is not None else ()
-    return command[command.index("--output") + 1] if "--output" in command else job.name
+    return command[command.index("--output") + 1] if "--output" in command[:-1] else job.name

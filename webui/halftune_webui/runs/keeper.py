@@ -13,19 +13,20 @@ import time
 from pathlib import Path
 
 from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_process, read_started
+from halftune_webui.settings import Settings
 
 SECRETS = ("HALFTUNE_WEBUI_AUTH",)  # of the board, of no use to a run
 _KILLS = Path("/sys/fs/cgroup/memory.events")
 
 
-def launch(run: Path, runs: Path) -> None:
+def launch(run: Path, settings: Settings) -> None:
     """Starts the keeper of a run whose job has been noted; returns at once.
 
     Args:
         run: the folder of the run.
-        runs: the board's folder of runs, whose queue goes on afterwards.
+        settings: of the board, whose queue goes on afterwards within the same limits.
     """
-    command = [sys.executable, "-m", "halftune_webui.runs.keeper", str(run), str(runs)]
+    command = [sys.executable, "-m", "halftune_webui.runs.keeper", str(run), settings.to_json()]
     keeper = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -38,7 +39,7 @@ def launch(run: Path, runs: Path) -> None:
     note_process(run, Process.of(keeper.pid))
 
 
-def keep(run: Path, runs: Path) -> int:
+def keep(run: Path, settings: Settings) -> int:
     """Starts what the notes say, waits, notes the exit code; then the next of the queue."""
     job = read_started(run)
     assert job is not None, "launch is called after note_job"
@@ -59,7 +60,7 @@ def keep(run: Path, runs: Path) -> int:
     note_exit(run, code, time.time(), out_of_memory=code == -signal.SIGKILL and _memory_kills() > before)
     from halftune_webui.runs.queue import start_next
 
-    start_next(runs)
+    start_next(settings)
     return 0
 
 
@@ -79,4 +80,4 @@ def _memory_kills() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(keep(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(keep(Path(sys.argv[1]), Settings.from_json(sys.argv[2])))

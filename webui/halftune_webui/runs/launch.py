@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from halftune_webui.runs import queue
 from halftune_webui.runs.keeper import launch
 from halftune_webui.runs.listing import ELSEWHERE, run_folders
 from halftune_webui.runs.started import CONFIG, Process, folder_of, note_job, note_stop, read_started
-from halftune_webui.runs.state import FINISHED, RESOLVED, is_live, is_run
+from halftune_webui.runs.state import FINISHED, is_live, is_run
+from halftune_webui.runs.stored import command, working_folder
 from halftune_webui.settings import Settings
-
-HALFTUNE = (sys.executable, "-m", "halftune")
 
 
 def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
@@ -57,7 +55,7 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     _remember(settings, run)
-    _begin(settings, run, [*HALFTUNE, "train", "--config", str(config)], wait=wait)
+    _begin(settings, run, wait=wait)
     return run
 
 
@@ -88,25 +86,17 @@ def resume(settings: Settings, run: Path, *, wait: bool = False) -> None:
         raise ConfigError("the run is running or waiting already", where=str(run))
     if (run / FINISHED).is_file():
         raise ConfigError("the run is finished", where=str(run), remedy="start a new one, or chat with it")
-    if (run / RESOLVED).is_file():
-        command = [*HALFTUNE, "train", "--rerun", str(run), f"training.output_dir={run}", "training.resume=auto"]
-    elif (folder_of(run) / CONFIG).is_file():  # it ended before its first step
-        command = [*HALFTUNE, "train", "--config", str(folder_of(run) / CONFIG)]
-    else:
-        raise ConfigError("nothing says what this run is", where=str(run), remedy="start it again from its recipe")
-    _begin(settings, run, command, wait=wait)
+    _begin(settings, run, wait=wait)
 
 
-def _begin(settings: Settings, run: Path, command: list[str], *, wait: bool) -> None:
-    before = read_started(run)
-    cwd = before.cwd if before is not None and before.cwd and Path(before.cwd).is_dir() else Path.cwd()
+def _begin(settings: Settings, run: Path, *, wait: bool) -> None:
     try:
-        note_job(run, command, Path(cwd), time.time())
+        note_job(run, command(settings, run), working_folder(settings, run), time.time())
         if wait:
             queue.add(settings.runs, run)
-            queue.start_next(settings.runs)
+            queue.start_next(settings)
         else:
-            launch(run, settings.runs)
+            launch(run, settings)
     except OSError as error:
         raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(run)) from error
 
@@ -120,7 +110,7 @@ def start_now(settings: Settings, run: Path) -> None:
     _check_own(settings, run)
     if not queue.remove(settings.runs, run):
         raise ConfigError("the run does not wait any more", where=str(run))
-    launch(run, settings.runs)
+    queue.begin(settings, run)
 
 
 def stop(settings: Settings, run: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from halftune_webui.runs.started import CONSOLE, folder_of
 
@@ -20,7 +22,7 @@ _OURS = re.compile(r"^halftune( \w+)?: ")
 def tail(path: Path, size: int = _BYTES) -> str:
     """The last ``size`` bytes of a file as text, from the beginning of a line; empty where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - size))
             data = file.read(size)
@@ -29,6 +31,19 @@ def tail(path: Path, size: int = _BYTES) -> str:
     if end > size:
         data = data.partition(b"\n")[2]
     return data.decode("utf-8", errors="replace")
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """A file of a run folder, opened for reading; a pipe that somebody put in its place is not waited for.
+
+    Raises:
+        OSError: it is no file, or cannot be read.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return file
 
 
 def log_tail(run: Path, lines: int = 60) -> str:
@@ -72,6 +87,11 @@ def last_metrics(run: Path) -> dict[str, Any]:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and "loss" in entry:
-            return entry
+        if isinstance(entry, dict) and "loss" in entry and is_number(entry.get("step")):
+            return {**entry, "loss": entry["loss"] if is_number(entry["loss"]) else None}
     return {}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON line is a number that can be reckoned with; infinity is none, nor is one too large."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halftune_webui.runs.log_tail import METRICS
+from halftune_webui.runs.log_tail import METRICS, is_number, open_file
 
 # the curves; speeds are tokens by the seconds of their steps, memory is in GiB
 COLUMNS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+_MOST = 16 * 2**20  # bytes read at one look: hundreds of thousands of lines
 
 
 @dataclass
@@ -25,9 +26,8 @@ class Series:
 
     def add(self, step: float, value: Any) -> None:
         """One more point; what is no number becomes NaN."""
-        number = isinstance(value, int | float) and not isinstance(value, bool)
         self.steps.append(step)
-        self.values.append(float(value) if number else math.nan)
+        self.values.append(float(value) if is_number(value) else math.nan)
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,16 @@ class Metrics:
         is not there any more, the file is read anew.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 found = self._continue(file)
-                data = file.read()
+                data = file.read(_MOST)
         except OSError:
             had = bool(self._offset)
             self._begin()
             return had
         whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
+        if not whole and len(data) == _MOST:  # no line of metrics is so long: let go
+            whole = data
         for line in whole.splitlines():
             self._take(line)
         self._offset += len(whole)
@@ -108,9 +110,11 @@ class Metrics:
     def _take(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            step = float(entry["step"])
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, RecursionError):
             return
+        if not isinstance(entry, dict) or not is_number(entry.get("step")):
+            return
+        step = float(entry["step"])
         if "eval_loss" in entry:
             self.series["eval_loss"].add(step, entry["eval_loss"])
         if "loss" not in entry:
@@ -119,9 +123,9 @@ class Metrics:
         for name in ("loss", "learning_rate", "grad_norm"):
             if name in entry:
                 self.series[name].add(step, entry[name])
-        if isinstance(entry.get("memory_bytes"), int | float):
+        if is_number(entry.get("memory_bytes")):
             self.series["memory"].add(step, entry["memory_bytes"] / 2**30)
-        if entry.get("seconds") and isinstance(entry.get("tokens"), int | float):
+        if is_number(entry.get("seconds")) and entry["seconds"] > 0 and is_number(entry.get("tokens")):
             self.series["tokens_per_second"].add(step, entry["tokens"] / entry["seconds"])
         self._watch(int(step), entry)
 

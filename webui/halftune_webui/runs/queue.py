@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from halftune.core.atomic import write_text
+from halftune.core.errors import ConfigError, HalftuneError
+from halftune_webui.paths import inside
 from halftune_webui.runs.keeper import launch
 from halftune_webui.runs.listing import run_folders
+from halftune_webui.runs.log_tail import MARK
+from halftune_webui.runs.started import CONSOLE, folder_of, note_exit, note_job, read_started
 from halftune_webui.runs.state import is_live
+from halftune_webui.runs.stored import command, working_folder
+from halftune_webui.settings import Settings
 
 BOARD, _QUEUE, _LOCK = ".board", "queue.json", "lock"
 
@@ -43,8 +51,9 @@ def remove(runs: Path, run: Path) -> bool:
     return run in listed
 
 
-def start_next(runs: Path) -> Path | None:
+def start_next(settings: Settings) -> Path | None:
     """Starts the first run of the queue, unless one runs already or none waits."""
+    runs = settings.runs
     if not waiting(runs):
         return None
     with _locked(runs):
@@ -52,12 +61,39 @@ def start_next(runs: Path) -> Path | None:
         if any(is_live(run) for run in run_folders(runs)):
             return None
         for number, run in enumerate(listed):
-            if run.is_dir():  # a folder that was deleted waits no longer
-                launch(run, runs)
-                _write(runs, listed[number + 1 :])
-                return run
+            if not run.is_dir():  # a folder that was deleted waits no longer
+                continue
+            try:
+                begin(settings, run)
+            except HalftuneError as error:  # the files of the queue and of the run may be anybody's
+                _refuse(settings, run, error)
+                continue
+            _write(runs, listed[number + 1 :])
+            return run
         _write(runs, [])
     return None
+
+
+def begin(settings: Settings, run: Path) -> None:
+    """Starts a run that has waited, as the board would start it now, whatever was noted about it.
+
+    Raises:
+        HalftuneError: it lies outside the board's folders, or its recipe leaves the limits.
+    """
+    if inside(settings.roots, str(run)) != run:
+        raise ConfigError("is no run of this board", where=str(run))
+    noted = read_started(run)
+    created = noted.created if noted is not None else time.time()
+    note_job(run, command(settings, run), working_folder(settings, run), created)
+    launch(run, settings)
+
+
+def _refuse(settings: Settings, run: Path, error: HalftuneError) -> None:
+    """Notes why a run was not started, where that is ours to write."""
+    if folder_of(run).is_dir() and any(Path(os.path.realpath(run)).is_relative_to(root) for root in settings.roots):
+        with suppress(OSError), (folder_of(run) / CONSOLE).open("a", encoding="utf-8") as console:
+            console.write(f"{MARK}halftune train\nhalftune train: {error}\n")
+        note_exit(run, error.exit_code, time.time(), out_of_memory=False)
 
 
 @contextmanager

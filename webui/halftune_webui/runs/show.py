@@ -113,14 +113,19 @@ def _sub(text: str) -> str:
 def _steps(state: RunState, words: Words) -> str:
     parts = []
     if state.live and state.phase:
-        parts.append(words(f"runs.phases.{state.phase}"))
+        parts.append(_phase(state, words))
     if state.step or state.total:
         parts.append(f"{state.step:,}" + (f" / {state.total:,}" if state.total else ""))
     return " · ".join(parts)
 
 
+def _phase(state: RunState, words: Words) -> str:
+    """A phase in words; one that another version of halftune wrote stands as it is."""
+    return words.table.get(f"runs.phases.{state.phase}", state.phase)
+
+
 def _facts(state: RunState, folder: str, words: Words) -> str:
-    facts = [("phase", words(f"runs.phases.{state.phase}") if state.live and state.phase else "")]
+    facts = [("phase", _phase(state, words) if state.live and state.phase else "")]
     if state.step or state.total:
         facts.append(("step", f"{state.step:,}" + (f" / {state.total:,}" if state.total else "")))
     facts += [

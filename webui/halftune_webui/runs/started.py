@@ -11,7 +11,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.process import identity
-from halftune.core.status import STARTED
+from halftune.core.status import STARTED, read_json
 
 CONFIG, CONSOLE = "config.yaml", "console.log"
 _JOB, _PROCESS, _EXIT, _STOP = "job.json", "process.json", "exit.json", "stop.json"
@@ -85,18 +85,42 @@ def read_started(run: Path) -> Started | None:
     broken: list[str] = []
     for name in (_JOB, _PROCESS, _EXIT, _STOP):
         try:
-            values |= json.loads((folder / name).read_text(encoding="utf-8"))
+            values |= read_json(folder / name)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError):
             broken.append(name)
     try:
         for name in ("keeper", "child"):
-            if values.get(name) is not None:
+            if name in values:
+                _check(values[name])
                 values[name] = Process(**values[name])
+        _check(values)
         return Started(**{**values, "command": tuple(values.get("command", ())), "unreadable": tuple(broken)})
-    except TypeError:
+    except (TypeError, KeyError):
         return Started(unreadable=(*broken, _JOB))
+
+
+_NUMBER = (int, float)
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("cwd", "process", "host"), str),
+    **dict.fromkeys(("created", "ended", "stop_asked"), _NUMBER),
+    **dict.fromkeys(("pid", "code"), int),
+    **dict.fromkeys(("keeper", "child"), Process),
+    "command": list,
+    "out_of_memory": bool,
+}
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Raises TypeError or KeyError where a note is not what this file writes; somebody else may have written it."""
+    if not isinstance(values, dict):
+        raise TypeError
+    for name, value in values.items():
+        large = isinstance(value, _NUMBER) and not abs(value) <= 2**53  # of a process, or a moment
+        words = not isinstance(value, list) or all(isinstance(word, str) for word in value)
+        if not isinstance(value, _KINDS[name]) or large or not words:
+            raise TypeError(name)
 
 
 def note_job(run: Path, command: list[str], cwd: Path, created: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halftune.core.process import identity
-from halftune.core.status import NAME, Status, read_status
+from halftune.core.status import NAME, Status, read_json, read_status
 from halftune_webui.runs.log_tail import last_metrics, root_cause
 from halftune_webui.runs.started import Started, read_started
 
@@ -185,7 +184,7 @@ def _alive(status: Status) -> bool:
 def _json(path: Path) -> dict[str, Any] | None:
     """A JSON object; empty where there is no file, None where it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):

@@ -18,6 +18,7 @@ from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.state import is_live
+from halftune_webui.runs.stored import check_model
 from halftune_webui.tabs.choose import chooser
 from halftune_webui.tabs.data import failed, waiting
 from halftune_webui.tabs.runs import live
@@ -154,6 +155,7 @@ def _load(context: Context, chats: Chats, name: str | None, page: str) -> Iterat
         run = launch.find(context.settings, name)
         if is_live(run):
             raise HalftuneError(words("chat.live"))
+        check_model(context.settings, run)
         chat = Chat(run)
         chats.open(page, chat)
         ready = chat.ready()

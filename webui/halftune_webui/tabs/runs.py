@@ -16,6 +16,7 @@ from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.context import Context
+from halftune_webui.paths import inside
 from halftune_webui.recipe import examine
 from halftune_webui.runs import launch, queue
 from halftune_webui.runs.curves import chart
@@ -27,6 +28,8 @@ from halftune_webui.runs.state import RunState
 
 EVERY = 1.5  # seconds between two looks at the disk
 MOST = 6  # runs that are open at once, as many as there are colours
+# The report may be anybody's: it runs nothing, and asks no server for anything.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SMOOTH = ("loss", "grad_norm", "tokens_per_second")
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
@@ -44,7 +47,7 @@ class Desk:
         """Every run, after the queue has had its turn."""
         runs = self.settings.runs
         with self.lock:
-            queue.start_next(runs)
+            queue.start_next(self.settings)
             return self.listing.look(queue.waiting(runs))
 
     def read(self, run: Path) -> Metrics:
@@ -182,10 +185,11 @@ def _act(desk: Desk, paths: list[str], act: str, name: str, on: bool) -> tuple[l
 def _report(desk: Desk, run: Path) -> str:
     """A run's report in a frame of its own, which runs no script."""
     try:
-        page = (run / REPORT).read_text(encoding="utf-8")
+        page = inside(desk.settings.roots, str(run / REPORT)).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        gr.Warning(f"{REPORT}: {error.strerror}")
+        gr.Warning(escape(f"{REPORT}: {error.strerror}"))
         return ""
     title, close = escape(f"{name_of(run, desk.settings.runs)} · {REPORT}"), escape(desk.words("runs.acts.close"))
     head = f'<header><h3>{title}</h3><span class="acts"><button data-act="close">{close}</button></span></header>'
-    return f'<section class="card">{head}<iframe sandbox title="{title}" srcdoc="{escape(page)}"></iframe></section>'
+    alone = escape(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{page}')
+    return f'<section class="card">{head}<iframe sandbox title="{title}" srcdoc="{alone}"></iframe></section>'

@@ -145,7 +145,7 @@ def _edited(text: str, edits: list[dict[str, Any]]) -> str:
                 case "remove":
                     text = remove_entry(text, edit["field"])
         except ConfigError as error:
-            gr.Warning(str(error))
+            gr.Warning(escape(str(error)))
     return text
 
 
