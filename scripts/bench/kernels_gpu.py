@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from halftune_kernels.ops.gated_delta_rule import gated_delta_rule
-from halftune_kernels.ops.ssd import mamba2_chunk_scan
+from halftune_kernels import gated_delta_rule, kda, mamba2_chunk_scan, rwkv7
 
 # heads, value heads, lengths of the samples; published forward / backward of fla 0.5.1 and FlashQLA, H200, ms
 DELTA = [
@@ -70,8 +69,27 @@ def scan(length: int, heads: int) -> None:
     print(f"mamba2_chunk_scan {heads} heads of 64, state 128, {length} tokens: {run[0]:.3f} / {run[1]:.3f}", flush=True)
 
 
+def by_channel(operator: str, length: int, heads: int, size: int) -> None:
+    """Kimi delta attention or RWKV-7."""
+    shape = (1, length, heads, size)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    g = (-0.6 * torch.rand(shape, device="cuda")).requires_grad_()
+    if operator == "kda":
+        beta = torch.rand(shape[:3], device="cuda", dtype=torch.bfloat16).requires_grad_()
+        inputs = (q, k, v, g, beta)
+        run = times(lambda: kda(*inputs, use_qk_l2norm_in_kernel=True, backend="triton")[0], inputs)
+    else:
+        unit = F.normalize(torch.randn(shape, device="cuda"), dim=-1)
+        a, b = (-unit).bfloat16().requires_grad_(), (unit * torch.rand_like(unit)).bfloat16().requires_grad_()
+        inputs = (q, g, k, v, a, b)
+        run = times(lambda: rwkv7(*inputs, backend="triton")[0], inputs)
+    print(f"{operator} {heads} heads of {size}, {length} tokens: {run[0]:.3f} / {run[1]:.3f}", flush=True)
+
+
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     for setting in DELTA:
         delta(*setting)
     scan(8192, 64)
+    by_channel("kda", 8192, 32, 128)
+    by_channel("rwkv7", 8192, 32, 64)

@@ -1,0 +1,48 @@
+"""Every Triton operator at real head sizes through the interpreter, forward and backward: minutes, so no test.
+
+python tests/kernels/interpreted_sizes.py --sizes 64 96 128 --dtypes float32 bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+import torch
+from interpreter import interpreting
+from operator_checks import CPU, poison_empty
+
+from halftune_kernels.cases import case, rounded
+from halftune_kernels.dispatch import OPERATORS
+from halftune_kernels.selfcheck import BOUNDS, relative_error
+
+
+def worst(operator: str, size: int, dtype: torch.dtype) -> tuple[float, str]:
+    """The largest error of outputs and gradients, and of which."""
+    made = rounded(case(operator, size, (0, 1, 1, 20), seed=size), dtype)
+    truth = made.call(torch.float64, CPU, "reference")
+    with pytest.MonkeyPatch.context() as patch, interpreting():
+        poison_empty(patch)
+        found = made.call(dtype, CPU, "triton")
+    return max((relative_error(value, truth[name]), name) for name, value in found.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", nargs="+", default=OPERATORS, choices=OPERATORS)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 96, 128])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
+    asked, wrong = parser.parse_args(), 0
+    for name in asked.dtypes:
+        for size in asked.sizes:
+            for operator in asked.operators:
+                dtype = getattr(torch, name)
+                error, what = worst(operator, size, dtype)
+                wrong += not error <= BOUNDS[dtype]
+                print(f"{operator} {size} {name}: {what} {error:.1e} of {BOUNDS[dtype]:.0e}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
