@@ -146,7 +146,8 @@ def one_kill(loaded: Any, plan: Any, journal: Path, seconds: float, numbers: ran
         if way == "save":
             time.sleep(pause)
         os.kill(children[victim], signal.SIGKILL)
-    codes = wait(children, PATIENCE + (seconds if way == "call" else 0.0))
+    os.waitid(os.P_PID, children[victim], os.WEXITED | os.WNOWAIT)
+    codes = wait(children, PATIENCE)
     if codes[victim] != -signal.SIGKILL:
         if set(codes) != {0}:
             raise SystemExit(f"nobody was killed and the processes left with {codes}, see {journal}")
