@@ -185,37 +185,19 @@ class _Scan(torch.autograd.Function):
         dtype = compute_dtype(inputs[0])
         out = torch.empty(rows, heads, *shape, dtype=out_dtype, device=inputs[0].device)
         final: torch.Tensor | None = None
-        saved: list[torch.Tensor] = []
-        counts: list[tuple[int, int]] = []  # of each chunk: 1 if it has an entering state, and how much is kept
-        room = KEPT_BYTES if any(ctx.needs_input_grad) else -1
         blocks = plan_blocks(segments, heads, *cut, inputs[0].device)
+        room = KEPT_BYTES // max(1, len(blocks)) if any(ctx.needs_input_grad) else None
         if want_final:  # a sample without rows ends as it began
             final = out.new_zeros(segments.count, heads, *state_shape, dtype=dtype)
             if initial is not None:
                 final.copy_(initial)
+        kept = []
         for block in blocks:
-            state = _entering(initial, block, dtype)
-            wide = block.heads.stop - block.heads.start
-            for piece in block.chunks:
-                entering = () if state is None else (state,)
-                going = piece.live if want_final else piece.going
-                loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
-                result, state, kept = operator.forward(loaded, state, going * wide)
-                if room >= 0:
-                    size = sum(tensor.nbytes for tensor in kept)
-                    kept = kept if size <= room else ()
-                    room -= size if kept else 0
-                    counts.append((len(entering), len(kept)))
-                    saved += [*entering, *kept]
-                store(out, piece, block.heads, result)
-                if final is not None:
-                    assert state is not None
-                    ended = state[piece.going * wide :].unflatten(0, (-1, wide))
-                    final[block.segments[piece.going : piece.live], block.heads] = ended
-                    state = state[: piece.going * wide]
+            kept += _block_forward(operator, block, inputs, initial, dtype, out, final, room)
+        saved = [tensor for entering, tensors in kept for tensor in (*entering, *tensors)]
+        ctx.counts = [(len(entering), len(tensors)) for entering, tensors in kept]
         ctx.operator, ctx.how, ctx.dtype, ctx.has_initial = operator, how, dtype, initial is not None
         ctx.initial_shape, ctx.initial_dtype = (None, None) if initial is None else (initial.shape, initial.dtype)
-        ctx.counts = counts
         ctx.save_for_backward(*inputs, *saved)
         return out, final
 
@@ -235,25 +217,75 @@ class _Scan(torch.autograd.Function):
         d_initial = None
         if ctx.has_initial:  # a sample without rows hands its final state's gradient on
             d_initial = d_final.clone() if d_final is not None else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
-        end = len(entered)
-        for block in reversed(plan_blocks(segments, heads, *cut, inputs[0].device)):
-            wide = block.heads.stop - block.heads.start
-            d_state: torch.Tensor | None = None
-            for piece in reversed(block.chunks):
-                end -= 1
-                if d_final is not None:
-                    ended = d_final[block.segments[piece.going : piece.live], block.heads].to(dtype).flatten(0, 1)
-                    d_state = ended if d_state is None else torch.cat((d_state, ended))
-                loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
-                gradient = load(d_out, piece, block.heads, dtype)
-                state, kept = entered[end]
-                found, d_state = ctx.operator.backward(loaded, state, gradient, d_state, kept)
-                for grad, value in zip(grads, found, strict=True):
-                    store(grad, piece, block.heads, value)
-            if d_initial is not None:
-                assert d_state is not None
-                d_initial[block.segments, block.heads] = d_state.unflatten(0, (-1, wide)).to(d_initial.dtype)
+        first = 0
+        for block in plan_blocks(segments, heads, *cut, inputs[0].device):
+            mine = entered[first : first + len(block.chunks)]
+            first += len(block.chunks)
+            _block_backward(ctx.operator, block, inputs, mine, dtype, d_out, d_final, grads, d_initial)
         return None, None, None if d_initial is None else d_initial.to(ctx.initial_dtype), *grads
+
+
+def _block_forward(
+    operator: ChunkOperator,
+    block: Block,
+    inputs: Tensors,
+    initial: torch.Tensor | None,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    final: torch.Tensor | None,
+    room: int | None,
+) -> list[tuple[Tensors, Tensors]]:
+    """Fills a block's part of ``out`` and ``final``.
+
+    Returns:
+        The entering state, if there is one, and what is kept, of each chunk; nothing if ``room``, in bytes, is None.
+    """
+    state, wide, kept = _entering(initial, block, dtype), block.heads.stop - block.heads.start, []
+    for piece in block.chunks:
+        entering = () if state is None else (state,)
+        going = piece.live if final is not None else piece.going
+        loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
+        result, state, passed = operator.forward(loaded, state, going * wide)
+        if room is not None:
+            size = sum(tensor.nbytes for tensor in passed)
+            passed = passed if size <= room else ()
+            room -= size if passed else 0
+            kept.append((entering, passed))
+        store(out, piece, block.heads, result)
+        if final is not None:
+            assert state is not None
+            ended = state[piece.going * wide :].unflatten(0, (-1, wide))
+            final[block.segments[piece.going : piece.live], block.heads] = ended
+            state = state[: piece.going * wide]
+    return kept
+
+
+def _block_backward(
+    operator: ChunkOperator,
+    block: Block,
+    inputs: Tensors,
+    entered: list[tuple[torch.Tensor | None, Tensors]],
+    dtype: torch.dtype,
+    d_out: torch.Tensor,
+    d_final: torch.Tensor | None,
+    grads: Tensors,
+    d_initial: torch.Tensor | None,
+) -> None:
+    """Fills a block's part of ``grads`` and ``d_initial``."""
+    wide = block.heads.stop - block.heads.start
+    d_state: torch.Tensor | None = None
+    for piece, (state, kept) in zip(reversed(block.chunks), reversed(entered), strict=True):
+        if d_final is not None:
+            ended = d_final[block.segments[piece.going : piece.live], block.heads].to(dtype).flatten(0, 1)
+            d_state = ended if d_state is None else torch.cat((d_state, ended))
+        loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
+        gradient = load(d_out, piece, block.heads, dtype)
+        found, d_state = operator.backward(loaded, state, gradient, d_state, kept)
+        for grad, value in zip(grads, found, strict=True):
+            store(grad, piece, block.heads, value)
+    if d_initial is not None:
+        assert d_state is not None
+        d_initial[block.segments, block.heads] = d_state.unflatten(0, (-1, wide)).to(d_initial.dtype)
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
