@@ -208,6 +208,16 @@ def test_a_foreign_model_is_named_by_line(
     assert finding["bytes_per_step"] == per_token * 3 * 512
 
 
+def test_a_model_that_imports_the_function_with_a_cache_can_be_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stranger(tmp_path / "stranger", "q = q * 1 if self.training else flash_attn_with_kvcache(q, k, v)")
+    code = folder / "modeling_stranger.py"
+    code.write_text(code.read_text().replace("_attn_func as attend", "_attn_func as attend, flash_attn_with_kvcache"))
+    exit_code, trace = traced(capsys, "--config", recipe(tmp_path, model=code_of(folder)), "--hardware", "a100")
+    assert (exit_code, trace["contract_holds"]) == (0, True)
+
+
 def test_a_scripted_function_is_named_by_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stranger(tmp_path / "stranger", "q = widened(q)")
     scripted = "\n\n@torch.jit.script\ndef widened(x):\n    return x.float() * 2\n\n\nclass Attention"
