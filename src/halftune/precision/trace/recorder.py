@@ -139,8 +139,13 @@ def step_made_by(tensor: torch.Tensor) -> Step | None:
     return vars(tensor).get(_STEP) if hasattr(tensor, "__dict__") else None
 
 
-def credit(tensor: torch.Tensor, step: Step | None) -> None:
-    """Gives a tensor the record of a call that the author of the model wrote."""
+def credit(tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Gives ``tensor`` the record of another that was made in its place, as the author of the model wrote it."""
+    put_back(tensor, step_made_by(like))
+
+
+def put_back(tensor: torch.Tensor, step: Step | None) -> None:
+    """Makes ``step`` the call that made a tensor."""
     if step is not None:
         setattr(tensor, _STEP, step)
 
@@ -153,7 +158,7 @@ def _batches_credited() -> Iterator[None]:
         def converted(*args: Any) -> Any:
             result = convert(*args)
             if isinstance(result, torch.Tensor) and isinstance(args[at], torch.Tensor):
-                credit(result, step_made_by(args[at]))
+                credit(result, args[at])
             return result
 
         return converted

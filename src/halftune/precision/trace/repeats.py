@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from halftune.precision.dtypes import plain_name
 from halftune.precision.trace.findings import starred
 from halftune.precision.trace.portrait import Portraits, plain_parts
-from halftune.precision.trace.recorder import credit, step_made_by
+from halftune.precision.trace.recorder import put_back, step_made_by
 from halftune.precision.trace.steps import Step, first_promotion
 from halftune.precision.trace.tracer import Arrival, Tracer
 
@@ -84,7 +84,7 @@ class Repeats:
         self._left_out.add(name)
         self.tracer.arrivals += [_moved(arrival, run.name, name) for arrival in run.arrivals]
         for tensor, step in run.made:  # the caller may have gone on with it in place
-            credit(tensor, step)
+            put_back(tensor, step)
         return run.output
 
 
