@@ -6,11 +6,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh dev
 
-# The web board's tests need a browser; where Debian's cannot be added, they skip and say so.
-if [ ! -x /usr/bin/chromium ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing chromium for the web board's tests"
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq --no-install-recommends chromium; } \
-        >/dev/null 2>&1 || echo "chromium could not be installed: the browser tests will be skipped"
+# The web board's tests need a browser; where Debian's cannot be added (no root, no network), they skip and say so.
+# Ubuntu's package of that name is only a pointer to a snap.
+if [ ! -x /usr/bin/chromium ]; then
+    if [ "$(id -u)" = 0 ] && grep -qsx 'ID=debian' /etc/os-release; then
+        echo "installing chromium for the web board's tests"
+        apt=(timeout 600 apt-get -yqq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
+        { "${apt[@]}" update && DEBIAN_FRONTEND=noninteractive "${apt[@]}" install --no-install-recommends chromium; } \
+            >/dev/null 2>&1 || echo "chromium could not be installed"
+    fi
+    [ -x /usr/bin/chromium ] || echo "no /usr/bin/chromium: the browser tests will be skipped"
 fi
 
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
