@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(f"stopped by {signal.Signals(error.sigval).name}", 128 + error.sigval)
     except (RendezvousError, DistError, OSError) as error:
         where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". See inner")[0]
         return _say(f"the machines did not meet at {where}: {first} · is the address right, and the port open?", FAILED)
     return 0
 

@@ -37,9 +37,10 @@ def choose_strategy(
     refused = cannot_shard(config, hardware, facts)
     if asked == "deepspeed":
         raise PlanError(
-            "deepspeed casts and keeps weights by rules of its own, which cannot be held to this plan",
+            "deepspeed takes gradients off the weights, clips and updates flat copies inside its own engine, where the "
+            "plan's dtypes, the checks before an update and exact resume cannot be held",
             where="distributed.strategy",
-            remedy="fsdp2 shards the same things: weights, gradients and optimizer state",
+            remedy="distributed.strategy: fsdp2 shards the same things: weights, gradients and optimizer state",
         )
     if asked == "fsdp2" and config.training.torch_compile:
         what = "torch.compile of a model in shards has not been shown to compute the same"
