@@ -264,7 +264,7 @@ def _block_backward(
     operator: ChunkOperator,
     block: Block,
     inputs: Tensors,
-    entered: list[tuple[torch.Tensor | None, Tensors]],
+    entered: Sequence[tuple[torch.Tensor | None, Tensors]],
     dtype: torch.dtype,
     d_out: torch.Tensor,
     d_final: torch.Tensor | None,

@@ -150,7 +150,7 @@ def _mend_casts() -> None:
     _replace(builder, "cast_impl", cast)
     _replace(builder, "create_fp_to_fp", fp_to_fp)
     if not hasattr(builder, "get_bf16"):  # up to 3.8 a bfloat16 tensor times a number raised AttributeError
-        builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
+        builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)  # type: ignore[attr-defined]
 
 
 def _mend_arithmetic() -> None:
