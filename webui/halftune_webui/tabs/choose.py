@@ -23,7 +23,8 @@ def chooser(context: Context, listing: Listing, elem_id: str) -> gr.Dropdown:
     def again(chosen: str | None) -> gr.Dropdown:
         found = choices()
         known = [path for _, path in found]
-        return gr.Dropdown(found, value=chosen if chosen in known else (known[0] if known else None))
+        info = context.words("choose.help" if found else "choose.none")
+        return gr.Dropdown(found, value=chosen if chosen in known else (known[0] if known else None), info=info)
 
     box = gr.Dropdown(
         [], value=None, label=context.words("choose.run"), info=context.words("choose.help"), elem_id=elem_id

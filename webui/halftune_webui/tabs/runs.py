@@ -147,12 +147,12 @@ def _start(desk: Desk, text: str) -> Path | None:
     if examined.problems:
         gr.Warning(escape("\n".join(map(str, examined.problems[:3]))))
         return None
-    busy = any(state.live or state.state == "queued" for state in desk.states())
-    try:
-        run = launch.start(desk.settings, examined.runnable, wait=busy)
+    try:  # through the queue, which one page at a time can change: two pages start two runs one after the other
+        run = launch.start(desk.settings, examined.runnable, wait=True)
     except HalftuneError as error:
         gr.Warning(escape(str(error)))
         return None
+    busy = run in queue.waiting(desk.settings.runs)
     gr.Info(escape(desk.words("runs.waits" if busy else "runs.begins", name=name_of(run, desk.settings.runs))))
     return run
 

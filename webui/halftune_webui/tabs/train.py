@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -107,7 +108,8 @@ def _machines(words: Words) -> list[tuple[str, str]]:
 def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdown) -> None:
     recipe, start = context.recipe, context.start
     reactions = [parts.form, parts.plan, parts.problems, start]
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    # past Gradio's queue: an answer is one request then, not one to ask and another one to listen
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 
     def react(text: str, name: str) -> tuple[Any, ...]:
         return _react(context, text, name)
@@ -136,7 +138,7 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
 def _edited(text: str, edits: list[dict[str, Any]]) -> str:
     """The recipe after what was done in the form, in order."""
     for edit in edits:
-        try:
+        with suppress(ConfigError):  # the text is no recipe meanwhile: the answer says what is wrong with it
             match edit["op"]:
                 case "set":
                     text = change(text, edit["field"], edit["value"])
@@ -144,8 +146,6 @@ def _edited(text: str, edits: list[dict[str, Any]]) -> str:
                     text = add_entry(text, edit["field"])
                 case "remove":
                     text = remove_entry(text, edit["field"])
-        except ConfigError as error:
-            gr.Warning(escape(str(error)))
     return text
 
 
