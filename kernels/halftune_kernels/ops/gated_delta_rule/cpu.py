@@ -226,7 +226,7 @@ class _GatedDeltaRule:
 def _leaving_backward(
     passed: _Passed, state: torch.Tensor | None, d_state: torch.Tensor, d_values: torch.Tensor, d_b: torch.Tensor
 ) -> torch.Tensor:
-    """Through S': adds to ``d_values`` [U * G, C, V] and ``d_b`` [U, G, C]; returns exp(b_C - b) V' [going, C, G * V]."""
+    """Through S': adds to ``d_values`` [U * G, C, V] and ``d_b`` [U, G, C]; exp(b_C - b) V' as [going, C, G * V]."""
     made, going = passed.made, len(d_state)
     units, each, size = d_b.shape
     falling = _by_row(passed.values.view(units, each, size, -1)[:going], made.falling[:going])
