@@ -119,7 +119,7 @@ CASES = (
     Case(
         "a cache folder that is a file",
         environment={"HALFTUNE_CACHE": "rows.jsonl"},
-        code=3,
+        code=5,
         needs_torch=True,
         says=("HALFTUNE_CACHE",),
     ),
