@@ -108,7 +108,12 @@ def test_remote_code_needs_the_flag(limits: Settings) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["# hf_abcdefghijklmnopqrstuvwxyz0123456789", "model2: sk-abcdefghijklmnopqrstuvwx", "# https://me:secret@host/x"],
+    [
+        "# hf_abcdefghijklmnopqrstuvwxyz0123456789",
+        "model2: sk-abcdefghijklmnopqrstuvwx",
+        "# https://me:secret@host/x",
+        "# xoxb-0123456789-abcdefghij",
+    ],
 )
 def test_token_in_a_recipe_is_refused_and_not_repeated(limits: Settings, line: str) -> None:
     examined = examine(f"{GOOD}{line}\n", limits)
