@@ -169,7 +169,9 @@ def tables(machine: Machine = H100, sizes: tuple[int, ...] = (8, 64, 512)) -> It
     head = ("model", "method", "strategy", "GPUs", "GB a GPU", "GB sent", "computing, s", "communicating, s")
     yield f"| {' | '.join(head)} | tokens/s at least | time spent computing |"
     yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|"
-    kinds = [(shape, method, strategy) for shape in SHAPES for method in METHODS for strategy in STRATEGIES]
+    kinds: list[tuple[Shape, Method, Strategy]] = [
+        (shape, method, strategy) for shape in SHAPES for method in METHODS for strategy in STRATEGIES
+    ]
     for shape, method, strategy in kinds:
         for gpus in sizes:
             made = step(shape, method, strategy, gpus, machine=machine)
