@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_group import in_processes
+from torch._C._distributed_c10d import TCPStore
 
 from halftune.core.failures import FILE, PeerLost
 from halftune.train.parallel import pulse
-from halftune.train.parallel.meeting import join, meet
+from halftune.train.parallel.meeting import join, meet, open_store
 from halftune.train.parallel.pulse import Pulse, lost_somebody, tick
 
 LIMIT = 2.0  # seconds
@@ -85,3 +86,18 @@ def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:
     assert not lost_somebody(RuntimeError("shape mismatch"))
     assert not lost_somebody(ValueError("Timed out waiting"))
     assert not PeerLost("x").named
+
+
+@pytest.mark.parametrize(("own", "met"), [(True, True), (False, False)])
+def test_attempts_are_counted_only_in_a_store_that_outlives_them(monkeypatch, own: bool, met: bool) -> None:
+    """Machines count apart: one that starts again because another one does has had no failure of its own."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HALFTUNE_STORE_PORT", raising=False)
+    if own:
+        monkeypatch.setenv("HALFTUNE_STORE_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    open_store().set("key", "value")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert open_store().check(["key"]) is met

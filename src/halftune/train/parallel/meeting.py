@@ -88,7 +88,10 @@ def open_store(*, server: bool = False) -> Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=300),
     )
-    return PrefixStore(f"halftune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # The launcher's store outlives an attempt. Rank 0's own does not, and machines count their attempts apart: one that
+    # starts again because another one does has had no failure of its own.
+    attempt = "0" if own else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"halftune/{attempt}", store)
 
 
 def join(kind: str, seconds: float) -> None:
