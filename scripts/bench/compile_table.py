@@ -157,8 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{one.key}: {kernel.kernel} needs {kernel.shared:,} bytes of {kernel.limit:,}", flush=True)
     print(f"{missing} combinations are not compiled yet")
     if asked.write:
-        everything = combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY))
-        write(PAGE, tables({one: kernels for one in everything if (kernels := kept.get(one)) is not None}))
+        everything = list(combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY)))
+        found = {one: kernels for one in everything if (kernels := kept.get(one)) is not None}
+        share = f"{len(found)} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
+        write(PAGE, f"{share}\n\n{tables(found)}")
     return 0 if fits else 1
 
 
