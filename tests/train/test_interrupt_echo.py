@@ -1,0 +1,47 @@
+"""A scheduler that signals every process reaches one of several twice, by itself and through its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from halftune.train import interrupt
+from halftune.train.interrupt import Interrupts
+
+
+class Left(BaseException):
+    """Stands for the end of the process."""
+
+
+def leave(code: int) -> None:
+    raise Left(code)
+
+
+@pytest.mark.parametrize(
+    ("launched", "second", "wait", "stays"),
+    [
+        (True, signal.SIGTERM, 5.0, True),
+        (True, signal.SIGTERM, 0.0, False),
+        (True, signal.SIGINT, 5.0, False),
+        (False, signal.SIGTERM, 5.0, False),
+    ],
+)
+def test_the_same_signal_soon_after_is_its_echo(
+    monkeypatch: pytest.MonkeyPatch, launched: bool, second: signal.Signals, wait: float, stays: bool
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(interrupt, "ECHO", wait)
+    monkeypatch.setattr(os, "_exit", leave)
+    with Interrupts() as interrupts:
+        interrupts.only_note()
+        os.kill(os.getpid(), signal.SIGTERM)
+        if stays:
+            os.kill(os.getpid(), second)
+        else:
+            with pytest.raises(Left, match=str(128 + second)):
+                os.kill(os.getpid(), second)
+        assert interrupts.received == signal.SIGTERM
