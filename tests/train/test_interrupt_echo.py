@@ -31,9 +31,9 @@ def leave(code: int) -> None:
 def test_the_same_signal_soon_after_is_its_echo(
     monkeypatch: pytest.MonkeyPatch, launched: bool, second: signal.Signals, wait: float, stays: bool
 ) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launched:
-        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(interrupt, "ECHO", wait)
     monkeypatch.setattr(os, "_exit", leave)
     with Interrupts() as interrupts:

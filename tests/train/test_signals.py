@@ -202,7 +202,7 @@ def test_a_second_signal_leaves_in_the_middle_of_a_save(recipe, whole: Path, mon
 
         def acting(*arguments: Any) -> Path:
             if arguments[1] == 5:
-                monkeypatch.setattr("halftune.train.checkpoint.seal", lambda _: send(signal.SIGINT))
+                monkeypatch.setattr("halftune.train.checkpoint.seal", lambda *_, **__: send(signal.SIGINT))
             return save(*arguments)
 
         monkeypatch.setattr(trainer, "save_checkpoint", acting)

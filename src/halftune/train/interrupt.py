@@ -78,7 +78,12 @@ class Interrupts:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         forked = os.getpid() != self._process  # and has nothing to save
-        if number == self.received and not forked and "RANK" in os.environ and time.monotonic() - self._since < ECHO:
+        if (
+            number == self.received
+            and not forked
+            and "TORCHELASTIC_RUN_ID" in os.environ
+            and time.monotonic() - self._since < ECHO
+        ):
             return
         if self.received is not None or forked:
             _show_cursor()
