@@ -10,6 +10,8 @@ from halftune.config.shape import dotted, walk
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "halftune"
 # The tag of a union decides the class of its section, which code may ask for with isinstance.
 TAGS = {"adapter.type", "method.type"}
+# Loads the recipes that a recipe builds on; the verbs ask it.
+READER = "model_of.py"
 # Further names under which code holds a section.
 ALIASES = {"", "config", "run"}, {"section", "source"}
 
@@ -18,7 +20,7 @@ def attributes_read() -> dict[str, set[str]]:
     """Attribute name → the names that it is read from (``training.seed`` → seed: {training}), outside config/."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
-        if path.relative_to(SOURCE).parts[0] == "config":
+        if path.relative_to(SOURCE).parts[0] == "config" and path.name != READER:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

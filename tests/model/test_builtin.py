@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, VOCAB_SIZE
 from halftune.config.safetensors_headers import read_headers
-from halftune.core.errors import ModelError
+from halftune.core.errors import ModelError, TrainingError
 from halftune.model import builtin
 from halftune.model.builtin import materialize
 
@@ -72,7 +72,7 @@ def test_unknown_name_and_unwritable_cache(tmp_path: Path, monkeypatch: pytest.M
         materialize("qwen2-tinny")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="HALFTUNE_CACHE"):
+    with pytest.raises(TrainingError, match="HALFTUNE_CACHE"):
         materialize("qwen2-tiny")
 
 

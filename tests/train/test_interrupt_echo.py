@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +20,16 @@ def leave(code: int) -> None:
     raise Left(code)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Signals have an effect, also where the tests themselves run in the background with some ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in Interrupts.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(
     ("launched", "second", "wait", "stays"),
     [

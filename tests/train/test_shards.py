@@ -27,11 +27,13 @@ class Runs:
     def __init__(self, recipe, place: Path, *common: str) -> None:
         self.recipe, self.place, self.common = recipe, place, common
 
-    def __call__(self, name: str, processes: int, strategy: str, *more: str, after: str = "") -> Recipe:
+    def __call__(
+        self, name: str, processes: int, strategy: str, *more: str, after: str = "", save: int = HALF
+    ) -> Recipe:
         """A run of so many processes; ``after`` names the one from whose first half it goes on."""
         loaded, plan = self.recipe(
             f"training.max_steps={STEPS}",
-            f"training.save_steps={HALF}",
+            f"training.save_steps={save}",
             f"training.per_device_train_batch_size={ROWS // 2}",  # as two processes share it
             f"distributed.strategy={strategy}",
             f"training.output_dir={self.place / name}",
@@ -110,7 +112,7 @@ def test_any_number_of_processes_goes_on_by_either_strategy(recipe, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_process_that_cannot_write_is_named_by_all_and_leaves_nothing(recipe, tmp_path: Path, capfd) -> None:
-    made = Runs(recipe, tmp_path, FULL)("full disk", 2, "fsdp2", "training.save_steps=1")
+    made = Runs(recipe, tmp_path, FULL)("full disk", 2, "fsdp2", save=1)
 
     def work(rank: int) -> None:
         write = saving.write_shares
