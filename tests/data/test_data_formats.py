@@ -110,6 +110,7 @@ MALFORMED = [
     ("alpaca", {"instruction": ["A"], "output": "B"}, "instruction should be a text, not a list"),
     ("alpaca", {"instruction": "A", "output": True}, "output should be a text, not a boolean"),
     ("alpaca", {"instruction": "A", "output": "B", "history": ["x"]}, "history should be"),
+    ("alpaca", {"instruction": "A", "output": "B", "history": 7}, "history should be"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}], "tools": "[{]"}, "tools is not valid JSON"),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": "{f}"}]}, "tool call is not valid JSON"),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}]}, "needs a name"),

@@ -24,10 +24,13 @@ def _read(row: Mapping[str, Any]) -> Conversation:
 
 def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier exchanges, a list of [question, answer] pairs."""
-    messages = []
-    for pair in fields.parse_json(row.get("history") or [], "history"):
+    wrong = RowError("history should be a list of [question, answer] pairs")
+    pairs, messages = fields.parse_json(row.get("history") or [], "history"), []
+    if not isinstance(pairs, list | tuple):
+        raise wrong
+    for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RowError("history should be a list of [question, answer] pairs")
+            raise wrong
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
 
