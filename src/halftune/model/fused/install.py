@@ -148,11 +148,18 @@ def _settings(module: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
-    """Whether a forward gives what the module's own gives, on random rows of several sizes."""
+    """Whether a forward gives what the module's own gives, on random rows of several sizes.
+
+    Where weights are of several formats (half precision with an fp32 adapter) the comparison is made under autocast, as
+    training is: without it most layers refuse to mix them.
+    """
     generator = torch.Generator().manual_seed(0)
     dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
     # The products that an activation sees are of these sizes, whatever the sizes of the weights: small ones look alike.
     gain = float(weight.double().norm()) / weight.shape[0] ** 0.5 if weight.ndim > 1 else 1.0
+    formats = {parameter.dtype for parameter in module.parameters()}
+    half = next((one for one in (torch.bfloat16, torch.float16) if one in formats), None) if len(formats) > 1 else None
+    autocast = torch.autocast(weight.device.type, half, enabled=half is not None)
     modes = {part: part.training for part in module.modules()}
     module.eval()  # without dropout
     try:
@@ -160,11 +167,12 @@ def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
             for size in _SIZES:
                 x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
                 x = x.to(weight.device, dtype)
-                own, ours = type(module).forward(module, x), forward(x)
+                with autocast:
+                    own, ours = type(module).forward(module, x), forward(x)
                 if own.dtype != ours.dtype or own.shape != ours.shape:
                     return False
                 error = (own.double() - ours.double()).norm() / own.double().norm()
-                if not error <= _TOLERANCE[dtype]:
+                if not error <= _TOLERANCE[half or dtype]:
                     return False
     except _REFUSALS:
         return False
