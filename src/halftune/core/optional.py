@@ -8,7 +8,7 @@ from types import ModuleType
 
 from halftune.core.errors import MissingPackageError
 
-# distribution name → the extra of halftune that brings it
+# distribution name → the extra of halftune that brings it; every other one comes by its own name
 _EXTRAS = {
     "flash-attn": "flash",
     "flash-linear-attention": "fla",
@@ -26,6 +26,12 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def pip_line(distribution: str) -> str:
+    """The command that adds a distribution."""
+    target = f'"halftune[{_EXTRAS[distribution]}]"' if distribution in _EXTRAS else distribution
+    return f"pip install {target}"
+
+
 def need(module: str, *, why: str, distribution: str | None = None) -> ModuleType:
     """Imports an optional module.
 
@@ -36,5 +42,4 @@ def need(module: str, *, why: str, distribution: str | None = None) -> ModuleTyp
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        target = f'"halftune[{_EXTRAS[distribution]}]"' if distribution in _EXTRAS else distribution
-        raise MissingPackageError(f"{why} needs the package {distribution}", remedy=f"pip install {target}") from error
+        raise MissingPackageError(f"{why} needs the package {distribution}", remedy=pip_line(distribution)) from error

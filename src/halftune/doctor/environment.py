@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
 
-from halftune.core.optional import version_of
+from halftune.core.optional import pip_line, version_of
 from halftune.core.paths import cache_dir
 from halftune.hardware.facts import Hardware
 from halftune.hardware.nvidia import driver_version
 
 Status = Literal["ok", "note", "fail"]
 
-# distribution → what it is for, the command that adds it
-OPTIONAL: dict[str, tuple[str, str]] = {
-    "flash-attn": ("FlashAttention-2 by its own package; torch 2.13 brings kernels of its own", "halftune[flash]"),
-    "flash-linear-attention": ("fast kernels for linear attention", "halftune[fla]"),
-    "causal-conv1d": ("fast short convolutions of hybrid models", "causal-conv1d"),
-    "bitsandbytes": ("8-bit optimizers and 4-bit weights", "bitsandbytes"),
-    "liger-kernel": ("fused kernels of others", "liger-kernel"),
-    "tensorboard": ("logging to TensorBoard", "halftune[tensorboard]"),
-    "wandb": ("logging to Weights & Biases", "halftune[wandb]"),
+# distribution → what it is for
+OPTIONAL = {
+    "flash-attn": "FlashAttention-2 by its own package; torch 2.13 brings kernels of its own",
+    "flash-linear-attention": "fast kernels for linear attention",
+    "causal-conv1d": "fast short convolutions of hybrid models",
+    "tensorboard": "logging to TensorBoard",
+    "wandb": "logging to Weights & Biases",
 }
 REQUIRED = ("transformers", "peft", "accelerate", "datasets", "safetensors")
 # CUDA major that torch was built for → lowest driver (Linux)
@@ -125,13 +123,12 @@ def _required() -> Iterator[Finding]:
 
 
 def _optional(hardware: Hardware) -> Iterator[Finding]:
-    for name, (what, package) in OPTIONAL.items():
+    for name, what in OPTIONAL.items():
         version = version_of(name)
         if version is not None:
             yield Finding(name, "ok", version)
         else:
-            quoted = f'"{package}"' if "[" in package else package
-            yield Finding(name, "note", f"not installed ({what})", f"pip install {quoted}")
+            yield Finding(name, "note", f"not installed ({what})", pip_line(name))
     if version_of("flash-attn") and hardware.kind == "cpu":
         yield Finding("flash-attn", "note", "installed, and there is no device that it runs on")
 

@@ -7,7 +7,7 @@ from html import escape
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.core.optional import version_of
+from halftune.core.optional import pip_line, version_of
 from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
 from halftune.plan.explain import size
@@ -15,15 +15,8 @@ from halftune_webui.context import Context
 from halftune_webui.labels import Words
 from halftune_webui.tabs.runs import live
 
-# distribution → what pip is told; why it is wanted says the label of that name
-OPTIONAL = {
-    "flash-attn": "halftune[flash]",
-    "flash-linear-attention": "halftune[fla]",
-    "causal-conv1d": "causal-conv1d",
-    "triton": "triton",
-    "tensorboard": "halftune[tensorboard]",
-    "wandb": "halftune[wandb]",
-}
+# why each is wanted says the label of its name
+OPTIONAL = ("flash-attn", "flash-linear-attention", "causal-conv1d", "triton", "tensorboard", "wandb")
 
 
 def build(context: Context) -> None:
@@ -63,11 +56,10 @@ def machine_view(machine: Hardware, words: Words) -> str:
 
 def _optional(machine: Hardware, words: Words) -> str:
     rows = []
-    for name, target in OPTIONAL.items():
+    for name in OPTIONAL:
         version = machine.version(name) or version_of(name)
         badge = f'<span class="ok">{escape(version)}</span>' if version else escape(words("machine.absent"))
-        quoted = f'"{target}"' if "[" in target else target
-        command = "" if version else f'<pre class="command">pip install {escape(quoted)}</pre>'
+        command = "" if version else f'<pre class="command">{escape(pip_line(name))}</pre>'
         why = escape(words(f"machine.packages.{name}"))
         rows.append(f"<tr><td><b>{escape(name)}</b><br>{why}{command}</td><td>{badge}</td></tr>")
     title = escape(words("machine.optional"))
