@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,24 +125,21 @@ def test_dotted_key_in_the_file(problems: Callable[..., list[str]], recipe_text:
     assert "write it as a section: training: {seed: …}" in line
 
 
-def test_reported_quickly_and_without_torch(tmp_path: Path) -> None:
+def test_reported_without_the_imports_that_take_seconds(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(BAD)
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "from halftune.config.load import load_config\n"
         "from halftune.core.errors import ConfigError\n"
         "try:\n    load_config(sys.argv[1])\nexcept ConfigError as error:\n    count = len(error.problems)\n"
         "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules)\n"
-        "print(count, sorted(heavy), time.process_time())\n"
+        "print(count, sorted(heavy))\n"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    count, heavy, seconds = done.stdout.split()
+    count, heavy = done.stdout.split()
     assert int(count) == EXPECTED.count("\n") + 1
     assert heavy == "[]"
-    assert float(seconds) < 0.5, f"{seconds} CPU-seconds"
-    assert time.perf_counter() - start < 20
 
 
 def test_no_more_problems_than_a_screen_holds(problems: Callable[..., list[str]], recipe_text: str) -> None:
