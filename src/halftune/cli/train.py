@@ -24,7 +24,8 @@ from halftune.core import log
 from halftune.core.startup import quick_imports
 from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
-from halftune.launch.command import command, launched, processes
+from halftune.launch.command import command, launched, machine_of, processes
+from halftune.launch.machines import find
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
 from halftune.train.folder import already_finished
@@ -60,11 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
 def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     """Starts this machine's processes of a run, after every check that needs none of them; does not return."""
+    words = command(loaded.run.distributed, count, ["train", *arguments])
+    if (machine := machine_of(loaded.run.distributed, count)) is not None:
+        find(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
     resolve(loaded.run, probe(), model_facts(loaded), world_size=count)
     check_folders(loaded.run.model)
     look_over(loaded.run)
-    words = command(loaded.run.distributed, count, ["train", *arguments])
     sys.stdout.flush()
     os.execv(words[0], words)
 

@@ -12,6 +12,7 @@ from halftune.config.distributed import DistributedSection
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
+from halftune.launch.machines import Machine
 
 # What torchrun (and with it accelerate) gives each process that it starts.
 LAUNCHED: Final = ("RANK", "WORLD_SIZE")
@@ -56,15 +57,26 @@ def command(distributed: DistributedSection, world_size: int, arguments: Sequenc
     words = ["--nnodes", str(distributed.num_machines), "--nproc-per-node", str(each)]
     if distributed.num_machines == 1:
         words += ["--master-addr", "127.0.0.1", "--master-port", str(distributed.main_process_port)]
-    elif distributed.main_process_ip is None:
+    elif not distributed.main_process_ip:
         what = f"{distributed.num_machines} machines must know where to meet"
         remedy = "the address of machine 0, as the others reach it"
         raise PlanError(what, where="distributed.main_process_ip", remedy=remedy)
     else:
         words += ["--node-rank", str(distributed.machine_rank), "--rdzv-backend", "c10d", "--rdzv-id", "halftune"]
         words += ["--rdzv-endpoint", f"{distributed.main_process_ip}:{distributed.main_process_port}"]
-        words += ["--rdzv-conf", f"join_timeout={max(int(distributed.timeout_seconds), 60)}"]
+        words += ["--rdzv-conf", f"join_timeout={math.ceil(distributed.timeout_seconds)}"]
     words += ["--max-restarts", str(distributed.max_restarts)]
     # after a signal: the step is finished and saved
     words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds))]
     return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]
+
+
+def machine_of(distributed: DistributedSection, world_size: int) -> Machine | None:
+    """This machine among several; None where there is only one."""
+    host = distributed.main_process_ip
+    if distributed.num_machines == 1 or not host:
+        return None
+    each, seconds = world_size // distributed.num_machines, distributed.timeout_seconds
+    return Machine(
+        distributed.machine_rank, distributed.num_machines, each, host, distributed.main_process_port, seconds
+    )

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from halftune.core.errors import HalftuneError
 from halftune.core.failures import SUMMARY, Record, from_message
 from halftune.hardware.host import cpu_cores
+from halftune.launch.machines import Machine, gather
 
 if TYPE_CHECKING:
     from halftune.launch.agent import Agent
@@ -41,17 +43,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from halftune.launch.agent import Agent, install
 
     args = get_args_parser().parse_args(arguments)
-    prepare(args)
-    if (taken := _taken(args)) is not None:
-        return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
-    install()
-    _silence()
     try:
+        machine = machine_from(args)
+        store = None if machine is None else gather(machine)
+        prepare(args)
+        if (taken := _taken(args)) is not None:
+            return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
+        install()
+        _silence()
         run(args)
+        del store  # until here
     except ChildFailedError as error:
         assert Agent.latest is not None
         found = {rank: _failure(rank, one, Agent.latest) for rank, one in error.failures.items()}
         return _say(*summary(found, int(args.max_restarts)))
+    except HalftuneError as error:
+        return _say(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _say("stopped by SIGINT before any process was started", 128 + signal.SIGINT)
     except SignalException as error:
         if Agent.latest is not None:
             Agent.latest.kill()  # a third signal: nobody waits any more
@@ -63,10 +72,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def machine_from(args: argparse.Namespace) -> Machine | None:
+    """This machine among several; None where there is only one, or machines meet in another way than ours."""
+    if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint or not str(args.nnodes).isdecimal():
+        return None
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    limit = re.search(r"join_timeout=(\d+)", args.rdzv_conf)
+    seconds = float(limit[1]) if limit else 600.0
+    return Machine(int(args.node_rank), int(args.nnodes), _each(args), host.strip("[]"), int(port), seconds)
+
+
+def _each(args: argparse.Namespace) -> int:
+    return int(args.nproc_per_node) if str(args.nproc_per_node).isdecimal() else 1
+
+
 def prepare(args: argparse.Namespace) -> None:
     """Threads for each process, and for several machines the address and interface by which they reach each other."""
-    each = int(args.nproc_per_node) if str(args.nproc_per_node).isdecimal() else 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // each)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // _each(args))))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[SUMMARY] = "1"
     if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from halftune.core.errors import PlanError
 from halftune.core.failures import PeerLost
+from halftune.core.log import get_logger
+from halftune.core.reach import Patience, place, reach
+
+log = get_logger(__name__)
 
 _PORT = "HALFTUNE_STORE_PORT"  # a fixed port of the run's own; else the launcher's store is used
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -70,28 +75,54 @@ class Meeting:
             return
 
 
-@cache
-def meet() -> Meeting:
-    """The meeting of this process, by what its launcher has set; made once."""
-    return Meeting(open_store(server=True), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+_met: Meeting | None = None
 
 
-def open_store(*, server: bool = False) -> Store:
+def meet(seconds: float = 300.0) -> Meeting:
+    """The meeting of this process, by what its launcher has set; made once.
+
+    Args:
+        seconds: how long to look for the store.
+
+    Raises:
+        PlanError: rank 0 cannot serve the store, as its port is taken.
+        PeerLost: the store was not reached within the time.
+    """
+    global _met
+    if _met is None:
+        store = open_store(seconds, server=True)
+        _met = Meeting(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return _met
+
+
+def open_store(seconds: float = 300.0, *, server: bool = False) -> Store:
     """A connection to the store: the launcher's, or on a port of the run's own that rank 0 serves."""
-    own = os.environ.get(_PORT)
+    own, rank = os.environ.get(_PORT), os.environ["RANK"]
     agents = own is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = server and not agents and os.environ["RANK"] == "0"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(own or os.environ["MASTER_PORT"]),
-        is_master=serves,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=300),
-    )
+    serves = server and not agents and rank == "0"
+    host, port = os.environ["MASTER_ADDR"], int(own or os.environ["MASTER_PORT"])
+    here = socket.gethostname()
+    say = log.warning if os.environ.get("LOCAL_RANK", "0") == "0" else log.debug  # once for each machine
+    if not serves and (why := reach(host, port, Patience(seconds, say), "rank 0")):
+        what = f"rank {rank} on {here} did not reach rank 0 at {place(host, port)} in {seconds:.0f} s: {why}"
+        raise PeerLost(what, remedy="is rank 0 started, and is that port open between the machines?", named=True)
+    limit = timedelta(seconds=max(seconds, 30.0))
+    try:
+        store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
+    except dist.DistNetworkError as error:
+        if not serves:
+            raise PeerLost(f"rank {rank} on {here} lost rank 0's store: {_first(error)}", named=True) from error
+        what = f"rank 0 cannot serve the others at port {port} of {here}: {_first(error)}"
+        raise PlanError(what, remedy="another distributed.main_process_port") from error
+    store.set_timeout(timedelta(seconds=300))  # of a question to it
     # The launcher's store outlives an attempt. Rank 0's own does not, and machines count their attempts apart: one that
     # starts again because another one does has had no failure of its own.
     attempt = "0" if own else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"halftune/{attempt}", store)
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:160]
 
 
 def join(kind: str, seconds: float) -> None:

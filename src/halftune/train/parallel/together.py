@@ -25,7 +25,7 @@ def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Pla
     if plan.batch.world_size == 1:
         yield plan
         return
-    meeting = meet()
+    meeting = meet(config.distributed.timeout_seconds)
     pulse = Pulse(meeting, config.distributed.timeout_seconds)
     try:
         yield compare(meeting, config, hardware, facts, plan)

@@ -1,0 +1,135 @@
+"""Machines that do not find each other say so within the limit: who is missing, and what the network answered."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from halftune.core import reach as waiting
+from halftune.core.errors import HalftuneError, PlanError, TrainingError
+from halftune.core.reach import Patience
+from halftune.launch import machines
+from halftune.launch.elastic import main
+from halftune.launch.machines import Machine, check_own, find, gather
+
+ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737): no machine has it
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def machine(rank: int, seconds: float = 0.3) -> Machine:
+    return Machine(rank, 2, each=4, host="127.0.0.1", port=free_port(), seconds=seconds)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["no-such-machine.invalid", "a" * 64 + ".invalid", "no name"])
+def test_an_unknown_name_is_refused_on_every_machine(name: str, rank: int) -> None:
+    with pytest.raises(PlanError, match="knows no machine") as refused:
+        find(replace(machine(rank, 600.0), host=name))
+    assert refused.value.where == "distributed.main_process_ip"
+
+
+def test_a_cluster_makes_names_while_machines_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = socket.getaddrinfo, []
+
+    def later(host, *words, **named):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1", *words, **named)
+
+    monkeypatch.setattr(waiting, "POLL", 0.01)
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    find(replace(machine(1, 5.0), host="halftune-machine-0-0.halftune"))
+    assert len(asked) == 3
+
+
+def test_machine_0_must_have_the_address_that_all_look_for() -> None:
+    with pytest.raises(PlanError, match=f"number 0, does not have the address {ELSEWHERE}") as refused:
+        find(replace(machine(0), host=ELSEWHERE))
+    assert "it has" in refused.value.remedy
+    find(replace(machine(1), host=ELSEWHERE))  # the others need not
+    check_own("127.0.0.1", ["127.0.0.1"])
+    for name, address in (("node-a", "127.0.1.1"), ("0.0.0.0", "0.0.0.0")):
+        with pytest.raises(PlanError, match=f"{name} is {address} on this machine, number 0, where no other"):
+            check_own(name, [address])
+
+
+def test_a_machine_that_reaches_nobody_says_why_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "EVERY", 0.1)
+    one = machine(1)
+    with pytest.raises(TrainingError, match=r"machine 1 did not reach machine 0 at 127.*connection refused") as ended:
+        gather(one)
+    assert str(one.port + 1) in ended.value.remedy
+    said = capsys.readouterr().err
+    assert said.startswith(f"halftune: waiting for machine 0 at 127.0.0.1:{one.port}: connection refused")
+    assert "of 0 s)" in said.splitlines()[0]
+
+
+def test_machine_0_says_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL", 0.05)
+    with pytest.raises(TrainingError, match=r"machine 1, 2 did not come .* 8 of 12 processes are missing"):
+        gather(replace(machine(0), count=3))
+
+
+def together(*all_of: Machine) -> list[HalftuneError | None]:
+    """What each machine ends with."""
+    ends: list[HalftuneError | None] = [None] * len(all_of)
+    kept = []
+
+    def go(index: int) -> None:
+        try:
+            kept.append(gather(all_of[index]))
+        except HalftuneError as error:
+            ends[index] = error
+
+    threads = [threading.Thread(target=go, args=(index,)) for index in range(len(all_of))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def test_machines_meet_and_a_number_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL", 0.02)
+    first = machine(0, 20.0)
+    assert together(first, replace(first, rank=1)) == [None, None]
+    monkeypatch.setattr(machines, "gethostname", iter("abcdef").__next__)
+    first = replace(machine(0, 3.0), count=3)
+    ends = together(first, replace(first, rank=1), replace(first, rank=1))
+    assert sum("machine 1 is here already" in str(one) for one in ends) == 1
+    assert sum("machine 2 did not come" in str(one) or "has left" in str(one) for one in ends) == 2
+
+
+def test_machines_of_different_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL", 0.02)
+    first = machine(0, 20.0)
+    ends = together(first, replace(first, rank=1, count=3))
+    assert any("was started for" in str(one) for one in ends)
+
+
+def test_a_limit_is_said_in_seconds() -> None:
+    said: list[str] = []
+    patience = Patience(600.0, said.append)
+    patience.began -= 30.0
+    patience._said -= 30.0
+    patience.wait("somebody")
+    assert said == ["waiting for somebody (30 of 600 s)"]
+    assert 569 < patience.left() < 570.1
+
+
+def test_torchruns_end_is_one_sentence(capsys: pytest.CaptureFixture) -> None:
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", "0", "--rdzv-backend", "c10d"]
+    assert main([*words, "--rdzv-endpoint", f"{ELSEWHERE}:29500", "-m", "halftune", "--version"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
