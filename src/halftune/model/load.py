@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from halftune.model.patch_linear import route_linear_layers
 from halftune.model.patch_own_code import attention_for, brings_code
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
+from halftune.model.unread import META, Unread
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.precision.trace.sources import brought_code
@@ -32,7 +33,9 @@ from halftune.precision.trace.sources import brought_code
 log = get_logger(__name__)
 
 
-def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) -> PreTrainedModel:
+def load_model(
+    model: ModelSection, plan: Plan, *, for_training: bool = True, unread: Unread | None = None
+) -> PreTrainedModel:
     """The model on the CPU, its weights in ``plan.precision.storage``, its attention behind the plan's guard.
 
     Parameters that the plan's ``keep_fp32`` patterns name, or that the model's own code keeps in fp32, are read as fp32
@@ -42,6 +45,7 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
         model: which checkpoint.
         plan: gives dtypes, attention backend and gradient checkpointing.
         for_training: without it, no weight requires a gradient and the key-value cache is on.
+        unread: where given, no weight is read (all are on the meta device), and it is told where they are.
 
     Raises:
         ModelError: the checkpoint cannot be read, or its weights are not all and only this architecture's.
@@ -51,9 +55,11 @@ def load_model(model: ModelSection, plan: Plan, *, for_training: bool = True) ->
     own_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and brings_code(folder)
     guard_imports_by_hand(own_code=own_code)
     with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
-        loaded, info = _read(folder, model, plan, attention, own_code=own_code)
+        loaded, info = _read(folder, model, plan, attention, own_code=own_code, unread=unread)
     guard_imports_by_hand()
     _check_complete(info, folder)
+    if unread is not None:
+        unread.give_buffers(loaded)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     _mark_kept(loaded, plan)
@@ -107,13 +113,13 @@ def _recompute_activations(model: PreTrainedModel) -> None:
 
 
 def _read(
-    folder: Path, model: ModelSection, plan: Plan, attention: str, *, own_code: bool
+    folder: Path, model: ModelSection, plan: Plan, attention: str, *, own_code: bool, unread: Unread | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         if own_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
-        with own_architectures():
+        with own_architectures(), unread.recording(folder) if unread is not None else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch_dtype(plan.precision.storage.value),
@@ -121,6 +127,7 @@ def _read(
                 trust_remote_code=runs_its_code(folder, trust_remote_code=model.trust_remote_code),
                 use_safetensors=True,
                 output_loading_info=True,
+                **({} if unread is None else {"device_map": {"": META.type}}),
             )
         return loaded
     except (*DAMAGE, SyntaxError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from halftune.config.adapter import LoraAdapter
 from halftune.config.model_facts import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
@@ -67,6 +68,13 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
     if config.training.optim == "adafactor":
         return "adafactor needs whole rows and columns of a gradient, which no process has under fsdp2"
+    return ""
+
+
+def needs_whole_weights(config: RunConfig) -> str:
+    """Why a process under fsdp2 reads all weights before it keeps its share, as a sentence; empty where it does not."""
+    if isinstance(config.adapter, LoraAdapter) and config.adapter.use_dora:
+        return "DoRA begins with the lengths of whole weights"
     return ""
 
 

@@ -15,10 +15,8 @@ from halftune.config.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
-from halftune.model.adapters.attach import attach_adapter
 from halftune.model.architectures import read_config
 from halftune.model.fused import fuse
-from halftune.model.load import load_model
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
@@ -30,6 +28,7 @@ from halftune.train.feed import Feed
 from halftune.train.memory import keep_freed_memory
 from halftune.train.optim import make_optimizer
 from halftune.train.parallel import make_strategy
+from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import check_agreed, make_accelerator
 from halftune.train.random_state import seed_everything
@@ -79,18 +78,17 @@ def build(
     plan = settle(plan)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
-    model = load_model(config.model, plan)
-    model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
+    model, unread = make_model(config, plan)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
-    strategy.place(model)
+    strategy.place(model, unread)
     fuse_layers(model, plan)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     if config.training.torch_compile:
         model.compile()
-    wrapped = strategy.wrap(model)
+    wrapped = strategy.wrap(model, unread)
     rank, world = accelerator.process_index, accelerator.num_processes
     pad_token_id = tokenizer.pad_token_id
     assert isinstance(pad_token_id, int), "load_tokenizer sees to a padding token"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halftune.core.errors import PlanError
+from halftune.model.unread import Unread
 from halftune.plan import Plan
 from halftune.train.parallel.strategy import Strategy
 
@@ -29,7 +30,7 @@ class Ddp(Strategy):
         super().__init__(accelerator, plan)
         accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # type: ignore[assignment]
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, unread: Unread | None = None) -> nn.Module:
         """See :class:`Strategy`."""
         wrapped: nn.Module = self.accelerator.prepare_model(model)
         if not isinstance(wrapped, DistributedDataParallel):

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.core.table import did_you_mean
+from halftune.model.unread import CPU, Unread
 from halftune.plan import ParallelPlan
-from halftune.precision.dtypes import torch_dtype
+from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
+from halftune.train.parallel.reading import fill, show
 from halftune.train.parallel.strategy import Strategy
 
 log = get_logger(__name__)
@@ -30,14 +32,21 @@ class Fsdp2(Strategy):
     name: ClassVar[str] = "fsdp2"
     sharded: ClassVar[bool] = True
 
-    def place(self, model: nn.Module) -> None:
-        """Nothing: a whole model may not fit there; layer by layer goes there when it is sharded."""
+    def place(self, model: nn.Module, unread: Unread | None = None) -> None:
+        """Nothing: a whole model may not fit there; layer by layer goes there when it is sharded.
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+        Of a model that has not been read, a layer of each kind is: by what it computes operators recognise it.
+        """
+        if unread is not None and self.plan.batch.fused_layers.value:
+            assert self.plan.parallel is not None, "fsdp2 is planned for several processes only"
+            show(model, modules_to_wrap(model, self.plan.parallel.wrap), unread)
+
+    def wrap(self, model: nn.Module, unread: Unread | None = None) -> nn.Module:
         """Shards ``model`` in place: its decoder layers (or ``wrap``) one by one, then all that is left.
 
         Raises:
             PlanError: a layer's trained weights have several dtypes, or there is no module to wrap.
+            ModelError: the weights' files cannot be read.
         """
         parallel = self.plan.parallel
         assert parallel is not None, "fsdp2 is planned for several processes only"
@@ -45,10 +54,15 @@ class Fsdp2(Strategy):
         mesh = init_device_mesh(device.type, (self.accelerator.num_processes,), mesh_dim_names=("shard",))
         _check_dtypes(model)
         layers = modules_to_wrap(model, parallel.wrap)
+        kept = [name for name, parameter in model.named_parameters() if stays_fp32(name, parameter, ())]
         for layer in layers:
             self._shard(layer, mesh, parallel, reshard=parallel.reshard)
         self._shard(model, mesh, parallel, reshard=None)
         self._check(model)
+        if unread is not None:
+            fill(model, unread, CPU if parallel.offload else device)
+        for name in kept:  # sharding makes new parameters
+            mark_kept(model.get_parameter(name))
         log.info("fsdp2: %d modules (%s) in %d shards", len(layers), type(layers[0]).__name__, mesh.size())
         return model
 

@@ -1,0 +1,188 @@
+"""A model whose weights are still in its files: where each is, so that a process reads the rows that it holds.
+
+transformers makes the model and checks the checkpoint as always, on torch's meta device, where tensors have a shape and
+a format and no numbers. What it would have read for each weight is written down meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel, core_model_loading
+
+from halftune.core.errors import ModelError
+from halftune.precision.dtypes import plain_name
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A weight that transformers puts together from several tensors (experts), or cuts out of one.
+
+    Attributes:
+        by: what does so.
+        first: the name by which it knows the result.
+        parts: (pattern that matched, tensor's name in the files).
+    """
+
+    by: core_model_loading.WeightConverter
+    first: str
+    parts: tuple[tuple[str, str], ...]
+
+
+@dataclass
+class Unread:
+    """Where a model's weights are; empty until :func:`halftune.model.load.load_model` has filled it.
+
+    Attributes:
+        folder: of the checkpoint.
+        model: as it was made, before any adapter.
+    """
+
+    folder: Path = Path()
+    model: PreTrainedModel | None = None
+    _places: dict[str, str | _Made] = field(default_factory=dict)
+    _files: dict[str, Any] = field(default_factory=dict)
+    _found: frozenset[str] = frozenset()
+    _newest: tuple[_Made, dict[str, torch.Tensor]] | None = None
+
+    @contextmanager
+    def recording(self, folder: Path) -> Iterator[None]:
+        """Inside, what ``from_pretrained`` reads for each weight is written down."""
+        self.folder = folder
+        parts: dict[int, list[tuple[str, str]]] = {}
+        transform, converter = core_model_loading.WeightTransform, core_model_loading.WeightConverter
+        add, convert = transform.add_tensor, converter.convert
+
+        def adding(mapping: Any, target: str, source: str, pattern: str, tensor: Any) -> None:
+            if isinstance(mapping, converter):
+                parts.setdefault(id(mapping), []).append((pattern, source))
+            else:
+                self._places[target] = source
+            add(mapping, target, source, pattern, tensor)
+
+        def converting(mapping: Any, first: str, *rest: Any, **options: Any) -> dict[str, Any]:
+            made = convert(mapping, first, *rest, **options)
+            if id(mapping) in parts:
+                self._places |= dict.fromkeys(made, _Made(mapping, first, tuple(parts[id(mapping)])))
+            return made
+
+        transform.add_tensor, converter.convert = adding, converting
+        try:
+            yield
+        finally:
+            transform.add_tensor, converter.convert = add, convert
+
+    def give_buffers(self, model: PreTrainedModel) -> None:
+        """Gives buffers their numbers: they are small, and none is shared. Computed ones (rotary tables) as always."""
+        self.model = model
+        model._move_missing_keys_from_meta_to_device(set(), None, None, None)
+        for module in model.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
+        model.initialize_weights()
+        with self.opened():
+            self._found = frozenset(self._files)
+            for name, buffer in list(model.named_buffers()):
+                if buffer.is_meta and self.knows(name):
+                    parent, _, leaf = name.rpartition(".")
+                    setattr(model.get_submodule(parent), leaf, self.rows(name, buffer.dtype))
+
+    def lacks(self, model: nn.Module) -> str:
+        """Name of a tensor without numbers that the files do not hold under its name either; empty where none is."""
+        known = {id(one) for name, one in model.named_parameters(remove_duplicate=False) if self.knows(name)}
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return next((name for name, one in tensors if one.is_meta and id(one) not in known), "")
+
+    def knows(self, name: str) -> bool:
+        """Whether a weight, under its own name or as peft calls it, is in the files."""
+        place = self._places.get(plain_name(name))
+        sources = [place] if isinstance(place, str) else [source for _, source in place.parts] if place else []
+        return bool(sources) and self._found.issuperset(sources)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, :meth:`rows` may be called.
+
+        Raises:
+            ModelError: a file cannot be read any more.
+        """
+        try:
+            with ExitStack() as stack:
+                for path in _weight_files(self.folder):
+                    file = stack.enter_context(safe_open(path, "pt"))
+                    self._files |= dict.fromkeys(file.keys(), file)
+                yield
+        except (OSError, ValueError, LookupError, SafetensorError) as error:
+            raise ModelError(f"the weights cannot be read: {error}", where=str(self.folder)) from error
+        finally:
+            self._files.clear()
+            self._newest = None
+
+    def rows(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """A weight, or ``(first, count)`` of its rows, in ``dtype``, in memory of its own.
+
+        Nothing else is read, but for a weight that is put together from others: those are read whole and let go.
+        """
+        place = self._places[plain_name(name)]
+        if isinstance(place, _Made):
+            whole = self._made(place, dtype)[plain_name(name)]
+        else:
+            whole = self._files[place].get_slice(place)
+            if not whole.get_shape():
+                whole = self._files[place].get_tensor(place)
+        if rows is None:
+            return _own(whole[...], dtype)
+        return _own(whole[rows[0] : rows[0] + rows[1]], dtype)
+
+    def _made(self, place: _Made, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All that comes of one putting together; kept until another one is asked for."""
+        if self._newest is None or self._newest[0] is not place:
+            self._newest = None  # the one before goes first
+            for pattern, source in place.parts:
+                tensor = self._files[source].get_tensor(source).to(dtype)
+                place.by.add_tensor(place.first, source, pattern, tensor)  # pyright: ignore[reportArgumentType]
+            made = place.by.convert(place.first, model=self.model, config=getattr(self.model, "config", None))
+            flat = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            self._newest = place, flat
+        return self._newest[1]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: others may lie beside them (another maker's format, another variant)."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    return sorted({folder / name for name in index["weight_map"].values()})
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy that keeps neither a mapped file nor a larger tensor alive."""
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+
+
+@contextmanager
+def adapters_with_numbers() -> Iterator[None]:
+    """Inside, peft leaves new adapters on the CPU, where it would put them beside weights without numbers."""
+    move = BaseTunerLayer._move_adapter_to_device_of_base_layer
+
+    def stay(layer: Any, name: str, device: torch.device | None = None) -> None:
+        move(layer, name, CPU if device in (None, META) else device)
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = stay
+    try:
+        yield
+    finally:
+        BaseTunerLayer._move_adapter_to_device_of_base_layer = move

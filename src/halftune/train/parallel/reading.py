@@ -1,0 +1,120 @@
+"""Reads a model that processes share: each the rows that it holds, weight by weight, and no process the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from halftune.config.run import RunConfig
+from halftune.core.log import get_logger
+from halftune.model.adapters.attach import attach_adapter
+from halftune.model.load import load_model
+from halftune.model.unread import Unread, adapters_with_numbers
+from halftune.plan import Plan
+from halftune.plan.distribution import needs_whole_weights
+from halftune.train.parallel.shards import own_rows
+
+log = get_logger(__name__)
+
+
+def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]:
+    """The model with its adapter, ready for training; under fsdp2 its weights stay in their files where they can.
+
+    An adapter's own first weights are drawn as ever: they are the same however many processes there are.
+
+    Returns:
+        the model, and where its weights are if they have not been read.
+
+    Raises:
+        HalftuneError: as ``load_model`` and ``attach_adapter``.
+    """
+    if plan.distribution.value == "fsdp2":
+        why = needs_whole_weights(config)
+        if not why:
+            unread = Unread()
+            with adapters_with_numbers():
+                model = _attached(config, plan, unread)
+            if not (name := unread.lacks(model)):
+                return model, unread
+            why = f"{name} is not in its files under a name by which it could be read alone"
+        log.warning("each process reads the whole model into main memory before it keeps its share: %s", why)
+    return _attached(config, plan, None), None
+
+
+def show(model: nn.Module, layers: Sequence[nn.Module], unread: Unread) -> None:
+    """Reads the vectors of a model (norms) whole, and the matrices of one layer of each kind.
+
+    Args:
+        model: whose weights are not read.
+        layers: those that are sharded one by one.
+        unread: where they are.
+    """
+    kinds: dict[object, nn.Module] = {}
+    for layer in layers:
+        sizes = tuple((name, tuple(one.shape), one.dtype) for name, one in layer.named_parameters())
+        kinds.setdefault((type(layer), sizes), layer)
+    shown = {id(one) for layer in kinds.values() for one in layer.parameters()}
+    with unread.opened():
+        _give(
+            model,
+            {
+                id(one): unread.rows(name, one.dtype)
+                for name, one in _named(model, unread)
+                if one.ndim < 2 or (one.ndim == 2 and id(one) in shown)
+            },
+        )
+
+
+def fill(model: nn.Module, unread: Unread, device: torch.device) -> None:
+    """Reads what this process holds of every weight that has no numbers yet.
+
+    Args:
+        model: after ``fully_shard``.
+        unread: where the weights are.
+        device: of the shards.
+
+    Raises:
+        ModelError: the files cannot be read any more.
+    """
+    with unread.opened():
+        for name, weight in _named(model, unread):
+            assert isinstance(weight, DTensor), "fully_shard has sharded every weight"
+            share = unread.rows(name, weight.dtype, own_rows(weight))
+            assert share.shape == weight.to_local().shape, f"{name} is {tuple(weight.shape)}"
+            placed = DTensor.from_local(
+                share.to(device),
+                weight.device_mesh,
+                weight.placements,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+            _give(model, {id(weight): placed})
+
+
+def _attached(config: RunConfig, plan: Plan, unread: Unread | None) -> nn.Module:
+    model = load_model(config.model, plan, unread=unread)
+    return attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
+
+
+def _named(model: nn.Module, unread: Unread) -> list[tuple[str, nn.Parameter]]:
+    """Weights without numbers, each once, under a name that the files know (a head may be the embedding)."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and unread.knows(name):
+            found.setdefault(id(parameter), (name, parameter))
+    return list(found.values())
+
+
+def _give(model: nn.Module, numbers: dict[int, torch.Tensor]) -> None:
+    """Puts new parameters in the place of others, wherever those are: by their ids."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, old in module._parameters.items():
+            if old is not None and id(old) in numbers:
+                new = made.setdefault(id(old), nn.Parameter(numbers[id(old)], requires_grad=old.requires_grad))
+                vars(new).update(vars(old))
+                module._parameters[leaf] = new
