@@ -29,6 +29,7 @@ def told(folder: Path, rank: int) -> dict:
 def waits(folder: Path, rank: int, trouble) -> None:
     """Steps three times with the other process; in the fourth, rank 1 is in trouble."""
     os.environ[FILE] = str(folder / f"{rank}.json")
+    os.environ["TORCHELASTIC_RUN_ID"] = "started by a launcher"
     pulse.BEAT = 0.2
     watch = Pulse(meet(), LIMIT)
     join("cpu", LIMIT + 5)  # so that one which hangs says so first, as in a run
@@ -61,10 +62,16 @@ def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def loses_its_launcher() -> None:
+    pulse.os.getppid = lambda: 1  # as whoever adopts orphans
+    time.sleep(60)
+
+
 @pytest.mark.parametrize(
     ("trouble", "code", "said"),
     [
         (hangs_in_python, 5, "hangs at"),
+        (loses_its_launcher, -signal.SIGTERM, "is gone or stopped"),
         (is_killed, -signal.SIGKILL, "is gone or stopped"),
         (runs_out_of_disk, 1, "the disk is full"),
     ],

@@ -46,7 +46,9 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
         return BUG
     text = str(known)
     stopped = known.exit_code >= 128  # by a signal: nothing to sum up, and the main process speaks for all
-    if leave(known, text) and (not stopped or os.environ.get("RANK") != "0"):
+    summed_up = leave(known, text)
+    quiet = os.environ.get("RANK", "0") != "0" if stopped else summed_up
+    if quiet:
         return known.exit_code
     print(text if "\n" in text else f"halftune {verb}: {text}", file=sys.stderr)
     return known.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from halftune.core.errors import TrainingError
 
 FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for it
+NAMED = re.compile(r"rank (\d+) ")  # how the text of one begins that says which rank is to blame
 SUMMARY = "HALFTUNE_SUMMARY"  # set by whoever sums up, so that processes need not speak themselves
 
 
@@ -66,6 +68,14 @@ def write(path: Path, record: Record) -> None:
             json.dump({"message": {"message": record.text, "extraInfo": extra, "halftune": own}}, file)
     except OSError:  # no disk: the exit code must do
         return
+
+
+def read(path: Path) -> Record | None:
+    """What a process has left so far; None where it has not, or not to the end of the file."""
+    try:
+        return from_message(json.loads(path.read_text(encoding="utf-8"))["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def from_message(message: Any) -> Record | None:

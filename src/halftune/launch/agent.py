@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +14,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.launcher import api
+
+from halftune.core.failures import NAMED, read
 
 NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed, and end by themselves
 _POLL = 0.1  # seconds
@@ -41,7 +44,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._somebody_failed():
             deadline = time.monotonic() + NOTICE
-            while not all(map(_is_stopped, self._alive())) and time.monotonic() < deadline:
+            while self._some_will_end(worker_group) and time.monotonic() < deadline:
                 time.sleep(_POLL)
             self.kill()
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
@@ -54,6 +57,11 @@ class Agent(LocalElasticAgent):
         timeout, self._told = int(NOTICE) if self._told else timeout, True
         super()._shutdown(death_sig, timeout)
 
+    def has_told(self, code: int) -> bool:
+        """Whether rank 0 was here and left with this exit code by itself: it has said what was saved."""
+        ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers}
+        return any(ranks.get(each.pid) == 0 and each.poll() == code for each in self._processes())
+
     def kill(self) -> None:
         """Ends the processes that are left, with all that they have started."""
         for pid in self._alive():
@@ -63,6 +71,17 @@ class Agent(LocalElasticAgent):
 
     def _somebody_failed(self) -> bool:
         return any(process.poll() for process in self._processes())
+
+    def _some_will_end(self, worker_group: WorkerGroup) -> bool:
+        """Whether one that is left is neither stopped nor said to hang by one that has waited for it."""
+        ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
+        left = [pid for pid in self._alive() if not _is_stopped(pid)]
+        return bool(left) and not {ranks.get(pid) for pid in left} <= self._blamed()
+
+    def _blamed(self) -> set[int]:
+        assert self._pcontext is not None
+        left = filter(None, (read(Path(path)) for path in self._pcontext.error_files.values()))
+        return {int(named[1]) for record in left if record.names_rank and (named := NAMED.match(record.text))}
 
     def _alive(self) -> list[int]:
         left = []

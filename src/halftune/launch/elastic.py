@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from halftune.core.errors import HalftuneError
-from halftune.core.failures import SUMMARY, Record, from_message
+from halftune.core.failures import NAMED, SUMMARY, Record, from_message
 from halftune.hardware.host import cpu_cores
 from halftune.launch.machines import Machine, gather
 
@@ -62,9 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _say("stopped by SIGINT before any process was started", 128 + signal.SIGINT)
     except SignalException as error:
+        code = 128 + error.sigval
         if Agent.latest is not None:
             Agent.latest.kill()  # a third signal: nobody waits any more
-        return _say(f"stopped by {signal.Signals(error.sigval).name}", 128 + error.sigval)
+            if Agent.latest.has_told(code):
+                return code
+        return _say(f"stopped by {signal.Signals(error.sigval).name}", code)
     except (RendezvousError, DistError, OSError) as error:
         where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". See inner")[0]
@@ -169,7 +172,7 @@ def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, in
         how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"left with {first.code}"
         why = " (out of memory?)" if first.code == -signal.SIGKILL else ""
         head = f"rank {first.rank} on {socket.gethostname()} (process {first.pid}) {how}{why}"
-    named = re.match(r"rank (\d+) ", head)  # another one than the first that told, where that one was to blame
+    named = NAMED.match(head)  # another one than the first that told, where that one was to blame
     lines = [head]
     if others := sorted(set(failures) - ({int(named[1])} if named else set())):
         lines.append(f"  ended because of it: rank {', '.join(map(str, others))}")

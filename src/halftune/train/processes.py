@@ -28,7 +28,7 @@ _SWITCHES = (
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
 _ENGINES = (*_SWITCHES, "ACCELERATE_DYNAMO_", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_")
-GRACE = 5.0  # seconds that one which hangs has to say so itself, before the others do
+GRACE = 2.0  # seconds that one which hangs has to say so itself, before the others do
 _REPLICATED = {
     DistributedType.NO,
     DistributedType.MULTI_CPU,

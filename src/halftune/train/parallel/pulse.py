@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from halftune.core.errors import TrainingError
 from halftune.core.failures import PeerLost, leave
+from halftune.core.log import get_logger
 from halftune.train.parallel.meeting import Meeting, open_store
 
 BEAT = 1.0  # seconds
@@ -23,6 +25,9 @@ _GRACE = 10.0  # for the main thread to notice by itself that it waits in vain
 _PHRASES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL")
 _REMEDY = "the same command goes on from the newest checkpoint"
 
+_LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, accelerate and ours
+
+log = get_logger(__name__)
 _ticks = 0
 
 
@@ -67,6 +72,8 @@ class Pulse:
         self.rank, self.world_size, self.seconds = meeting.rank, meeting.world_size, seconds
         self.store, self.lock, self.beat = open_store(), threading.Lock(), 0
         self.main, self.over = threading.get_ident(), threading.Event()
+        self.launcher = os.getppid() if _LAUNCHED in os.environ else None  # one of the user's own may leave
+        self.alone_since: float | None = None
         self.thread = threading.Thread(target=self._beats, name="pulse", daemon=True)
         self.thread.start()
 
@@ -135,11 +142,25 @@ class Pulse:
                         self.store.set(f"pulse/{self.rank}", json.dumps(sign))
             except (RuntimeError, OSError):
                 listening = False  # the store is gone; what is left is to end this process where it hangs
+            self._end_alone()
             if _ticks != last:
                 last, since = _ticks, time.monotonic()
             elif _ticks and time.monotonic() - since > self.seconds:
                 self._end(time.monotonic() - since)
                 since += _GRACE
+
+    def _end_alone(self) -> None:
+        """Ends this process once its launcher is gone, which nobody could stop any more: as by SIGTERM, with a save."""
+        if self.launcher in (None, os.getppid()):
+            return
+        now = time.monotonic()
+        if self.alone_since is None:
+            self.alone_since = now
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                log.warning("the launcher of this machine's processes is gone: they save and end")
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif now - self.alone_since > self.seconds:
+            os._exit(128 + signal.SIGTERM)
 
     def _end(self, seconds: float) -> None:
         """Ends the process where it is the one that hangs; later, where it waits and nothing tells it so."""
