@@ -119,6 +119,15 @@ def test_translated_fields_exist() -> None:
         assert {*words.below("fields"), *words.below("help")} <= known
 
 
+def test_every_field_speaks_chinese() -> None:
+    """A new field asks for two lines in labels/zh.yaml; English has the schema's own names and texts."""
+    words = load_words("zh")
+    listed = rows() | {group.name for group in form()} - {"common"}
+    assert listed - set(words.below("help")) == set()
+    assert rows() - set(words.below("fields")) == set()
+    assert {group.name for group in form()} <= set(words.below("groups"))
+
+
 LABELS = {"label", "info", "placeholder", "value", "title", "description", "lines_label", "show_label"}
 
 

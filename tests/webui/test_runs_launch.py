@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,44 @@ def test_the_queue_goes_on_without_a_board(settings: Settings) -> None:
     for run in (second, third):
         (run / "go").touch()
         until(run, is_now("finished"))
+
+
+def test_two_boards_that_start_a_run_at_once_start_one_after_the_other(settings: Settings) -> None:
+    """Neither sees the other's run before its own is in the queue; the queue's lock decides."""
+    together = threading.Barrier(2)
+
+    def begin(name: str) -> Path:
+        together.wait(10)
+        return launch.start(settings, recipe(name), wait=True)
+
+    with ThreadPoolExecutor(2) as boards:
+        runs = list(boards.map(begin, ("one", "two")))
+    waits = queue.waiting(settings.runs)
+    assert len(waits) == 1
+    ahead = next(run for run in runs if run not in waits)
+    until(ahead, is_now("running"))
+    assert queue.waiting(settings.runs) == waits
+    (waits[0] / "go").touch()
+    (ahead / "go").touch()
+    until(waits[0], is_now("finished"))
+
+
+def test_two_boards_that_start_the_same_recipe_start_it_once(settings: Settings) -> None:
+    together = threading.Barrier(2)
+
+    def begin(_: int) -> str:
+        together.wait(10)
+        try:
+            return launch.start(settings, recipe("one"), wait=True).name
+        except HalftuneError as error:
+            return error.what
+
+    with ThreadPoolExecutor(2) as boards:
+        said = sorted(boards.map(begin, range(2)))
+    assert said == ["one", "there is a run in this folder already"]
+    run = settings.runs / "one"
+    (run / "go").touch()
+    until(run, is_now("finished"))
 
 
 def test_a_run_elsewhere_is_remembered(settings: Settings, tmp_path: Path) -> None:

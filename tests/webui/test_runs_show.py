@@ -11,6 +11,7 @@ import pytest
 
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune_webui.labels import load_words
+from halftune_webui.machine_panel import OPTIONAL, machine_view
 from halftune_webui.runs.metrics import Alarm
 from halftune_webui.runs.samples import data_view
 from halftune_webui.runs.show import run_card, run_list
@@ -142,9 +143,6 @@ def test_samples_show_what_is_trained() -> None:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_machine_is_shown(name: str) -> None:
-    pytest.importorskip("gradio", reason="the web board's package is not installed")
-    from halftune_webui.tabs.machine import OPTIONAL, machine_view
-
     html = machine_view(lookup(name, {}), load_words("en"))
     Tags(html)
     assert lookup(name, {}).devices[0].name in html

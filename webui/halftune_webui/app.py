@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import gradio as gr
-from gradio.themes import Base, colors, sizes
+from gradio.themes import Base, Color, colors, sizes
 
 from halftune.core.table import load
 from halftune_webui.context import Context
@@ -48,10 +48,15 @@ def build(settings: Settings) -> gr.Blocks:
     return board
 
 
+# The accent of assets/board.css in every strength that Gradio asks for.
+_SHADES = ("f1f7f6", "dcebe9", "bcd9d6", "93c2bd", "6cc0b8", "4a938d", "397d78", "2f6f6b", "265a57", "1f4946", "143230")
+ACCENT = Color(*(f"#{shade}" for shade in _SHADES), name="halftune")
+
+
 def theme() -> Base:
     """A quiet theme without downloaded fonts."""
     return Base(
-        primary_hue=colors.teal,
+        primary_hue=ACCENT,
         neutral_hue=colors.gray,
         spacing_size=sizes.spacing_sm,
         text_size=sizes.text_md,
@@ -65,4 +70,11 @@ def theme() -> Base:
         button_primary_text_color="white",
         block_label_text_size="*text_sm",
         body_text_color_subdued="*neutral_500",  # readable on white
+        color_accent="*primary_700",  # of the chosen tab, ticks and sliders
+        slider_color="*primary_700",
+        slider_color_dark="*primary_400",
+        checkbox_background_color_selected="*primary_700",
+        checkbox_background_color_selected_dark="*primary_600",
+        checkbox_border_color_selected="*primary_700",
+        checkbox_border_color_selected_dark="*primary_600",
     )

@@ -1,6 +1,7 @@
 // Shows HTML that the server has escaped, and keeps what the reader did to it: scrolling, folded parts, focus.
 // `element`, `trigger`, `props` and `watch` are Gradio's. A button with data-act tells the server; data-ask asks first.
 const box = element.querySelector('.ht-live');
+let brought = '';
 const kept = (key) => [...box.querySelectorAll(`[data-keep]`)].map((one) => [one.dataset.keep, key(one)]);
 
 const draw = () => {
@@ -17,6 +18,9 @@ const draw = () => {
     if (one.tagName === 'DETAILS') { one.dataset.drawn = one.open; if (open.get(one.dataset.keep) !== undefined) one.open = open.get(one.dataset.keep); }
     else one.scrollTop = before && !before[1] ? before[0] : one.scrollHeight;
   }
+  const shown = box.querySelector('[data-show]');  // what the reader has asked for, and may lie below the window
+  if (shown && shown.dataset.show !== brought) shown.scrollIntoView({behavior: 'smooth', block: 'start'});
+  brought = shown ? shown.dataset.show : '';
   if (focus) { const again = document.getElementById(focus); if (again) again.focus(); }
 };
 

@@ -38,13 +38,16 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
         the folder of its notes.
 
     Raises:
-        ConfigError: the output lies outside the board's folders.
+        ConfigError: the output lies outside the board's folders, or is being written.
     """
     target = inside(settings.roots, output)
+    if any(state.live and output_of(state.folder) == str(target) for state in exports(settings)):
+        raise ConfigError("is being written by another export", where=output, remedy="wait for it, or stop it")
     check_model(settings, run)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"there is no format {dtype}", remedy=" | ".join(DTYPES))
-    job = settings.runs / BOARD / "exports" / f"{time.strftime('%Y%m%d-%H%M%S')}-{target.name}"
+    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
+    job = settings.runs / BOARD / "exports" / f"{moment}-{target.name}"
     job.mkdir(parents=True, exist_ok=True)
     command = [*settings.program, "export", str(run), "--output", str(target), "--status", str(job / NAME)]
     command += (["--dtype", dtype] if dtype else []) + (["--force"] if force else [])

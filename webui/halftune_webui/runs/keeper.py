@@ -29,7 +29,7 @@ def launch(run: Path, settings: Settings) -> None:
     command = [sys.executable, "-m", "halftune_webui.runs.keeper", str(run), settings.to_json()]
     keeper = subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # closed once it has been noted: the keeper's own, fuller note comes later
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -37,6 +37,8 @@ def launch(run: Path, settings: Settings) -> None:
         env=environment(),
     )
     note_process(run, Process.of(keeper.pid))
+    assert keeper.stdin is not None
+    keeper.stdin.close()
 
 
 def keep(run: Path, settings: Settings) -> int:
@@ -80,4 +82,5 @@ def _memory_kills() -> int:
 
 
 if __name__ == "__main__":
+    sys.stdin.read()
     sys.exit(keep(Path(sys.argv[1]), Settings.from_json(sys.argv[2])))

@@ -47,7 +47,7 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
         loaded = load_config(draft)
         run = inside(settings.roots, loaded.run.training.output_dir)
         _check_new(run, loaded)
-        folder_of(run).mkdir(parents=True)
+        _take(run, loaded)
         config = folder_of(run) / CONFIG
         shutil.move(draft, config)
     except OSError as error:
@@ -59,11 +59,23 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
     return run
 
 
+def _take(run: Path, loaded: LoadedConfig) -> None:
+    """Makes the folder of the notes, which makes it a run: of two pages that start the same recipe, one can."""
+    try:
+        folder_of(run).mkdir(parents=True)
+    except FileExistsError:
+        raise _taken(run, loaded) from None
+
+
+def _taken(run: Path, loaded: LoadedConfig) -> ConfigError:
+    free = next(f"{run}-{number}" for number in itertools.count(2) if not Path(f"{run}-{number}").exists())
+    what, remedy = "there is a run in this folder already", f"training.output_dir: {os.path.relpath(free)}"
+    return ConfigError(what, where=loaded.run.training.output_dir, remedy=f"{remedy} is free; or resume that run")
+
+
 def _check_new(run: Path, loaded: LoadedConfig) -> None:
     if is_run(run):
-        free = next(f"{run}-{number}" for number in itertools.count(2) if not Path(f"{run}-{number}").exists())
-        what, remedy = "there is a run in this folder already", f"training.output_dir: {os.path.relpath(free)}"
-        raise ConfigError(what, where=loaded.run.training.output_dir, remedy=f"{remedy} is free; or resume that run")
+        raise _taken(run, loaded)
     if run.is_dir() and any(run.iterdir()):
         raise ConfigError("the folder holds other things", where=str(run), remedy="choose another training.output_dir")
 

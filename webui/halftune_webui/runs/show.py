@@ -36,6 +36,7 @@ def run_list(states: Sequence[RunState], opened: Collection[Path], runs: Path, w
 def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
     name, path = escape(name_of(state.folder, runs)), escape(str(state.folder))
     what = " · ".join(part for part in (state.model, state.precision) if part)
+    why = _sub(ending(state, words).partition("\n")[0]) if state.state in ("died", "unreadable") else ""
     tick = (
         f'<input type="checkbox" data-act="tick" data-run="{path}" {"checked" if opened else ""} '
         f'aria-label="{escape(words("runs.show", name=name_of(state.folder, runs)))}">'
@@ -43,7 +44,7 @@ def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
     left = "" if state.seconds_left is None else clock(state.seconds_left)
     cells = [
         f"<td>{tick}</td>",
-        f'<td><button class="name" data-act="open" data-run="{path}">{name}</button>{_sub(what)}</td>',
+        f'<td><button class="name" data-act="open" data-run="{path}">{name}</button>{_sub(what)}{why}</td>',
         f"<td>{_badge(state, words)}</td>",
         f'<td class="how">{_bar(state) if state.live else ""}{_sub(_steps(state, words))}</td>',
         f'<td class="n quiet">{_loss(state, words)}</td>',
@@ -78,7 +79,7 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
         parts.append(f'<p class="cause{calm}">{escape(reason)}</p>')
     if log:
         key = escape(f"log {state.folder}")
-        opened = " open" if state.state == "died" else ""
+        opened = " open" if state.state == "died" or output else ""  # an export says there what was checked
         text = f'<pre data-keep="{key} text" tabindex="0">{escape(log)}</pre>'
         summary = f"<summary>{escape(words('runs.log'))}</summary>"
         parts.append(f'<details data-keep="{key}"{opened}>{summary}{text}</details>')

@@ -96,9 +96,20 @@ def build(context: Context) -> None:
     _wire(context, parts, load, free, send, stop, anew)
 
 
-def conversation(messages: Messages, title: str) -> str:
-    """One conversation as it was written: markup of a model could make the page load pictures from anywhere."""
-    said = "".join(f'<p class="{message["role"]}">{escape(message["content"])}</p>' for message in messages)
+def conversation(messages: Messages, title: str, silent: str) -> str:
+    """One conversation as it was written: markup of a model could make the page load pictures from anywhere.
+
+    Args:
+        messages: what was said.
+        title: who answers.
+        silent: stands where an answer ended before its first word.
+    """
+    said = "".join(
+        f'<p class="{message["role"]}">{escape(message["content"])}</p>'
+        if message["content"].strip()
+        else f'<p class="help">{escape(silent)}</p>'
+        for message in messages
+    )
     name = escape(title)
     return f'<section class="talk"><h4>{name}</h4><div data-keep="{name}" tabindex="0">{said}</div></section>'
 
@@ -130,7 +141,7 @@ def _wire(
     inputs = [parts.text, *parts.told, parts.both, parts.system, *parts.sampling]
 
     def empty() -> list[Any]:
-        return [[], [], *(conversation([], title) for title in titles)]
+        return [[], [], *(conversation([], title, "") for title in titles)]
 
     load.click(opened, parts.run, parts.loaded, concurrency_limit=4, **quiet).then(empty, None, sides, **quiet)
     free.click(freed, None, parts.loaded, **quiet)
@@ -201,5 +212,6 @@ def _ask(
 
 def _both(context: Context, trained: Messages, base: Messages) -> tuple[Any, ...]:
     """Both conversations, and how they look."""
-    words = context.words
-    return trained, base, conversation(trained, words("chat.trained")), conversation(base, words("chat.base"))
+    words, silent = context.words, context.words("chat.silent")
+    shown = [conversation(told, words(f"chat.{who}"), silent) for told, who in ((trained, "trained"), (base, "base"))]
+    return trained, base, *shown

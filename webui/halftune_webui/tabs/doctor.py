@@ -9,8 +9,10 @@ from typing import Any
 import gradio as gr
 
 from halftune.core.errors import HalftuneError
+from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune_webui.context import Context
 from halftune_webui.labels import Words
+from halftune_webui.planning import HERE
 from halftune_webui.recipe import examine
 from halftune_webui.runs.ask import ask, recipe_file
 from halftune_webui.tabs.data import failed, waiting
@@ -25,12 +27,19 @@ def build(context: Context) -> None:
     gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("doctor.what"))}</p></div>', js_on_load=None)
     with gr.Row(elem_id="examine", elem_classes="ht-row"):
         recipe = gr.Checkbox(value=True, label=words("doctor.recipe"), elem_id="doctor-recipe")
+        machine = gr.Dropdown(
+            [(words("doctor.usual"), HERE), *((lookup(name, {}).devices[0].name, name) for name in CATALOGUE)],
+            value=HERE,
+            label=words("doctor.machine"),
+            elem_id="doctor-machine",
+        )
         kernels = gr.Checkbox(label=words("doctor.kernels"), elem_id="doctor-kernels")
         button = gr.Button(words("doctor.start"), variant="primary", elem_id="doctor-start")
     found = live("doctor-found")
 
-    def look(text: str, with_recipe: bool, with_kernels: bool) -> Iterator[str]:
+    def look(text: str, with_recipe: bool, name: str, with_kernels: bool) -> Iterator[str]:
         options = ["--kernels"] if with_kernels else []
+        options += ["--hardware", name] if name in CATALOGUE else []
         examined = examine(text or "", settings) if with_recipe else None
         if examined is not None and examined.problems:
             yield failed("\n".join(map(str, examined.problems)))
@@ -47,7 +56,8 @@ def build(context: Context) -> None:
         else:
             yield doctor_view(answer, words)
 
-    button.click(look, [context.recipe, recipe, kernels], found, show_progress="hidden", api_visibility="private")
+    asked = [context.recipe, recipe, machine, kernels]
+    button.click(look, asked, found, show_progress="hidden", api_visibility="private")
 
 
 def doctor_view(answer: dict[str, Any], words: Words) -> str:

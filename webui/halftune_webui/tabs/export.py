@@ -29,7 +29,8 @@ def build(context: Context) -> None:
         run = chooser(context, listing, "export-run")
         output = gr.Textbox(label=words("export.output"), info=words("export.output_help"), elem_id="export-output")
         formats = [(words("export.own"), _OWN), *((name, name) for name in export.DTYPES)]
-        dtype = gr.Dropdown(formats, value=_OWN, label=words("export.dtype"), elem_id="export-dtype")
+        info = words("export.dtype_help")
+        dtype = gr.Dropdown(formats, value=_OWN, label=words("export.dtype"), info=info, elem_id="export-dtype")
     with gr.Row(elem_id="export-go", elem_classes="ht-row"):
         force = gr.Checkbox(label=words("export.force"), elem_id="export-force")
         button = gr.Button(words("export.start"), variant="primary", elem_id="export-start")
@@ -37,10 +38,9 @@ def build(context: Context) -> None:
     run.change(lambda name: f"models/{Path(name).name}" if name else "", run, output, show_progress="hidden")
 
     def cards() -> str:
-        states = export.exports(settings)
+        found = [(state, _short(export.output_of(state.folder))) for state in export.exports(settings)]
         return "".join(
-            run_card(state, (), log_tail(state.folder), settings.runs, words, output=export.output_of(state.folder))
-            for state in states
+            run_card(state, (), log_tail(state.folder), settings.runs, words, output=output) for state, output in found
         )
 
     def start(name: str | None, target: str, stored: str, again: bool) -> str:
@@ -64,3 +64,8 @@ def build(context: Context) -> None:
     button.click(start, [run, output, dtype, force], shown, **quiet)
     shown.submit(acted, None, shown, **quiet)
     gr.Timer(EVERY).tick(cards, None, shown, **quiet)
+
+
+def _short(folder: str) -> str:
+    """As it was written into the box, where it lies below the working directory."""
+    return str(Path(folder).relative_to(Path.cwd())) if Path(folder).is_relative_to(Path.cwd()) else folder

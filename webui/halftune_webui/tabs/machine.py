@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.core.optional import pip_line, version_of
-from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
-from halftune.plan.explain import size
 from halftune_webui.context import Context
-from halftune_webui.labels import Words
+from halftune_webui.machine_panel import machine_view
 from halftune_webui.tabs.runs import live
-
-# why each is wanted says the label of its name
-OPTIONAL = ("flash-attn", "flash-linear-attention", "causal-conv1d", "triton", "tensorboard", "wandb")
 
 
 def build(context: Context) -> None:
     """Facts and packages, looked up when the page is opened and when the button is pressed."""
     words = context.words
     shown = live("machine-facts")
-    button = gr.Button(words("machine.again"), elem_id="machine-again")
+    with gr.Row(elem_classes="ht-row"):
+        button = gr.Button(words("machine.again"), elem_id="machine-again")
 
     def look() -> str:
         return machine_view(probe(), words)
@@ -32,36 +25,3 @@ def build(context: Context) -> None:
     assert board is not None
     for event in (board.load, button.click):
         event(look, None, shown, show_progress="hidden", api_visibility="private")
-
-
-def machine_view(machine: Hardware, words: Words) -> str:
-    """Devices, memory, notes, and the optional packages with the command that adds them."""
-    facts = [(words("machine.kind"), words(f"machine.kinds.{machine.kind}"))]
-    for number, device in enumerate(machine.devices):
-        name = words("machine.device") + (f" {number}" if len(machine.devices) > 1 else "")
-        parts = [device.name, size(device.memory_bytes)]
-        if device.capability is not None:
-            parts.append(words("machine.capability", n=".".join(map(str, device.capability))))
-        facts.append((name, " · ".join([*parts, *filter(None, [device.arch]), *sorted(device.features)])))
-    facts += [
-        (words("machine.memory"), size(machine.host_memory_bytes)),
-        (words("machine.cores"), str(machine.cpu_cores)),
-        *machine.packages,
-    ]
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts)
-    notes = "".join(f'<p class="alarm">{escape(note)}</p>' for note in machine.notes)
-    there = f'<section class="card"><header><h3>{escape(words("machine.title"))}</h3></header>'
-    return f"{there}{notes}<table><tbody>{rows}</tbody></table></section>{_optional(machine, words)}"
-
-
-def _optional(machine: Hardware, words: Words) -> str:
-    rows = []
-    for name in OPTIONAL:
-        version = machine.version(name) or version_of(name)
-        badge = f'<span class="ok">{escape(version)}</span>' if version else escape(words("machine.absent"))
-        command = "" if version else f'<pre class="command">{escape(pip_line(name))}</pre>'
-        why = escape(words(f"machine.packages.{name}"))
-        rows.append(f"<tr><td><b>{escape(name)}</b><br>{why}{command}</td><td>{badge}</td></tr>")
-    title = escape(words("machine.optional"))
-    body = f"<table><tbody>{''.join(rows)}</tbody></table>"
-    return f'<section class="card"><header><h3>{title}</h3></header>{body}</section>'
