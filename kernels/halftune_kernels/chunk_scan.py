@@ -2,10 +2,12 @@
 
 Rows are taken in chunks, and chunks that do not depend on each other (heads, samples) together: few enough to stay in
 the processor's cache, so that memory sees inputs, outputs and one state per chunk only. Everything else is recomputed
-in the backward pass, but for the first `KEPT_BYTES` of it: short rows then cost no second forward pass.
+in the backward pass, but for the first `KEPT_BYTES` of it: short rows then cost no second forward pass. An operator may
+be handed several chunks that follow each other, and do at once for all of them what does not depend on the state: few
+large calls in place of many small ones, which torch's threads cannot share.
 
-Shapes: R rows, H heads, N samples, U units (samples × heads that are computed together), C rows of a chunk, K key size,
-W width of the state's rows.
+Shapes: R rows, H heads, N samples, U units (samples × heads that are computed together), L chunks that follow each
+other, C rows of a chunk, K key size, W width of the state's rows.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -26,20 +28,21 @@ KEPT_BYTES = 16 << 20  # of one call, beside inputs and states
 
 
 class ChunkOperator(Protocol):
-    """One chunk of a recurrence. Every tensor is fp32 (fp64 if the inputs are); rows past a sample's end are zeros."""
+    """Chunks of a recurrence. Every tensor is fp32 (fp64 if the inputs are); rows past a sample's end are zeros."""
 
     def forward(
-        self, inputs: Tensors, state: torch.Tensor | None, going: int
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
         """Output, leaving state and what the backward pass would have to compute again.
 
         Args:
-            inputs: [U, C, ...] each.
-            state: [U, K, W] entering the chunk; None is zeros.
-            going: the leaving state is wanted of so many units, the first ones.
+            inputs: [L * U, C, ...] each.
+            state: [U, K, W] entering the first chunk; None is zeros.
+            going: the state leaving the last chunk is wanted of so many units, the first ones.
+            count: L; 1 if `chunk_scan` was not asked for more.
 
         Returns:
-            [U, C, ...] and [going, K, W], None if ``going`` is 0; any tensors, which nobody writes to any more.
+            [L * U, C, ...] and [going, K, W], None if ``going`` is 0; any tensors, which nobody writes to any more.
         """
         ...
 
@@ -50,32 +53,36 @@ class ChunkOperator(Protocol):
         d_out: torch.Tensor,
         d_state: torch.Tensor | None,
         kept: Tensors,
+        count: int,
     ) -> tuple[Tensors, torch.Tensor | None]:
         """Gradients of the inputs and of the entering state (None where that is None).
 
         Args:
             inputs: as in the forward pass.
             state: as in the forward pass.
-            d_out: [U, C, ...] gradient of the output.
+            d_out: [L * U, C, ...] gradient of the output.
             d_state: [going, K, W] gradient of the leaving state, None if ``going`` is 0.
             kept: third result of the forward pass; empty if it was not kept.
+            count: L.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of several samples at one place.
+    """Rows of several samples at one place, and at the places after it if all samples fill those chunks.
 
     Attributes:
+        count: L.
         live: samples of the block that have rows here, always the first ones.
-        going: those of them that have rows in the next chunk.
+        going: those of them that have rows after the last of the chunks.
         length: C.
-        rows: the rows, [live * C]; a slice for a single sample. Rows past the end of a sample repeat its last row.
+        rows: the rows, [L * live * C]; a slice for a single sample. Rows past the end of a sample repeat its last row.
         padding: [live, C] true past the end of a sample; None if no row is.
         kept: [m] positions in ``rows`` that are no padding; None if all are kept.
     """
 
+    count: int
     live: int
     going: int
     length: int
@@ -101,44 +108,48 @@ class Block:
 
 @functools.lru_cache(maxsize=64)
 def plan_blocks(
-    segments: Segments, heads: int, chunk: int, units: int, power_of_two: bool, device: torch.device
+    segments: Segments, heads: int, chunk: int, units: int, together: int, power_of_two: bool, device: torch.device
 ) -> tuple[Block, ...]:
     """Cuts the work of an operator into blocks of about ``units`` samples × heads; zero-length samples are in none."""
     wide = min(heads, units)
     longest_first = sorted(
         (n for n, length in enumerate(segments.lengths) if length), key=lambda n: -segments.lengths[n]
     )
-    together = max(1, units // wide)
-    groups = [longest_first[first : first + together] for first in range(0, len(longest_first), together)]
+    beside = max(1, units // wide)
+    groups = [longest_first[first : first + beside] for first in range(0, len(longest_first), beside)]
     blocks = []
     for group in groups:
-        chunks = tuple(_chunks(segments, group, chunk, power_of_two, device))
+        chunks = tuple(_chunks(segments, group, chunk, together, power_of_two, device))
         numbers = torch.tensor(group, device=device)
         blocks += [Block(numbers, slice(h, min(h + wide, heads)), chunks) for h in range(0, heads, wide)]
     return tuple(blocks)
 
 
-def _chunks(segments: Segments, group: list[int], chunk: int, power_of_two: bool, device: torch.device) -> list[Chunk]:
+def _chunks(
+    segments: Segments, group: list[int], chunk: int, together: int, power_of_two: bool, device: torch.device
+) -> list[Chunk]:
     lengths = torch.tensor([segments.lengths[n] for n in group])
     starts = torch.tensor([segments.bounds[n] for n in group])
-    places = range(0, int(lengths[0]), chunk)
-    live = [int((lengths > place).sum()) for place in places]
-    chunks = []
-    for place, (here, going) in zip(places, pairwise([*live, 0]), strict=True):
+    place, chunks = 0, []
+    while place < int(lengths[0]):
+        here = int((lengths > place).sum())
         left = lengths[:here] - place
+        count = max(1, min(int(left[-1]) // chunk, together))
+        going = int((lengths > place + count * chunk).sum())
         size = min(chunk, int(left[0]))
         if power_of_two:
             size = 1 << (size - 1).bit_length()
         if here == 1 and size <= int(left[0]):
             first = int(starts[0]) + place
-            chunks.append(Chunk(1, going, size, slice(first, first + size), None, None))
-            continue
-        offset = torch.arange(size)
-        padding = offset >= left[:, None]
-        rows = (starts[:here, None] + place + torch.minimum(offset, left[:, None] - 1)).flatten().to(device)
-        some = bool(padding.any())
-        kept = (~padding).flatten().nonzero().flatten().to(device) if some else None
-        chunks.append(Chunk(here, going, size, rows, padding.to(device) if some else None, kept))
+            chunks.append(Chunk(count, 1, going, size, slice(first, first + count * size), None, None))
+        else:
+            offset = torch.arange(count)[:, None, None] * size + torch.arange(size)
+            padding = (offset >= left[:, None]).flatten(0, 1)
+            rows = (starts[:here, None] + place + torch.minimum(offset, left[:, None] - 1)).flatten().to(device)
+            some = bool(padding.any())
+            kept = (~padding).flatten().nonzero().flatten().to(device) if some else None
+            chunks.append(Chunk(count, here, going, size, rows, padding.to(device) if some else None, kept))
+        place += count * chunk
     return chunks
 
 
@@ -154,6 +165,7 @@ def chunk_scan(
     chunk: int,
     units: int,
     want_final: bool,
+    together: int = 1,
     power_of_two: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs ``operator`` over all samples and heads; differentiable in ``inputs`` and ``initial_state``.
@@ -168,12 +180,13 @@ def chunk_scan(
         chunk: C.
         units: samples × heads that are computed together.
         want_final: whether the final state is returned.
+        together: most chunks that follow each other and are handed to ``operator`` at once.
         power_of_two: fill every chunk up to a power of two (``chunk`` is one).
 
     Returns:
         [R, H, ...] and the final state [N, H, K, W] in the dtype of the computation, None if not wanted.
     """
-    how = (output, state_shape, segments, (chunk, units, power_of_two), want_final)
+    how = (output, state_shape, segments, (chunk, units, together, power_of_two), want_final)
     return _Scan.apply(operator, how, initial_state, *inputs)
 
 
@@ -245,7 +258,7 @@ def _block_forward(
         entering = () if state is None else (state,)
         going = piece.live if final is not None else piece.going
         loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
-        result, state, passed = operator.forward(loaded, state, going * wide)
+        result, state, passed = operator.forward(loaded, state, going * wide, piece.count)
         if room is not None:
             size = sum(tensor.nbytes for tensor in passed)
             passed = passed if size <= room else ()
@@ -280,7 +293,7 @@ def _block_backward(
             d_state = ended if d_state is None else torch.cat((d_state, ended))
         loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
         gradient = load(d_out, piece, block.heads, dtype)
-        found, d_state = operator.backward(loaded, state, gradient, d_state, kept)
+        found, d_state = operator.backward(loaded, state, gradient, d_state, kept, piece.count)
         for grad, value in zip(grads, found, strict=True):
             store(grad, piece, block.heads, value)
     if d_initial is not None:
@@ -298,21 +311,22 @@ def _entering(initial: torch.Tensor | None, block: Block, dtype: torch.dtype) ->
 
 
 def load(tensor: torch.Tensor, chunk: Chunk, heads: slice, dtype: torch.dtype) -> torch.Tensor:
-    """[U, C, ...] of [R, H, ...]; zeros past the end of a sample; a view where nothing has to be converted."""
+    """[L * U, C, ...] of [R, H, ...]; zeros past the end of a sample; a view of one chunk if nothing is converted."""
     if isinstance(chunk.rows, slice):
-        return tensor[chunk.rows, heads].transpose(0, 1).to(dtype)
-    taken = tensor[:, heads].index_select(0, chunk.rows).unflatten(0, (chunk.live, chunk.length)).to(dtype)
+        return tensor[chunk.rows, heads].unflatten(0, (chunk.count, -1)).transpose(1, 2).to(dtype).flatten(0, 1)
+    taken = tensor[:, heads].index_select(0, chunk.rows).unflatten(0, (-1, chunk.length)).to(dtype)
     if chunk.padding is not None:
         taken.masked_fill_(chunk.padding.reshape(*chunk.padding.shape, *[1] * (taken.dim() - 2)), 0.0)
     return taken.transpose(1, 2).flatten(0, 1)
 
 
 def store(into: torch.Tensor, chunk: Chunk, heads: slice, value: torch.Tensor) -> None:
-    """Writes [U, C, ...] to its rows and heads of [R, H, ...]."""
+    """Writes [L * U, C, ...] to its rows and heads of [R, H, ...]."""
     if isinstance(chunk.rows, slice):
-        into[chunk.rows, heads] = value.transpose(0, 1)
+        target = into[chunk.rows, heads].unflatten(0, (chunk.count, -1))
+        target.copy_(value.unflatten(0, (chunk.count, -1)).transpose(1, 2))
         return
-    by_row = value.unflatten(0, (chunk.live, -1)).transpose(1, 2).to(into.dtype).flatten(0, 1)
+    by_row = value.unflatten(0, (chunk.count * chunk.live, -1)).transpose(1, 2).to(into.dtype).flatten(0, 1)
     if chunk.kept is not None:
         into[:, heads].index_copy_(0, chunk.rows[chunk.kept], by_row.index_select(0, chunk.kept))
     else:

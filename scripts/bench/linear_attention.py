@@ -1,11 +1,13 @@
 """Linear attention on the CPU: our operators against transformers' torch fallbacks, forward + backward, A/B in turn.
 
     OMP_NUM_THREADS=1 python scripts/bench/linear_attention.py
-    OMP_NUM_THREADS=2 python scripts/bench/linear_attention.py --threads 2 --operators "gated delta rule"
+    OMP_NUM_THREADS=2 python scripts/bench/linear_attention.py --threads 2 --undisturbed
 
 Head shapes are those of Qwen3.5 (K = V = 128, two value heads to a key head), Kimi-Linear, Bamba (heads of 64, state
 128, one group) and RWKV-7, with fewer heads; RWKV-7, which transformers has not, against a loop over tokens in torch.
-Medians of CPU-seconds with one thread, of wall time with more; each round runs every contender once. Memory is the peak
+Medians of CPU-seconds with one thread, of wall time with more; each round runs every contender once. On a machine with
+other work, threads that wait for each other measure that work: ``--undisturbed`` runs before all else (real-time
+scheduling, which needs the right to it, and stops everything else meanwhile). Memory is the peak
 of a process of its own above what it held before, forward + backward.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -139,6 +142,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--operators", nargs="+", default=list(HEADS), choices=list(HEADS))
+    parser.add_argument("--undisturbed", action="store_true", help="before everything else on the machine")
     parser.add_argument("--peak", nargs=3, metavar=("OPERATOR", "LENGTH", "CONTENDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -146,6 +150,8 @@ def main() -> None:
     if arguments.peak:
         print(json.dumps(peak(arguments.peak[0], int(arguments.peak[1]), arguments.peak[2])))
         return
+    if arguments.undisturbed:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))  # before torch has threads: they inherit it
     print(
         "| operator | heads qk/v × K/V | T | threads | others, ms forward / backward | halftune | faster"
         " | peak MiB, others / halftune |\n|---|---|---:|---:|---:|---:|---:|---:|"

@@ -25,6 +25,7 @@ from halftune_kernels.triangular import unit_lower_inverse
 
 CHUNK = 64
 UNITS = 16  # value heads × samples at once
+TOGETHER = 8  # chunks at once: more leave torch's threads fewer small calls, and take more memory
 _LEAST = -1e4  # a decay of exp(-1e4) is 0; smaller ones would only cost digits of the others
 
 
@@ -59,6 +60,7 @@ def gated_delta_rule(
         chunk=CHUNK,
         units=max(1, UNITS // each),
         want_final=want_final,
+        together=TOGETHER,
     )
     if final is not None:
         final = final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
@@ -95,56 +97,53 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Passed:
-    """What a chunk's forward pass comes to with the state that enters.
+    """What the forward pass comes to with the state that enters. F: units that no state enters, those of a first chunk.
 
     Attributes:
         made: from the inputs alone.
         values: [U * G, C, V] V'.
-        read: [U, 2C, G, V] Q S over K S; None without a state.
+        read: [U - F, 2C, G * V] Q S over K S.
+        states: [U - F, K, G * V] S.
     """
 
     made: _Prepared
     values: torch.Tensor
-    read: torch.Tensor | None
+    read: torch.Tensor
+    states: torch.Tensor
 
     def tensors(self) -> Tensors:
         """Everything, for `of`."""
-        made = [getattr(self.made, field.name) for field in fields(self.made)]
-        return [*made, self.values, *(() if self.read is None else (self.read,))]
+        return [*(getattr(self.made, field.name) for field in fields(self.made)), self.values, self.read, self.states]
 
     @classmethod
     def of(cls, tensors: Tensors) -> _Passed:
         """From what `tensors` gave."""
-        count = len(fields(_Prepared))
-        read = tensors[count + 1] if len(tensors) > count + 1 else None
-        return cls(_Prepared(*tensors[:count]), tensors[count], read)
+        return cls(_Prepared(*tensors[:-3]), *tensors[-3:])
 
 
 @dataclass(frozen=True)
 class _GatedDeltaRule:
-    """The chunk operator: inputs q, k [U, C, K], v [U, C, G, V], g, beta [U, C, G]; states [U, K, G * V]."""
+    """The chunk operator: inputs q, k [U, C, K], v [U, C, G, V], g, beta [U, C, G]; states [U, K, G * V].
+
+    The units of several chunks stand one chunk after the other.
+    """
 
     scale: float
     normalise: bool
 
     def forward(
-        self, inputs: Tensors, state: torch.Tensor | None, going: int
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
         v = inputs[2]
-        passed = self._pass(inputs, state)
-        made, size = passed.made, v.shape[1]
-        if passed.read is None:
-            o = torch.bmm(made.weights, passed.values)
-        else:
-            o = _by_head(passed.read[:, :size], made.rising)
-            o.flatten(0, 1).baddbmm_(made.weights, passed.values)
-        following = None
-        if going:
-            falling = _by_row(passed.values.view((*made.decay.shape[:3], -1))[:going], made.falling[:going])
-            following = _decayed(state, made, going)
-            keys = made.qk[:going, size:].transpose(1, 2)
-            following = torch.bmm(keys, falling) if following is None else following.baddbmm_(keys, falling)
-        return o.view(v.shape[0], v.shape[2], size, -1).transpose(1, 2), following, passed.tensors()
+        passed, following = self._pass(inputs, state, going, count)
+        made, size, first = passed.made, v.shape[1], len(v) - len(passed.read)
+        o = v.new_empty(v.shape[0], v.shape[2], size, v.shape[3])
+        torch.mul(_by_value_head(passed.read[:, :size], o), made.rising[first:], out=o[first:])
+        split = first * v.shape[2]
+        flat = o.flatten(0, 1)
+        torch.bmm(made.weights[:split], passed.values[:split], out=flat[:split])
+        flat[split:].baddbmm_(made.weights[split:], passed.values[split:])
+        return o.transpose(1, 2), following, passed.tensors()
 
     def backward(
         self,
@@ -153,43 +152,78 @@ class _GatedDeltaRule:
         d_out: torch.Tensor,
         d_state: torch.Tensor | None,
         kept: Tensors,
+        count: int,
     ) -> tuple[Tensors, torch.Tensor | None]:
         v = inputs[2]
-        passed = _Passed.of(kept) if kept else self._pass(inputs, state)
+        passed = _Passed.of(kept) if kept else self._pass(inputs, state, 0, count)[0]
         made, (units, size, each, width) = passed.made, v.shape
-        missing = v.transpose(1, 2) if passed.read is None else _missing(made, v, passed.read[:, size:])
-        d_o = d_out.transpose(1, 2).contiguous().flatten(0, 1)
+        d_o = d_out.transpose(1, 2).contiguous()
+        found = _scan_backward(passed, d_o, d_state, count, wanted=state is not None)
 
-        # V' is read by the output and by the leaving state
-        d_values = torch.bmm(made.weights.transpose(1, 2), d_o)
         # in fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly
-        d_b = d_values.new_zeros(units, each, size, dtype=torch.float64)
-        falling = None if d_state is None else _leaving_backward(passed, state, d_state, d_values, d_b)
-        d_right = torch.bmm(made.inverse.transpose(1, 2), d_values).view(units, each, size, width)
-        d_weights, d_lower, d_beta = _pairs_backward(passed, d_o, d_right, missing, d_b)
+        d_b = v.new_zeros(units, each, size, dtype=torch.float64)
+        missing = v.new_empty(d_o.shape)
+        first = units - len(passed.read)
+        torch.addcmul(
+            v[first:].transpose(1, 2), _by_value_head(passed.read[:, size:], d_o), made.rising[first:], value=-1.0,
+            out=missing[first:],
+        )  # fmt: skip
+        missing[:first] = v[:first].transpose(1, 2)
+        d_weights, d_lower, d_beta = _pairs_backward(passed, d_o.flatten(0, 1), found.right, missing, d_b)
         d_qk = torch.bmm(torch.cat((d_weights, d_lower + d_lower.transpose(1, 2)), 1), made.qk[:, size:])
         d_qk[:, size:].baddbmm_(d_weights.transpose(1, 2), made.qk[:, :size])
-        if d_state is not None and falling is not None:
-            d_qk[: len(d_state), size:].baddbmm_(falling, d_state.transpose(1, 2))
-        d_entering = None
-        if state is not None:
-            d_entering = _entering_backward(passed, state, d_state, (d_o.view_as(d_right), d_right), d_qk, d_b)
+        _leaving_backward(passed, found, d_qk, d_b)
+        if len(passed.read):
+            d_b[first:] += (found.both * passed.read).view(-1, 2, size, each, width).sum((1, 4)).transpose(1, 2)
+            d_qk[first:].baddbmm_(found.both, passed.states.transpose(1, 2))
         if self.normalise:  # d - x̂ ⟨x̂, d⟩, of unit vectors: those of q are scaled
             along = (made.qk * d_qk).sum(-1, keepdim=True)
             along[:, :size] /= self.scale**2
             d_qk.addcmul_(made.qk, along, value=-1.0)
         d_qk.mul_(made.factors)
         d_g = d_b.flip(-1).cumsum(-1).flip(-1).transpose(1, 2).to(v.dtype)
-        d_v = (d_right * made.beta).transpose(1, 2)
-        return (d_qk[:, :size], d_qk[:, size:], d_v, d_g, d_beta.transpose(1, 2)), d_entering
+        d_v = (found.right * made.beta).transpose(1, 2)
+        return (d_qk[:, :size], d_qk[:, size:], d_v, d_g, d_beta.transpose(1, 2)), found.entering
 
-    def _pass(self, inputs: Tensors, state: torch.Tensor | None) -> _Passed:
+    def _pass(
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
+    ) -> tuple[_Passed, torch.Tensor | None]:
+        """Also the state that leaves, of ``going`` units of the last chunk."""
         v = inputs[2]
-        made, size = self._prepare(inputs), v.shape[1]
-        if state is None:
-            return _Passed(made, _solve(made, v.transpose(1, 2) * made.beta), None)
-        read = torch.bmm(made.qk, state).unflatten(2, v.shape[2:])
-        return _Passed(made, _solve(made, _missing(made, v, read[:, size:]).mul_(made.beta)), read)
+        made, (total, size, each, width) = self._prepare(inputs), v.shape
+        units, keys = total // count, made.qk.shape[2]
+        first = units if state is None else 0
+        written = v.new_empty(total, each, size, width)  # beta V
+        torch.mul(v.transpose(1, 2), made.beta, out=written)
+        taken = (made.rising * made.beta).neg_()
+        values = v.new_empty(total * each, size, width)
+        read = v.new_empty(total - first, 2 * size, each * width)
+        states = v.new_empty(total - first, keys, each * width)
+        if state is not None:
+            states[:units] = state
+        following = None
+        for start in range(0, total, units):
+            here, entered = slice(start, start + units), slice(start - first, start - first + units)
+            right = written[here]
+            if start >= first:
+                torch.bmm(made.qk[here], states[entered], out=read[entered])
+                right.addcmul_(_by_value_head(read[entered, size:], right), taken[here])
+            heads = slice(start * each, (start + units) * each)
+            torch.bmm(made.inverse[heads], right.flatten(0, 1), out=values[heads])
+            last = start + units == total
+            onward = slice(start, start + (going if last else units))
+            if last and not going:
+                break
+            room = v.new_empty(going, keys, each * width) if last else states[start + units - first :][:units]
+            falling = _by_row(values.view_as(written)[onward], made.falling[onward])
+            chunk_keys = made.qk[onward, size:].transpose(1, 2)
+            if start >= first:
+                _decayed(states[start - first :][: len(room)], made.whole[onward], room)
+                room.baddbmm_(chunk_keys, falling)
+            else:
+                torch.bmm(chunk_keys, falling, out=room)
+            following = room
+        return _Passed(made, values, read, states), following if going else None
 
     def _prepare(self, inputs: Tensors) -> _Prepared:
         q, k, _, g, beta = inputs
@@ -223,54 +257,76 @@ class _GatedDeltaRule:
         )
 
 
-def _leaving_backward(
-    passed: _Passed, state: torch.Tensor | None, d_state: torch.Tensor, d_values: torch.Tensor, d_b: torch.Tensor
-) -> torch.Tensor:
-    """Through S': adds to ``d_values`` [U * G, C, V] and ``d_b`` [U, G, C]; exp(b_C - b) V' as [going, C, G * V]."""
-    made, going = passed.made, len(d_state)
-    units, each, size = d_b.shape
-    falling = _by_row(passed.values.view(units, each, size, -1)[:going], made.falling[:going])
-    from_state = torch.bmm(made.qk[:going, size:], d_state)
-    some = d_values.view(units, each, size, -1)[:going]
-    some.addcmul_(from_state.unflatten(2, (each, -1)).transpose(1, 2), made.falling[:going])
-    shares = (from_state * falling).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
-    d_b[:going] -= shares
-    d_b[:going, :, -1] += shares.sum(-1)
-    if state is not None:
-        kept = (state[:going] * d_state).unflatten(2, (each, -1)).sum((1, 3))
-        d_b[:going, :, -1] += kept * made.whole[:going, 0, :, 0]
-    return falling
+@dataclass(frozen=True)
+class _ScanGradients:
+    """What the serial part of the backward pass finds.
 
-
-def _entering_backward(
-    passed: _Passed,
-    state: torch.Tensor,
-    d_state: torch.Tensor | None,
-    gradients: tuple[torch.Tensor, torch.Tensor],
-    d_qk: torch.Tensor,
-    d_b: torch.Tensor,
-) -> torch.Tensor:
-    """Through exp(b) Q S and exp(b) K S: adds to ``d_qk`` [U, 2C, K] and ``d_b``; the gradient of S, [U, K, G * V].
-
-    ``gradients`` are those of O and of X, [U, G, C, V] each.
+    Attributes:
+        right: [U, G, C, V] gradient of X.
+        both: [U - F, 2C, G * V] gradients of Q S and K S.
+        left: [M, K, G * V] gradient of the state that leaves, of the units that one leaves.
+        asked: [M, C, G * V] K times ``left``.
+        entering: [.., K, G * V] gradient of the state that enters the first chunk; None if there is none.
     """
-    made, (d_o, d_right) = passed.made, gradients
-    units, each, size, width = d_o.shape
-    assert passed.read is not None
-    both = made.qk.new_empty(units, 2, size, each, width)
-    torch.mul(d_o.transpose(1, 2), made.rising.transpose(1, 2), out=both[:, 0])
-    torch.mul(d_right.transpose(1, 2), (made.rising * made.beta).neg_().transpose(1, 2), out=both[:, 1])
-    d_b += (both.view_as(passed.read) * passed.read).view_as(both).sum((1, 4)).transpose(1, 2)
-    both = both.view(units, 2 * size, each * width)
-    d_qk.baddbmm_(both, state.transpose(1, 2))
-    if d_state is None:
-        return torch.bmm(made.qk.transpose(1, 2), both)
-    going, by_head = len(d_state), d_state.unflatten(2, (each, width))
-    if going == units:
-        return (by_head * made.whole).flatten(2).baddbmm_(made.qk.transpose(1, 2), both)
-    d_entering = torch.bmm(made.qk.transpose(1, 2), both)
-    d_entering[:going].unflatten(2, (each, width)).addcmul_(by_head, made.whole[:going])
-    return d_entering
+
+    right: torch.Tensor
+    both: torch.Tensor
+    left: torch.Tensor
+    asked: torch.Tensor
+    entering: torch.Tensor | None
+
+
+def _scan_backward(
+    passed: _Passed, d_o: torch.Tensor, d_state: torch.Tensor | None, count: int, *, wanted: bool
+) -> _ScanGradients:
+    """Chunk by chunk from the last: gradients of X and of the states, from those of O [U, G, C, V] and of S'."""
+    made, (total, each, size, width) = passed.made, d_o.shape
+    units, keys, wide = total // count, made.qk.shape[2], each * width
+    first = total - len(passed.read)
+    d_values = torch.bmm(made.weights.transpose(1, 2), d_o.flatten(0, 1)).view_as(d_o)
+    d_right = torch.empty_like(d_values)
+    both = d_o.new_empty(total - first, 2, size, each, width)
+    torch.mul(d_o[first:].transpose(1, 2), made.rising[first:].transpose(1, 2), out=both[:, 0])
+    taken = (made.rising * made.beta).neg_().transpose(1, 2)
+    going = 0 if d_state is None else len(d_state)
+    left = d_o.new_empty(total - units + going, keys, wide)
+    asked = d_o.new_empty(total - units + going, size, wide)
+    if d_state is not None:
+        left[total - units :] = d_state
+    entering = None
+    for start in reversed(range(0, total, units)):
+        here, onward = slice(start, start + units), slice(start, min(start + units, len(left)))
+        if onward.stop > start:
+            torch.bmm(made.qk[onward, size:], left[onward], out=asked[onward])
+            d_values[onward].addcmul_(_by_value_head(asked[onward], d_o), made.falling[onward])
+        heads = slice(start * each, (start + units) * each)
+        inverse = made.inverse[heads].transpose(1, 2)
+        torch.bmm(inverse, d_values[here].flatten(0, 1), out=d_right[here].flatten(0, 1))
+        if start < first:
+            break
+        mine = both[start - first :][:units]
+        torch.mul(d_right[here].transpose(1, 2), taken[here], out=mine[:, 1])
+        room = left[start - units : start] if start else d_o.new_empty(units, keys, wide)
+        _decayed(left[onward], made.whole[onward], room[: onward.stop - start])
+        room[onward.stop - start :] = 0.0
+        room.baddbmm_(made.qk[here].transpose(1, 2), mine.view(units, 2 * size, wide))
+        entering = room
+    return _ScanGradients(d_right, both.flatten(3).flatten(1, 2), left, asked, entering if wanted else None)
+
+
+def _leaving_backward(passed: _Passed, found: _ScanGradients, d_qk: torch.Tensor, d_b: torch.Tensor) -> None:
+    """Through S': adds to ``d_qk`` [U, 2C, K] and ``d_b`` [U, G, C]."""
+    made, led = passed.made, len(found.left)
+    units, each, size = d_b.shape
+    first = units - len(passed.read)
+    falling = _by_row(passed.values.view(units, each, size, -1)[:led], made.falling[:led])
+    shares = (found.asked * falling).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
+    d_b[:led] -= shares
+    d_b[:led, :, -1] += shares.sum(-1)
+    if led > first:
+        kept = (passed.states[: led - first] * found.left[first:]).unflatten(2, (each, -1)).sum((1, 3))
+        d_b[first:led, :, -1] += kept * made.whole[first:led, 0, :, 0]
+    d_qk[:led, size:].baddbmm_(falling, found.left.transpose(1, 2))
 
 
 def _pairs_backward(
@@ -292,21 +348,9 @@ def _pairs_backward(
     return d_weights.sum(1), d_lower.sum(1), d_beta
 
 
-def _solve(made: _Prepared, right: torch.Tensor) -> torch.Tensor:
-    """V' = T X: [U * G, C, V] of [U, G, C, V]."""
-    return torch.bmm(made.inverse, right.flatten(0, 1))
-
-
-def _missing(made: _Prepared, v: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """R = V - exp(b) K S: [U, G, C, V] of v and K S [U, C, G, V]."""
-    out = v.new_empty(v.shape[0], v.shape[2], v.shape[1], v.shape[3])
-    return torch.addcmul(v.transpose(1, 2), read.transpose(1, 2), made.rising, value=-1.0, out=out)
-
-
-def _by_head(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """[U, C, G, V] times [U, G, C, 1] as a new [U, G, C, V]."""
-    out = rows.new_empty(rows.shape[0], rows.shape[2], rows.shape[1], rows.shape[3])
-    return torch.mul(rows.transpose(1, 2), factor, out=out)
+def _by_value_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[U, C, G * V] as [U, G, C, V], the heads of ``like``; a view."""
+    return rows.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
 
 
 def _by_row(heads: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -316,11 +360,10 @@ def _by_row(heads: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.mul(heads.transpose(1, 2), factor.transpose(1, 2), out=out).flatten(2)
 
 
-def _decayed(state: torch.Tensor | None, made: _Prepared, going: int) -> torch.Tensor | None:
-    """exp(b_C) S of the units that go on."""
-    if state is None:
-        return None
-    return (state[:going].unflatten(2, (made.whole.shape[2], -1)) * made.whole[:going]).flatten(2)
+def _decayed(state: torch.Tensor, whole: torch.Tensor, out: torch.Tensor) -> None:
+    """exp(b_C) S into ``out``."""
+    split = (whole.shape[2], -1)
+    torch.mul(state.unflatten(2, split), whole, out=out.unflatten(2, split))
 
 
 @functools.lru_cache(maxsize=64)

@@ -91,8 +91,9 @@ class _KimiDelta:
     normalise: bool
 
     def forward(
-        self, inputs: Tensors, state: torch.Tensor | None, going: int
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+        del count  # one at a time
         v = inputs[2]
         made, size = self._prepare(inputs), v.shape[1]
         if state is None:
@@ -115,8 +116,9 @@ class _KimiDelta:
         d_out: torch.Tensor,
         d_state: torch.Tensor | None,
         kept: Tensors,
+        count: int,
     ) -> tuple[Tensors, torch.Tensor | None]:
-        del kept  # the forward pass hands none on
+        del kept, count  # the forward pass keeps nothing; one chunk at a time
         v = inputs[2]
         made, size = self._prepare(inputs), v.shape[1]
         missing = v if state is None else v - torch.bmm(made.reading[:, size:], state)

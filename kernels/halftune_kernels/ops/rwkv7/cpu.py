@@ -86,8 +86,9 @@ class _GeneralisedDelta:
     scale: float
 
     def forward(
-        self, inputs: Tensors, state: torch.Tensor | None, going: int
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+        del count  # one at a time
         made, size = self._prepare(inputs), inputs[3].shape[1]
         read = None if state is None else torch.bmm(made.reading, state)
         values = self._values(made, inputs[3], read)
@@ -105,8 +106,9 @@ class _GeneralisedDelta:
         d_out: torch.Tensor,
         d_state: torch.Tensor | None,
         kept: Tensors,
+        count: int,
     ) -> tuple[Tensors, torch.Tensor | None]:
-        del kept  # the forward pass hands none on
+        del kept, count  # the forward pass keeps nothing; one chunk at a time
         made, size = self._prepare(inputs), inputs[3].shape[1]
         values = self._values(made, inputs[3], None if state is None else torch.bmm(made.reading, state))
         d_values = torch.bmm(made.weights.transpose(1, 2), d_out)
