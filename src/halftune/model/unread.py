@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
@@ -97,7 +96,7 @@ class Unread:
             for name, buffer in list(model.named_buffers()):
                 if buffer.is_meta and self.knows(name):
                     parent, _, leaf = name.rpartition(".")
-                    setattr(model.get_submodule(parent), leaf, self.rows(name, buffer.dtype))
+                    setattr(model.get_submodule(parent), leaf, self.read(name, torch.empty_like(buffer, device=CPU)))
 
     def lacks(self, model: nn.Module) -> str:
         """Name of a tensor without numbers that the files do not hold under its name either; empty where none is."""
@@ -113,7 +112,7 @@ class Unread:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, :meth:`rows` may be called.
+        """Inside, :meth:`read` may be called.
 
         Raises:
             ModelError: a file cannot be read any more.
@@ -130,21 +129,21 @@ class Unread:
             self._files.clear()
             self._newest = None
 
-    def rows(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """A weight, or ``(first, count)`` of its rows, in ``dtype``, in memory of its own.
+    def read(self, name: str, into: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """Reads a weight, or its rows from ``first`` on, into a tensor of that shape and returns it.
 
         Nothing else is read, but for a weight that is put together from others: those are read whole and let go.
         """
         place = self._places[plain_name(name)]
         if isinstance(place, _Made):
-            whole = self._made(place, dtype)[plain_name(name)]
+            whole = self._made(place, into.dtype)[plain_name(name)]
         else:
             whole = self._files[place].get_slice(place)
             if not whole.get_shape():
                 whole = self._files[place].get_tensor(place)
-        if rows is None:
-            return _own(whole[...], dtype)
-        return _own(whole[rows[0] : rows[0] + rows[1]], dtype)
+        rows = whole[...] if first is None else whole[first : first + into.shape[0]]
+        assert rows.shape == into.shape, f"{name} is {tuple(rows.shape)} in its file, {tuple(into.shape)} is wanted"
+        return into.copy_(rows)
 
     def _made(self, place: _Made, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All that comes of one putting together; kept until another one is asked for."""
@@ -168,21 +167,37 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted({folder / name for name in index["weight_map"].values()})
 
 
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy that keeps neither a mapped file nor a larger tensor alive."""
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+def stand_in(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Puts weights on the CPU that all show one zero in the place of those without numbers.
+
+    peft makes adapters where the weight is that they are for: beside one without numbers they would have none.
+
+    Returns:
+        what was there, by the id of what is there now.
+    """
+    there: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                if id(weight) not in made:
+                    zero = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+                    made[id(weight)] = nn.Parameter(zero, requires_grad=weight.requires_grad)
+                    vars(made[id(weight)]).update(vars(weight))
+                    there[id(made[id(weight)])] = weight
+                module._parameters[leaf] = made[id(weight)]
+    return there
 
 
-@contextmanager
-def adapters_with_numbers() -> Iterator[None]:
-    """Inside, peft leaves new adapters on the CPU, where it would put them beside weights without numbers."""
-    move = BaseTunerLayer._move_adapter_to_device_of_base_layer
-
-    def stay(layer: Any, name: str, device: torch.device | None = None) -> None:
-        move(layer, name, CPU if device in (None, META) else device)
-
-    BaseTunerLayer._move_adapter_to_device_of_base_layer = stay
-    try:
-        yield
-    finally:
-        BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+def take_back(model: nn.Module, there: dict[int, nn.Parameter], unread: Unread) -> None:
+    """Undoes :func:`stand_in` in a model that has an adapter now, and in copies (``modules_to_save``) likewise."""
+    for path, module in model.named_modules():
+        for leaf, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in there and unread.knows(f"{path}.{leaf}"):
+                there[id(weight)] = nn.Parameter(weight.detach().to(META), requires_grad=weight.requires_grad)
+                vars(there[id(weight)]).update(vars(weight))
+            if id(weight) in there:
+                there[id(weight)].requires_grad_(weight.requires_grad)
+                module._parameters[leaf] = there[id(weight)]

@@ -12,7 +12,7 @@ from halftune.config.run import RunConfig
 from halftune.core.log import get_logger
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
-from halftune.model.unread import Unread, adapters_with_numbers
+from halftune.model.unread import CPU, Unread, stand_in, take_back
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.train.parallel.shards import own_rows
@@ -35,8 +35,7 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]
         why = needs_whole_weights(config)
         if not why:
             unread = Unread()
-            with adapters_with_numbers():
-                model = _attached(config, plan, unread)
+            model = _attached(config, plan, unread)
             if not (name := unread.lacks(model)):
                 return model, unread
             why = f"{name} is not in its files under a name by which it could be read alone"
@@ -61,7 +60,7 @@ def show(model: nn.Module, layers: Sequence[nn.Module], unread: Unread) -> None:
         _give(
             model,
             {
-                id(one): unread.rows(name, one.dtype)
+                id(one): unread.read(name, torch.empty_like(one, device=CPU))
                 for name, one in _named(model, unread)
                 if one.ndim < 2 or (one.ndim == 2 and id(one) in shown)
             },
@@ -79,25 +78,22 @@ def fill(model: nn.Module, unread: Unread, device: torch.device) -> None:
     Raises:
         ModelError: the files cannot be read any more.
     """
-    with unread.opened():
+    with unread.opened(), torch.no_grad():
         for name, weight in _named(model, unread):
             assert isinstance(weight, DTensor), "fully_shard has sharded every weight"
-            share = unread.rows(name, weight.dtype, own_rows(weight))
-            assert share.shape == weight.to_local().shape, f"{name} is {tuple(weight.shape)}"
-            placed = DTensor.from_local(
-                share.to(device),
-                weight.device_mesh,
-                weight.placements,
-                run_check=False,
-                shape=weight.shape,
-                stride=weight.stride(),
-            )
-            _give(model, {id(weight): placed})
+            share = torch.empty_like(weight, device=device)
+            first, _ = own_rows(weight) or (None, 0)
+            unread.read(name, share.to_local(), first)
+            _give(model, {id(weight): share})
 
 
 def _attached(config: RunConfig, plan: Plan, unread: Unread | None) -> nn.Module:
-    model = load_model(config.model, plan, unread=unread)
-    return attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
+    loaded = load_model(config.model, plan, unread=unread)
+    there = stand_in(loaded) if unread is not None and config.adapter.type != "none" else {}
+    model = attach_adapter(loaded, config.adapter, plan, config.training.seed, revision=config.model.revision)
+    if unread is not None and there:
+        take_back(model, there, unread)
+    return model
 
 
 def _named(model: nn.Module, unread: Unread) -> list[tuple[str, nn.Parameter]]:
