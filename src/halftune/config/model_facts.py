@@ -13,6 +13,7 @@ from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, line
 from halftune.config.model_folder import read_json
 from halftune.config.model_types import check_causal
 from halftune.config.model_weights import Sizes, Tensor
+from halftune.config.quantised import method_of
 from halftune.config.rwkv7_shape import NULL_SAYS
 from halftune.config.safetensors_headers import (
     count_parameters,
@@ -245,7 +246,7 @@ def _decoder(raw: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
 
 
 def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]], where: str) -> str | None:
-    method = (text.get("quantization_config") or {}).get("quant_method")
+    method = method_of(text.get("quantization_config"), where)
     if not method and (found := quantised_weight(headers)):
         what = f"{found[0]} is stored as {found[1]}, and config.json has no quantization_config that says what it means"
         remedy = "take a checkpoint in bf16, fp16 or fp32, or one whose config.json names its quantisation"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halftune.config.model_facts import ModelFacts
+from halftune.config.quantised import KEPT
 from halftune.hardware.facts import Kind
 
 # The runtime itself: on a CPU the resident size of a process that has imported everything, on a GPU its context.
@@ -32,7 +33,6 @@ LOSS_SCRATCH: dict[Kind, int] = {
     "xpu": 128 << 20,
     "mps": 128 << 20,
 }
-QUANTISED_BYTES = {"mxfp4": 0.54, "bitsandbytes": 0.56, "gptq": 0.56, "awq": 0.56, "fp8": 1.02}
 # Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32: transformers' own code, operators.
 LINEAR_COPIES = {"torch": 14, "halftune": 2, "fla": 2}
 # A model whose logits are scaled or capped after the head's product holds them; its loss cannot be taken in parts.
@@ -165,9 +165,7 @@ def _ends(facts: ModelFacts) -> int:
 
 
 def _weight_bytes(work: Workload, facts: ModelFacts) -> float:
-    if facts.quantization is not None:
-        return QUANTISED_BYTES.get(facts.quantization, 1.0)
-    return float(work.storage)
+    return KEPT.get(facts.quantization or "", float(work.storage))
 
 
 def _logits(work: Workload, facts: ModelFacts) -> int:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from halftune.config.model import ModelSection
+from halftune.config.quantised import WIDENED
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.architectures import own_architectures, runs_its_code
@@ -23,6 +24,7 @@ from halftune.model.patch import current_guard, guard_imports_by_hand, register_
 from halftune.model.patch_experts import route_experts
 from halftune.model.patch_linear import route_linear_layers
 from halftune.model.patch_own_code import attention_for, brings_code
+from halftune.model.quantised import compute_as_planned, quantisation, reading, store_as_planned
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.model.unread import META, Unread
@@ -56,12 +58,15 @@ def load_model(
     guard_imports_by_hand(own_code=own_code)
     with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
         loaded, info = _read(folder, model, plan, attention, own_code=own_code, unread=unread)
+        if quantisation(folder) in WIDENED:
+            store_as_planned(loaded, plan)
     guard_imports_by_hand()
     _check_complete(info, folder)
     if unread is not None:
         unread.give_buffers(loaded)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
+    compute_as_planned(loaded, plan)
     _mark_kept(loaded, plan)
     name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)
@@ -115,16 +120,19 @@ def _recompute_activations(model: PreTrainedModel) -> None:
 def _read(
     folder: Path, model: ModelSection, plan: Plan, attention: str, *, own_code: bool, unread: Unread | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
     try:
+        quantised = reading(folder, trust_remote_code=trusted)
         if own_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
         with own_architectures(), unread.recording(folder) if unread is not None else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
+                **quantised,
                 dtype=torch_dtype(plan.precision.storage.value),
                 attn_implementation=attention,
-                trust_remote_code=runs_its_code(folder, trust_remote_code=model.trust_remote_code),
+                trust_remote_code=trusted,
                 use_safetensors=True,
                 output_loading_info=True,
                 **({} if unread is None else {"device_map": {"": META.type}}),

@@ -21,6 +21,7 @@ from halftune.core.errors import ModelError
 from halftune.core.formats import Format
 from halftune.model.adapters.attach import load_adapter
 from halftune.model.load import load_model
+from halftune.model.quantised import cannot_merge
 from halftune.plan import Plan
 from halftune.precision.dtypes import kept_names, stays_fp32, torch_dtype
 
@@ -99,7 +100,9 @@ def merge_adapter(
     """
     _check_memory(plan)
     exact = fp32_plan(plan, stored)
-    adapted = load_adapter(load_model(model, exact, for_training=False), adapter, exact)
+    base = load_model(model, exact, for_training=False)
+    cannot_merge(base)
+    adapted = load_adapter(base, adapter, exact)
     ids_BT = _random_ids(adapted)
     expected_BTV = _logits(adapted, ids_BT)
     size, error = _merge_layers(adapted, stored, plan, progress)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from halftune.config.adapter import AdapterSection
 from halftune.config.model_facts import ModelFacts
 from halftune.config.precision import PrecisionSection
+from halftune.config.quantised import WIDENED, refusal
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format
@@ -115,6 +116,9 @@ def _check(section: PrecisionSection, compute: _Compute, facts: ModelFacts, full
             where="precision.trainable",
             remedy="precision.trainable: auto, or precision.compute: bf16",
         )
+    if unknown := refusal(facts.quantization):
+        remedy = "take the checkpoint in bf16 or fp16 that it was made from, or one quantised by bitsandbytes"
+        raise PlanError(unknown, where="model.name_or_path", remedy=remedy)
     if full and facts.quantization:
         raise PlanError(
             f"the checkpoint is quantised ({facts.quantization}): its weights cannot be trained",
@@ -139,6 +143,8 @@ def _trainable(section: PrecisionSection, compute: _Compute, full: bool) -> Choi
 def _storage(compute: _Compute, trainable: Choice[Format], facts: ModelFacts, full: bool) -> Choice[Format]:
     value = trainable.value if full else compute.value
     reason = "every weight is trained: what is loaded are the master weights" if full else "frozen in the compute dtype"
+    if facts.quantization in WIDENED:
+        return Choice(value, f"{reason}; the checkpoint's {facts.quantization} weights are written out in it on load")
     if facts.quantization:
         return Choice(value, f"{reason}; the {facts.quantization} weights stay quantised and compute in it")
     if facts.dtype is not None and facts.dtype != value:
