@@ -122,10 +122,22 @@ def test_the_table_shows_each_strategy() -> None:
 
 
 def test_what_main_memory_cannot_hold_is_said() -> None:
-    """Each process reads the whole model before its device takes it: 8 × 25 GiB in fp32, of 128 GiB."""
+    """8 × 25 GiB in fp32, of 128 GiB, where each process reads the whole model into another format than its files'."""
     crowded = "8 processes on a machine each read the whole model: 201 GiB of 128 GiB"
-    assert any(crowded in warning for warning in planned("a100x8", 8, adapter="none").warnings)
-    for plan in (planned("a100x2", 2, adapter="none"), planned("a100", 1, adapter="none")):
+    dora = {"adapter": {"type": "lora", "use_dora": True}, "precision": "fp32"}
+    fsdp2 = {"distributed": "fsdp2"}
+    assert any(crowded in warning for warning in planned("a100x8", 8, **dora, **fsdp2).warnings)
+    assert any(crowded in warning for warning in planned("a100x8", 8, adapter="none", distributed="ddp").warnings)
+    offloaded = {"distributed": {"strategy": "fsdp2", "fsdp": {"cpu_offload": True}}}
+    big = {**LLAMA_7B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    kept = "keep their shares of weights, gradients and optimizer state in main memory"
+    assert any(kept in warning for warning in planned("a100x8", 8, big, adapter="none", **offloaded).warnings)
+    for plan in (
+        planned("a100x8", 8, adapter="none", **fsdp2),  # its rows only
+        planned("a100x8", 8, adapter="lora"),  # as they are in the files
+        planned("a100x8", 8, adapter="none", **offloaded),
+        planned("a100", 1, adapter="none"),
+    ):
         assert not any("main memory" in warning for warning in plan.warnings)
 
 

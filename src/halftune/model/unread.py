@@ -54,6 +54,7 @@ class Unread:
     _places: dict[str, str | _Made] = field(default_factory=dict)
     _files: dict[str, Any] = field(default_factory=dict)
     _found: frozenset[str] = frozenset()
+    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     _newest: tuple[_Made, dict[str, torch.Tensor]] | None = None
 
     @contextmanager
@@ -86,6 +87,7 @@ class Unread:
     def give_buffers(self, model: PreTrainedModel) -> None:
         """Gives buffers their numbers: they are small, and none is shared. Computed ones (rotary tables) as always."""
         self.model = model
+        self._dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         model._move_missing_keys_from_meta_to_device(set(), None, None, None)
         for module in model.modules():
             if any(True for _ in module.buffers(recurse=False)):
@@ -134,16 +136,18 @@ class Unread:
 
         Nothing else is read, but for a weight that is put together from others: those are read whole and let go.
         """
-        place = self._places[plain_name(name)]
+        plain = plain_name(name)
+        place, loaded = self._places[plain], self._dtypes.get(plain, into.dtype)
         if isinstance(place, _Made):
-            whole = self._made(place, into.dtype)[plain_name(name)]
+            whole = self._made(place, loaded)[plain]
         else:
             whole = self._files[place].get_slice(place)
             if not whole.get_shape():
                 whole = self._files[place].get_tensor(place)
         rows = whole[...] if first is None else whole[first : first + into.shape[0]]
         assert rows.shape == into.shape, f"{name} is {tuple(rows.shape)} in its file, {tuple(into.shape)} is wanted"
-        return into.copy_(rows)
+        # A copy that is trained in fp32 begins with what the model computes with.
+        return into.copy_(rows if into.dtype == loaded else rows.to(loaded))
 
     def _made(self, place: _Made, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All that comes of one putting together; kept until another one is asked for."""

@@ -12,8 +12,8 @@ from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
-from halftune.hardware.memory import Workload
-from halftune.plan.memory import per_process, plan_memory
+from halftune.hardware.memory import MOMENTS, Workload
+from halftune.plan.memory import BYTES, per_process, plan_memory
 from halftune.plan.tree import MemoryPlan, ParallelPlan
 from halftune.precision.plan import PrecisionPlan
 
@@ -124,22 +124,40 @@ def plan_parallel(
     )
 
 
-def main_memory(hardware: Hardware, facts: ModelFacts, work: Workload, each: int) -> str:
+def main_memory(config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, each: int) -> str:
     """What is to be said of main memory, where processes read a model before it goes to their devices; else empty.
 
+    Weights that keep their format are pages of the files, which processes share and the system takes back; what is
+    read into another format is each process's own. Under fsdp2 a process reads one weight after the other, and only its
+    rows, unless :func:`needs_whole_weights`; what it offloads stays.
+
     Args:
+        config: what was asked.
         hardware, facts: where it runs, the model.
         work: of one process.
-        each: processes on one machine; each of them reads the whole model.
+        each: processes on one machine.
     """
     if hardware.kind in ("cpu", "mps") or each == 1 or facts.quantization is not None:
         return ""
-    needed, there = each * facts.num_parameters * work.storage, hardware.host_memory_bytes
+    there = hardware.host_memory_bytes
+    if work.strategy == "fsdp2" and not needs_whole_weights(config):
+        if not work.offload:
+            return ""
+        state = work.trained * (work.trainable + MOMENTS[work.optimizer] * work.state)
+        needed = each * (facts.num_parameters * work.storage + state) / work.processes
+        said = (
+            f"{each} processes on a machine keep their shares of weights, gradients and optimizer state in main memory"
+        )
+    elif facts.dtype is not None and BYTES.get(facts.dtype) == work.storage:
+        return ""
+    else:
+        needed = each * facts.num_parameters * work.storage
+        said = f"{each} processes on a machine each read the whole model"
     if needed <= there:
         return ""
     return (
-        f"{each} processes on a machine each read the whole model: {needed / GIB:.0f} GiB of {there / GIB:.0f} GiB of "
-        "main memory; with fewer processes on more machines it is less."
+        f"{said}: {needed / GIB:.0f} GiB of {there / GIB:.0f} GiB of main memory; with fewer processes on more "
+        "machines it is less."
     )
 
 

@@ -48,7 +48,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
     )
     warnings = _warnings(config, hardware, facts, world_size, memory.verdict)
-    if crowded := main_memory(hardware, facts, work, max(1, world_size // config.distributed.num_machines)):
+    if crowded := main_memory(config, hardware, facts, work, max(1, world_size // config.distributed.num_machines)):
         warnings.append(crowded)
     return Plan(
         device=_device(hardware),
