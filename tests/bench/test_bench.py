@@ -143,6 +143,9 @@ def test_cases(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1].overrides == ("training.seed=1", "precision=bf16", "attention=sdpa")
     with pytest.raises(ConfigError, match="packin"):
         cases([str(recipe)], [], ["data.packin=false"])
+    for mine in ("training.max_steps=50", "training.output_dir=here", "logging.profile=3"):
+        with pytest.raises(ConfigError, match=f"bench sets {mine.partition('=')[0]} itself"):
+            cases([str(recipe)], [], [f"training.seed=2 {mine}"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PlanError, match="one process"):
         cases([str(recipe)], [], [])

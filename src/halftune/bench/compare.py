@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.load import load_config
-from halftune.core.errors import HalftuneError, PlanError
+from halftune.core.errors import ConfigError, HalftuneError, PlanError
 
 # What a measured run does otherwise than the recipe says: nothing but steps, and nothing of it stays.
 ENDLESS = 1_000_000  # steps; the measurement ends the run
@@ -59,7 +59,8 @@ def cases(configs: Sequence[str], overrides: Sequence[str], variants: Sequence[s
     """Every recipe as it is, and with each of the variants (one or more overrides with spaces between).
 
     Raises:
-        ConfigError: a recipe or a combination is wrong; checked before anything runs.
+        ConfigError: a recipe or a combination is wrong, or an override is of a key that bench sets itself; checked
+            before anything runs.
         PlanError: several processes would be measured.
     """
     if (os.environ.get("WORLD_SIZE") or "1") != "1":
@@ -71,8 +72,23 @@ def cases(configs: Sequence[str], overrides: Sequence[str], variants: Sequence[s
             label = " ".join((*([Path(config).name] if len(configs) > 1 or not variant else []), *variant.split()))
             case = Case(label, config, words)
             load_config(config, words)
+            _check_owned(words)
             found.append(case)
     return found
+
+
+def _check_owned(overrides: Sequence[str]) -> None:
+    keys = [word.partition("=")[0].strip() for word in overrides]
+    owned = [key for key in keys for own in (*OWN, FOLDER) if f"{key}.".startswith(f"{own}.")]
+    if owned:
+        raise ConfigError([
+            HalftuneError(
+                f"bench sets {key} itself, for every run that it measures",
+                where=key,
+                remedy="say --steps" if key == "training.max_steps" else "leave it out",
+            )
+            for key in dict.fromkeys(owned)
+        ])  # fmt: skip
 
 
 def compare(
@@ -125,9 +141,8 @@ def measure(case: Case, *, steps: int, warm_up: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="halftune-bench-") as name:
         scratch = Path(name)
         own = {**OWN, FOLDER: str(scratch / "run")}
-        theirs = [word for word in case.overrides if word.partition("=")[0].strip() not in own]
         request, result = scratch / "request.json", scratch / "result.json"
-        overrides = [*theirs, *(f"{key}={value}" for key, value in own.items())]
+        overrides = [*case.overrides, *(f"{key}={value}" for key, value in own.items())]
         request.write_text(
             json.dumps({"config": case.config, "overrides": overrides, "steps": steps, "warm_up": warm_up})
         )
