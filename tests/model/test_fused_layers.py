@@ -177,3 +177,25 @@ def test_trained_base_weights_keep_their_own_code(attention: str) -> None:
     done = fuse(model)
     assert counts(done) == (5, 0, 0)
     assert_same(trained(model), own)
+
+
+def test_why_a_layer_keeps_its_own_code(attention: str) -> None:
+    """That it could not be compared is another reason than that it computes something else."""
+    model = adapted("qwen2", {}, attention)
+    first, second = (module for module in model.modules() if type(module).__name__ == "Qwen2MLP")
+
+    class Refusing(type(first)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no such format\nbut others")
+
+    class Doubling(type(first)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    first.__class__, second.__class__ = Refusing, Doubling
+    done = fuse(model)
+    assert done.left == {
+        "feed-forward layers that could not be compared: RuntimeError: no such format (Refusing)": 1,
+        "feed-forward layers that compute something else, off by 0.5 (Doubling)": 1,
+    }
+    assert all(reason in str(done) for reason in done.left)

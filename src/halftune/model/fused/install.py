@@ -6,6 +6,7 @@ classes and other models stay as they are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ def fuse(model: nn.Module) -> FusedLayers:
         model: with its adapter, in its final dtypes and on its device.
     """
     done = FusedLayers()
-    proven: dict[tuple[Any, ...], int | None] = {}
+    proven: dict[tuple[Any, ...], int | str] = {}
     inside: set[nn.Module] = set()  # layers that a fused one computes with
     for module in model.modules():
         if "forward" in vars(module):
@@ -118,22 +119,40 @@ def _try(
     done: FusedLayers,
     module: nn.Module,
     forwards: list[Forward],
-    proven: dict[tuple[Any, ...], int | None],
+    proven: dict[tuple[Any, ...], int | str],
     kind: str,
     weight: torch.Tensor,
 ) -> bool:
-    """Gives a module the first of ``forwards`` that computes what its own does; layers alike are compared once."""
+    """Gives a module the first of ``forwards`` that computes what its own does; layers alike are compared once.
+
+    That a comparison failed says nothing about what the layer computes: such a reason is told apart, with the error.
+    """
     sizes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
     alike = (type(module), kind, sizes, _settings(module))
     if alike not in proven:
-        right = (index for index, forward in enumerate(forwards) if _agree(module, forward, weight))
-        proven[alike] = next(right, None)
-    index = proven[alike]
-    if index is None:
-        done.left[f"{kind} that compute something else ({type(module).__name__})"] += 1
+        proven[alike] = _first(module, forwards, weight)
+    found = proven[alike]
+    if isinstance(found, str):
+        done.left[f"{kind} that {found} ({type(module).__name__})"] += 1
         return False
-    done.give(module, forwards[index], kind)
+    done.give(module, forwards[found], kind)
     return True
+
+
+def _first(module: nn.Module, forwards: list[Forward], weight: torch.Tensor) -> int | str:
+    """The number of the first forward that computes what the module's own does, or why there is none."""
+    errors, refusals = [], []
+    for index, forward in enumerate(forwards):
+        try:
+            error, allowed = _error(module, forward, weight)
+        except _REFUSALS as refusal:
+            first_line = str(refusal).strip().partition("\n")[0][:120]
+            refusals.append(f"could not be compared: {type(refusal).__name__}: {first_line}")
+            continue
+        if error <= allowed:
+            return index
+        errors.append(error)
+    return f"compute something else, off by {min(errors):.2g}" if errors else refusals[0]
 
 
 def _settings(module: nn.Module) -> tuple[str, ...]:
@@ -147,11 +166,11 @@ def _settings(module: nn.Module) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
-    """Whether a forward gives what the module's own gives, on random rows of several sizes.
+def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[float, float]:
+    """‖ours − own‖/‖own‖ of a forward on random rows of several sizes, and how large it may be; the first that is over.
 
     Where weights are of several formats (half precision with an fp32 adapter) the comparison is made under autocast, as
-    training is: without it most layers refuse to mix them.
+    training is: without it most layers refuse to mix them. A result of another shape or dtype is infinitely off.
     """
     generator = torch.Generator().manual_seed(0)
     dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
@@ -162,21 +181,21 @@ def _agree(module: nn.Module, forward: Forward, weight: torch.Tensor) -> bool:
     autocast = torch.autocast(weight.device.type, half, enabled=half is not None)
     modes = {part: part.training for part in module.modules()}
     module.eval()  # without dropout
+    error, allowed = math.inf, 0.0
     try:
         for dtype in sorted(dtypes, key=str):
+            allowed = _TOLERANCE[half or dtype]
             for size in _SIZES:
                 x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
                 x = x.to(weight.device, dtype)
                 with autocast:
                     own, ours = type(module).forward(module, x), forward(x)
                 if own.dtype != ours.dtype or own.shape != ours.shape:
-                    return False
-                error = (own.double() - ours.double()).norm() / own.double().norm()
-                if not error <= _TOLERANCE[half or dtype]:
-                    return False
-    except _REFUSALS:
-        return False
+                    return math.inf, allowed
+                error = float((own.double() - ours.double()).norm() / own.double().norm())
+                if not error <= allowed:
+                    return error, allowed
     finally:
         for part, mode in modes.items():
             part.training = mode
-    return True
+    return error, allowed
