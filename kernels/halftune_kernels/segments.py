@@ -44,28 +44,6 @@ class Segments:
         return tuple(end - start for start, end in pairwise(self.bounds))
 
 
-@dataclass(frozen=True)
-class Step:
-    """The chunks that stand at one place in their segments: they do not depend on each other.
-
-    Attributes:
-        segments: [n] segment numbers, int64.
-        rows: [n*C] row numbers, int64; rows past the end of a segment repeat its last row.
-        padding: [n, C] true where a row is past the end; None if no row is.
-        kept: [m] positions in ``rows`` that are no padding; None if all are kept.
-    """
-
-    segments: torch.Tensor
-    rows: torch.Tensor
-    padding: torch.Tensor | None
-    kept: torch.Tensor | None
-
-    @property
-    def targets(self) -> torch.Tensor:
-        """Row numbers without the padding, in the order of ``kept``."""
-        return self.rows if self.kept is None else self.rows[self.kept]
-
-
 def find_segments(
     operator: str,
     batch: int,
@@ -126,23 +104,6 @@ def _read(tensor: torch.Tensor, changes: bool = False) -> tuple[int, ...]:
     number = id(tensor)
     _READ[number] = (weakref.ref(tensor, lambda _: _READ.pop(number, None)), version, bounds)
     return bounds
-
-
-@functools.lru_cache(maxsize=32)
-def chunk_steps(segments: Segments, chunk: int, device: torch.device) -> tuple[Step, ...]:
-    """The chunks of ``chunk`` rows, in the order in which a scan over each segment meets them."""
-    lengths = torch.tensor(segments.lengths, dtype=torch.int64)
-    starts = torch.tensor(segments.bounds[:-1], dtype=torch.int64)
-    steps = []
-    for place in range(-(-int(lengths.max()) // chunk)):
-        live = (lengths > place * chunk).nonzero().flatten()
-        offset = place * chunk + torch.arange(chunk)
-        padding = offset >= lengths[live][:, None]
-        rows = (starts[live][:, None] + torch.minimum(offset, lengths[live][:, None] - 1)).flatten()
-        some = bool(padding.any())
-        kept = (~padding).flatten().nonzero().flatten().to(device) if some else None
-        steps.append(Step(live.to(device), rows.to(device), padding.to(device) if some else None, kept))
-    return tuple(steps)
 
 
 @functools.lru_cache(maxsize=32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,13 @@ def test_the_cpu_path_passes(operator: str) -> None:
 
 
 def test_a_wrong_gradient_with_a_right_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu._chunk_backward
+    right = cpu._SimpleDecay.backward
 
-    def wrong(*args: torch.Tensor) -> object:
-        grads, entering = right(*args)  # type: ignore[arg-type]
-        return grads | {"k": grads["k"] * 1.02}, entering
+    def wrong(*args: Any) -> Any:
+        (d_q, d_k, *others), entering = right(*args)
+        return (d_q, d_k * 1.02, *others), entering
 
-    monkeypatch.setattr(cpu, "_chunk_backward", wrong)
+    monkeypatch.setattr(cpu._SimpleDecay, "backward", wrong)
     verdict = selfcheck.check("ssd", CPU, "cpu", (16,))
     assert not verdict.passed
     assert verdict.detail.startswith("d k float32, head size 16: error 2.0e-02")

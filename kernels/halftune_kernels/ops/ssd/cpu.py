@@ -1,25 +1,29 @@
-"""Simple decay in chunks with a hand-written backward: plain torch, fast on one thread, also what runs on old GPUs.
+"""Simple decay in chunks with a hand-written backward: plain torch, fast on a CPU, also what runs on old GPUs.
 
-A chunk's queries, keys and values meet in matrix products; the state passes from chunk to chunk. Everything inside is
-fp32 (fp64 for fp64 input). Heads that share keys share their products. Derivation: with b the inclusive sum of the log
-decay inside a chunk, e = exp(b), l = exp(b_C - b), D_ij = exp(b_i - b_j) for i >= j, S the state that enters,
+With b the inclusive sum of the log decay inside a chunk, e = exp(b), l = exp(b_C - b), D_ij = exp(b_i - b_j) for
+i >= j, S the state that enters, and v weighted already,
 
     O = scale [e Q S + (Q K^T * D) V]        S' = exp(b_C) S + (l K)^T V        (Mamba-2, arXiv:2405.21060, section 6)
 
-Shapes: n chunks at one step, C rows of a chunk, G groups of key heads, R value heads per group, K and V head sizes.
+What a chunk adds to the state depends on no state, so only S' goes from chunk to chunk: all products of several
+chunks are done at once. Heads that share keys share their products.
+
+Shapes: U units (samples x groups of key heads, one chunk after the other), C rows of a chunk, R value heads per group,
+K and V head sizes, F units of a first chunk that no state enters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from halftune_kernels.own_precision import without_autocast
-from halftune_kernels.segments import Segments, Step, chunk_steps
+from halftune_kernels.chunk_scan import Tensors, chunk_scan
+from halftune_kernels.segments import Segments
 
 CHUNK = 64
+UNITS = 16  # value heads x samples at once
+TOGETHER = 128  # value heads x samples x chunks at once
 
 
 def simple_decay(
@@ -31,170 +35,193 @@ def simple_decay(
     scale: float,
     initial_state: torch.Tensor | None,
     segments: Segments,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.ssd.simple_decay`."""
-    o, state = _SimpleDecay.apply(q, k, v, g, w, initial_state, scale, segments)
-    return o, state
-
-
-@dataclass
-class _Chunk:
-    """One step's operands, read into the compute dtype."""
-
-    q_nGCK: torch.Tensor
-    k_nGCK: torch.Tensor
-    v_nGCRV: torch.Tensor  # w * v
-    e_nGCR: torch.Tensor
-    l_nGCR: torch.Tensor
-    d_nGRCC: torch.Tensor
-    a_nGCC: torch.Tensor  # Q K^T
-
-    @property
-    def decay_nG1R1(self) -> torch.Tensor:
-        """exp(b_C): what is left of the entering state."""
-        return self.e_nGCR[:, :, -1, None, :, None]
-
-
-def _rows(x: torch.Tensor, step: Step, groups: int, dtype: torch.dtype, blank: bool = True) -> torch.Tensor:
-    """[B, T, H, *] at the rows of a step, as [n, G, C, R, *]; padding is zero if ``blank``."""
-    count = len(step.segments)
-    taken = x.flatten(0, 1).index_select(0, step.rows).to(dtype)
-    taken = taken.view(count, -1, groups, taken.shape[1] // groups, *taken.shape[2:])
-    if blank and step.padding is not None:
-        taken = taken.masked_fill(step.padding[(...,) + (None,) * (taken.dim() - 2)], 0)
-    return taken.transpose(1, 2)
-
-
-def _read(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, w: torch.Tensor | None):
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    groups = q.shape[2]
-    q_nGCK = _rows(q, step, groups, dtype).squeeze(3).contiguous()
-    k_nGCK = _rows(k, step, groups, dtype).squeeze(3).contiguous()
-    v_nGCRV = _rows(v, step, groups, dtype)
-    if w is not None:
-        v_nGCRV = v_nGCRV * _rows(w, step, groups, dtype)[..., None]
-    # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
-    b_nGCR = _rows(g, step, groups, dtype).double().cumsum(2)
-    rows = b_nGCR.shape[2]
-    b_nGRC = b_nGCR.transpose(2, 3)
-    above = torch.ones(rows, rows, dtype=torch.bool, device=g.device).triu(1)
-    d_nGRCC = (b_nGRC[..., :, None] - b_nGRC[..., None, :]).to(dtype).masked_fill_(above, -torch.inf).exp_()
-    last = b_nGCR[:, :, -1:]
-    return _Chunk(
-        q_nGCK,
-        k_nGCK,
-        v_nGCRV,
-        b_nGCR.exp().to(dtype),
-        (last - b_nGCR).exp().to(dtype),
-        d_nGRCC,
-        q_nGCK @ k_nGCK.transpose(2, 3),
+    (batch, length, heads, width), groups = v.shape, q.shape[2]
+    each = heads // groups
+    by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, *(() if w is None else (w,)))]
+    state = None
+    if initial_state is not None:  # [N, H, K, V] -> [N, G, K, R * V]
+        state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
+    o, final = chunk_scan(
+        _SimpleDecay(scale),
+        (q.flatten(0, 1), k.flatten(0, 1), *by_group),
+        state,
+        ((each, width), v.dtype),
+        (q.shape[3], each * width),
+        segments,
+        chunk=CHUNK,
+        units=max(1, UNITS // each),
+        want_final=True,
+        together=max(1, TOGETHER // max(each, UNITS)),
     )
+    assert final is not None
+    return o.view(batch, length, heads, width), final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
 
 
-def _enter(state: torch.Tensor, step: Step) -> torch.Tensor:
-    """The states of a step's segments; all segments are live in most steps."""
-    return state if len(step.segments) == len(state) else state.index_select(0, step.segments)
+@dataclass(frozen=True)
+class _Passed:
+    """What the forward pass comes to.
+
+    Attributes:
+        qk: [U, 2C, K] q over k.
+        values: [U, R, C, V] weighted.
+        rising, falling: [U, R, C, 1] e and l.
+        whole: [U, 1, R, 1] exp(b_C).
+        decay: [U, R, C, C] D.
+        products: [U, 1, C, C] Q K^T.
+        states: [U - F, K, R * V] S.
+    """
+
+    qk: torch.Tensor
+    values: torch.Tensor
+    rising: torch.Tensor
+    falling: torch.Tensor
+    whole: torch.Tensor
+    decay: torch.Tensor
+    products: torch.Tensor
+    states: torch.Tensor
 
 
-def _leave(state: torch.Tensor, step: Step, new: torch.Tensor) -> torch.Tensor:
-    return new if len(step.segments) == len(state) else state.index_copy(0, step.segments, new)
+@dataclass(frozen=True)
+class _SimpleDecay:
+    """The chunk operator: inputs q, k [U, C, K], v [U, C, R, V], g and perhaps w [U, C, R]; states [U, K, R * V]."""
+
+    scale: float
+
+    def forward(
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+        passed, following = self._pass(inputs, state, going, count)
+        values, first, size = passed.values, len(passed.values) - len(passed.states), passed.values.shape[2]
+        o = torch.matmul(passed.products * passed.decay, values)
+        if len(passed.states):
+            read = torch.bmm(passed.qk[first:, :size], passed.states)
+            o[first:].addcmul_(_by_value_head(read, values), passed.rising[first:])
+        kept = [getattr(passed, field.name) for field in fields(passed)]
+        return o.mul_(self.scale).transpose(1, 2), following, kept
+
+    def backward(
+        self,
+        inputs: Tensors,
+        state: torch.Tensor | None,
+        d_out: torch.Tensor,
+        d_state: torch.Tensor | None,
+        kept: Tensors,
+        count: int,
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        passed = _Passed(*kept) if kept else self._pass(inputs, state, 0, count)[0]
+        units, each, size, _ = passed.values.shape
+        first, qk = units - len(passed.states), passed.qk
+        d_o = torch.mul(d_out.transpose(1, 2), self.scale, out=torch.empty_like(passed.values))
+        d_read = _by_row(d_o[first:], passed.rising[first:])
+        left, d_entering = _states_backward(passed, d_read, d_state, count)
+        led = len(left)
+
+        d_pairs = torch.matmul(d_o, passed.values.transpose(2, 3)).mul_(passed.decay)
+        d_products = d_pairs.sum(1)
+        d_qk = torch.cat((torch.bmm(d_products, qk[:, size:]), torch.bmm(d_products.transpose(1, 2), qk[:, :size])), 1)
+        written = _by_row(passed.values[:led], passed.falling[:led])
+        d_qk[:led, size:].baddbmm_(written, left.transpose(1, 2))
+        asked = torch.bmm(qk[:led, size:], left)
+        d_values = torch.matmul((passed.products * passed.decay).transpose(2, 3), d_o)
+        d_values[:led].addcmul_(_by_value_head(asked, d_values), passed.falling[:led])
+
+        # b enters o through e and D's rows, and the state and D's columns with the other sign.
+        # In fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly.
+        d_pairs.mul_(passed.products)
+        d_pairs.diagonal(dim1=-2, dim2=-1).zero_()  # a row with itself does not decay: it would cancel up to rounding
+        d_b = d_pairs.sum(-1, dtype=torch.float64) - d_pairs.sum(-2, dtype=torch.float64)
+        shares = asked.mul_(written).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
+        d_b[:led] -= shares
+        d_b[:led, :, -1] += shares.sum(-1)
+        if led > first:
+            passing = (passed.states[: led - first] * left[first:]).unflatten(2, (each, -1)).sum((1, 3))
+            d_b[first:led, :, -1] += passing * passed.whole[first:led, 0, :, 0]
+        if len(passed.states):
+            d_qk[first:, :size].baddbmm_(d_read, passed.states.transpose(1, 2))
+            read = torch.bmm(qk[first:, :size], passed.states).mul_(d_read)
+            d_b[first:] += read.unflatten(2, (each, -1)).sum(-1).transpose(1, 2)
+        d_g = d_b.flip(-1).cumsum(-1).flip(-1).transpose(1, 2).to(d_o.dtype)
+        d_v, d_w = d_values.transpose(1, 2), ()
+        if len(inputs) == 5:
+            d_v, d_w = d_v * inputs[4][..., None], ((d_v * inputs[2]).sum(-1),)
+        return (d_qk[:, :size], d_qk[:, size:], d_v, d_g, *d_w), d_entering if state is not None else None
+
+    def _pass(
+        self, inputs: Tensors, state: torch.Tensor | None, going: int, count: int
+    ) -> tuple[_Passed, torch.Tensor | None]:
+        """Also the state that leaves, of ``going`` units of the last chunk."""
+        q, k, v, g, *weight = inputs
+        (total, size, each, width), keys = v.shape, k.shape[2]
+        units = total // count
+        first = units if state is None else 0
+        values = v.new_empty(total, each, size, width)
+        if weight:
+            torch.mul(v.transpose(1, 2), weight[0].transpose(1, 2)[..., None], out=values)
+        else:
+            values.copy_(v.transpose(1, 2))
+        qk = torch.cat((q, k), 1)
+        # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
+        b = g.transpose(1, 2).double().cumsum(-1)
+        above = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+        decay = (b[..., :, None] - b[..., None, :]).to(v.dtype).masked_fill_(above, -torch.inf).exp_()
+        last = b[..., -1:]
+        passed = _Passed(
+            qk=qk,
+            values=values,
+            rising=b.exp().to(v.dtype)[..., None],
+            falling=(last - b).exp().to(v.dtype)[..., None],
+            whole=last.exp().to(v.dtype)[:, None],
+            decay=decay,
+            products=torch.bmm(qk[:, :size], qk[:, size:].transpose(1, 2))[:, None],
+            states=v.new_empty(total - first, keys, each * width),
+        )
+        if state is not None:
+            passed.states[:units] = state
+        led = total - units + going  # units that a state leaves; all but the last enter the next chunk
+        added = v.new_empty(led, keys, each * width)
+        torch.bmm(qk[:led, size:].transpose(1, 2), _by_row(values[:led], passed.falling[:led]), out=added)
+        for start in range(0, led, units):
+            leaving = added[start : start + units]
+            if start >= first:
+                entered = passed.states[start - first :][: len(leaving)]
+                _add_decayed(leaving, entered, passed.whole[start:][: len(leaving)])
+            if start + units < total:
+                passed.states[start + units - first :][:units] = leaving
+        return passed, added[total - units :] if going else None
 
 
-def _put(target: torch.Tensor, step: Step, x_nGCRx: torch.Tensor) -> None:
-    """Writes a step's rows into [B, T, H, *], leaving the padding out."""
-    rows = x_nGCRx.transpose(1, 2).reshape(-1, *target.shape[2:])
-    if step.kept is not None:
-        rows = rows.index_select(0, step.kept)
-    target.view(-1, *target.shape[2:]).index_copy_(0, step.targets, rows.to(target.dtype))
+def _states_backward(
+    passed: _Passed, d_read: torch.Tensor, d_state: torch.Tensor | None, count: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of the states that leave [.., K, R * V], of all units that one leaves, and of that which enters."""
+    total = len(passed.qk)
+    units, size = total // count, passed.qk.shape[1] // 2
+    first = total - len(passed.states)
+    found = torch.bmm(passed.qk[first:, :size].transpose(1, 2), d_read)  # of the states that enter
+    # those of a chunk leave the one before
+    for start in reversed(range(first, total, units)):
+        left = d_state if start + units == total else found[start + units - first :][:units]
+        if left is not None:
+            _add_decayed(found[start - first :][: len(left)], left, passed.whole[start:][: len(left)])
+    inner = found if first else found[units:]
+    return inner if d_state is None else torch.cat((inner, d_state)), None if first else found[:units]
 
 
-def _heads(x_nGCRV: torch.Tensor) -> torch.Tensor:
-    return x_nGCRV.transpose(2, 3)
+def _add_decayed(into: torch.Tensor, state: torch.Tensor, whole: torch.Tensor) -> None:
+    """Adds exp(b_C) S."""
+    split = (whole.shape[2], -1)
+    into.unflatten(2, split).addcmul_(state.unflatten(2, split), whole)
 
 
-class _SimpleDecay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, q, k, v, g, w, initial_state, scale, segments):
-        _, _, heads, width = v.shape
-        groups, size = q.shape[2:]
-        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-        o = torch.empty_like(v, memory_format=torch.contiguous_format)
-        shape = (segments.count, groups, size, heads // groups, width)
-        state = v.new_zeros(shape, dtype=dtype)
-        if initial_state is not None:
-            state = _to_groups(initial_state.to(dtype), groups)
-        states = []
-        for step in chunk_steps(segments, CHUNK, v.device):
-            chunk, entering = _read(step, q, k, v, g, w), _enter(state, step)
-            states.append(entering)
-            out_nGCRV = (chunk.q_nGCK @ entering.flatten(3)).view_as(chunk.v_nGCRV).mul_(chunk.e_nGCR[..., None])
-            inside_nGRCV = (chunk.a_nGCC[:, :, None] * chunk.d_nGRCC) @ _heads(chunk.v_nGCRV)
-            _put(o, step, out_nGCRV.add_(_heads(inside_nGRCV)).mul_(scale))
-            added = chunk.k_nGCK.transpose(2, 3) @ (chunk.v_nGCRV * chunk.l_nGCR[..., None]).flatten(3)
-            state = _leave(state, step, added.view_as(entering).add_(entering * chunk.decay_nG1R1))
-        ctx.save_for_backward(q, k, v, g, w, *states)  # type: ignore[attr-defined]
-        ctx.scale, ctx.segments = scale, segments  # type: ignore[attr-defined]
-        ctx.state_dtype = None if initial_state is None else initial_state.dtype  # type: ignore[attr-defined]
-        return o, state.transpose(2, 3).flatten(1, 2).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    @without_autocast
-    def backward(ctx: FunctionCtx, do, dstate):
-        q, k, v, g, w, *states = ctx.saved_tensors  # type: ignore[attr-defined]
-        scale, segments = ctx.scale, ctx.segments  # type: ignore[attr-defined]
-        dq, dk, dv, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g))
-        dw = None if w is None else torch.empty_like(w, memory_format=torch.contiguous_format)
-        dstate = _to_groups(dstate.to(states[0].dtype) if states else dstate, q.shape[2])
-        for step, entering in reversed(list(zip(chunk_steps(segments, CHUNK, v.device), states, strict=True))):
-            chunk = _read(step, q, k, v, g, w)
-            do_nGCRV = _rows(do, step, q.shape[2], entering.dtype) * scale
-            grads, dentering = _chunk_backward(chunk, entering, do_nGCRV, _enter(dstate, step))
-            dstate = _leave(dstate, step, dentering)
-            dv_nGCRV = grads.pop("v")
-            if w is not None and dw is not None:
-                _put(dw, step, (dv_nGCRV * _rows(v, step, q.shape[2], entering.dtype)).sum(-1))
-                dv_nGCRV = dv_nGCRV * _rows(w, step, q.shape[2], entering.dtype)[..., None]
-            _put(dv, step, dv_nGCRV)
-            _put(dq, step, grads["q"][:, :, :, None])
-            _put(dk, step, grads["k"][:, :, :, None])
-            _put(dg, step, grads["g"])
-        dinitial = None
-        if ctx.state_dtype is not None:  # type: ignore[attr-defined]
-            dinitial = dstate.transpose(2, 3).flatten(1, 2).to(ctx.state_dtype)  # type: ignore[attr-defined]
-        return dq, dk, dv, dg, dw, dinitial, None, None
+def _by_value_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[U, C, R * V] as [U, R, C, V], the heads of ``like``; a view."""
+    return rows.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
 
 
-def _to_groups(state_NHKV: torch.Tensor, groups: int) -> torch.Tensor:
-    """[N, H, K, V] as [N, G, K, R, V]."""
-    return state_NHKV.unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
-
-
-def _chunk_backward(
-    chunk: _Chunk, s_nGKRV: torch.Tensor, do_nGCRV: torch.Tensor, ds_nGKRV: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Gradients of one chunk; ``do_nGCRV`` carries the scale already. Returns them and the entering state's."""
-    e, left = chunk.e_nGCR[..., None], chunk.l_nGCR[..., None]
-    doe_nGCX, vl_nGCX = (do_nGCRV * e).flatten(3), (chunk.v_nGCRV * left).flatten(3)
-    s_nGKX, ds_nGKX = s_nGKRV.flatten(3), ds_nGKRV.flatten(3)
-    do_nGRCV = _heads(do_nGCRV).contiguous()
-    dp_nGRCC = (do_nGRCV @ _heads(chunk.v_nGCRV).transpose(3, 4)).mul_(chunk.d_nGRCC)
-    sum_nGCC = dp_nGRCC.sum(2)
-    dq_nGCK = doe_nGCX @ s_nGKX.transpose(2, 3) + sum_nGCC @ chunk.k_nGCK
-    dk_nGCK = vl_nGCX @ ds_nGKX.transpose(2, 3) + sum_nGCC.transpose(2, 3) @ chunk.q_nGCK
-    kds_nGCRV = (chunk.k_nGCK @ ds_nGKX).view_as(do_nGCRV)
-    qs_nGCX = chunk.q_nGCK @ s_nGKX
-    # b enters o through e and D's rows, and the state and D's columns with the other sign.
-    # In fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly.
-    into_nGCR = (kds_nGCRV * vl_nGCX.view_as(kds_nGCRV)).sum(-1).double()
-    db_nGCR = (qs_nGCX * doe_nGCX).view_as(do_nGCRV).sum(-1) - into_nGCR
-    dp_nGRCC.mul_(chunk.a_nGCC[:, :, None])
-    dp_nGRCC.diagonal(dim1=-2, dim2=-1).zero_()  # a row with itself does not decay: it would cancel up to rounding
-    db_nGCR += (dp_nGRCC.sum(-1, dtype=torch.float64) - dp_nGRCC.sum(-2, dtype=torch.float64)).transpose(2, 3)
-    decay = chunk.decay_nG1R1
-    db_nGCR[:, :, -1] += (s_nGKRV * ds_nGKRV * decay).sum((2, 4)) + into_nGCR.sum(2)
-    p_nGRCC = chunk.a_nGCC[:, :, None] * chunk.d_nGRCC
-    dv_nGCRV = _heads(p_nGRCC.transpose(3, 4) @ do_nGRCV) + kds_nGCRV * left
-    dg_nGCR = db_nGCR.flip(2).cumsum(2).flip(2).to(do_nGCRV.dtype)
-    dentering = (chunk.q_nGCK.transpose(2, 3) @ doe_nGCX).view_as(s_nGKRV) + ds_nGKRV * decay
-    return {"q": dq_nGCK, "k": dk_nGCK, "v": dv_nGCRV, "g": dg_nGCR}, dentering
+def _by_row(heads: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """[U, R, C, V] times [U, R, C, 1] as a new [U, C, R * V]."""
+    units, each, size, width = heads.shape
+    out = heads.new_empty(units, size, each, width)
+    return torch.mul(heads.transpose(1, 2), factor.transpose(1, 2), out=out).flatten(2)
