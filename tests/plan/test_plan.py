@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_learned_positions_restart_with_each_sample(kind: str) -> None:
     packing = planned("cpu", qwen(model_type=kind), attention="auto").batch.packing
     assert packing.value is True
     assert "learned positions" in packing.reason
+
+
+def test_an_old_config_that_does_not_name_its_positions_packs_where_they_are_always_rotary() -> None:
+    def facts(kind: str) -> Any:
+        raw = {key: value for key, value in (qwen().raw or {}).items() if not key.startswith("rope")}
+        return replace(qwen(), model_type=kind, raw={**raw, "model_type": kind})
+
+    assert planned("cpu", facts("llama"), attention="auto").batch.packing.value is True
+    assert planned("cpu", facts("cogvlm"), attention="auto").batch.packing.value is False
 
 
 def test_a_backend_without_packed_rows_switches_packing_off_unless_asked() -> None:

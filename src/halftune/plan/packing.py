@@ -23,6 +23,21 @@ _WHY_NOT = {"qwen4_exp": "the indexer of qwen4_exp's attention chooses among the
 _ALIBI = {"bloom", "mpt"}
 # Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
 _LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
+# Their positions are rotary whatever config.json says: transformers fills its defaults in where an old one says nothing.
+_ALWAYS_ROTARY = {
+    "llama",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "gpt_neox",
+    "olmo",
+    "stablelm",
+}
 
 
 def choose_packing(
@@ -85,6 +100,7 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
         return f"{facts.model_type} chooses the tokens that attention sees from the whole row (index_topk)"
     if facts.model_type in _LEARNED_POSITIONS or facts.linear_layers:  # a state knows the order of its tokens
         return ""
-    if not any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text):
+    told = any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text)
+    if not told and facts.model_type not in _ALWAYS_ROTARY:  # configs from before RoPE could be chosen do not name it
         return f"{facts.model_type}'s positions are not known to be rotary"
     return ""
