@@ -12,10 +12,12 @@ from peft import LoraConfig, get_peft_model
 from tiny_model import because, plan
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.data.sample import NO_LABEL
 from halftune.model.patch import registered_attention
+from halftune.train.feed import LABEL_POSITIONS
 from halftune.train.head import hidden_instead_of_logits
 from halftune.train.losses import cross_entropy_sum, forward_loss_sum
 
@@ -170,6 +172,39 @@ CAPPED = {"final_logit_softcapping": 2.0, "head_dim": 8, "layer_types": ["full_a
 @pytest.mark.parametrize("rows", [1, 3])
 def test_same_as_full_logits(kind: str, changes: dict[str, Any], rows: int) -> None:
     compare(a_model(kind, **changes), a_batch(rows))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that a GPU would have to be waited for."""
+
+    WAITS = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen2", {}), ("gemma2", CAPPED)])
+def test_the_loss_of_a_row_with_known_positions_waits_for_nothing(kind: str, changes: dict[str, Any]) -> None:
+    """With the model's own head fused into the loss, and with one that caps its logits."""
+    model, batch = a_model(kind, **changes), a_batch(rows=1)
+    del batch["attention_mask"]  # as in packed rows
+    known = {**batch, LABEL_POSITIONS: (batch["labels"][0, 1:] != NO_LABEL).nonzero().squeeze(1)}
+    with Waits() as of_the_model:
+        model(batch["input_ids"], use_cache=False)
+    results = []
+    for inputs in (batch, known):
+        forward_loss_sum(model, inputs)  # looks at the head once
+        with Waits() as waits:
+            loss, _ = forward_loss_sum(model, inputs)
+        results.append((waits.seen, loss.detach(), torch.autograd.grad(loss, model.lm_head.weight)[0]))
+    assert results[0][0] > results[1][0] == of_the_model.seen
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][2], results[1][2])
 
 
 def test_through_adapters_on_every_layer_and_the_head() -> None:

@@ -18,13 +18,17 @@ from halftune.data.sample import NO_LABEL, Sample
 from halftune.plan import BatchPlan
 from halftune.train.prefetch import prefetched
 
+# int64[K], one of a micro-batch's inputs: where a label of some row is predicted from. Found here, on the CPU: who asks
+# a GPU how many they are waits for it.
+LABEL_POSITIONS = "label_positions"
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward pass of one process.
 
     Attributes:
-        inputs: what the collator made: tensors (on the GPU, where the feed has one), and ints.
+        inputs: what the collator made, and ``LABEL_POSITIONS``: tensors (on the GPU, where the feed has one), and ints.
         tokens: fed tokens, padding included.
         tokens_real: without padding.
         tokens_trained: labels that are predicted (the first token of a row is predicted from nothing).
@@ -195,10 +199,14 @@ class Feed:
         assert isinstance(labels, torch.Tensor)
         if blank:
             inputs["labels"] = torch.full_like(labels, NO_LABEL)
+            inputs[LABEL_POSITIONS] = torch.zeros(0, dtype=torch.int64)
             return MicroBatch(inputs, 0, 0, 0)
+        predicted = labels[:, 1:] != NO_LABEL
+        inputs[LABEL_POSITIONS] = predicted.any(dim=0).nonzero().squeeze(1)
         real = sum(len(sample.input_ids) for row in samples for sample in row)
-        trained = int((labels[:, 1:] != NO_LABEL).sum())
-        return MicroBatch(inputs, ids.numel(), real, trained, tuple(span.sample for row in rows for span in row))
+        return MicroBatch(
+            inputs, ids.numel(), real, int(predicted.sum()), tuple(span.sample for row in rows for span in row)
+        )
 
     def where(self, batches: Sequence[MicroBatch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""

@@ -59,10 +59,12 @@ def hidden_instead_of_logits(head: nn.Linear) -> Iterator[None]:
         del head.forward
 
 
-def head_loss_sum(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+def head_loss_sum(
+    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, scale: float, *, all_labelled: bool = False
+) -> torch.Tensor:
     """Sum of the cross-entropy of a head over the rows that have a target; see ``linear_cross_entropy_sum``."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return linear_cross_entropy_sum(hidden, head.weight, targets, head.bias, scale=scale)
+        return linear_cross_entropy_sum(hidden, head.weight, targets, head.bias, scale=scale, all_labelled=all_labelled)
 
 
 def _computes_in(head: nn.Linear) -> torch.dtype:

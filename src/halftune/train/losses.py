@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from halftune.data.sample import NO_LABEL
+from halftune.train.feed import LABEL_POSITIONS
 from halftune.train.head import head_loss_sum, hidden_instead_of_logits, plain_head
 
 # fp32 scratch for a chunk of rows: on a CPU it stays in the cache, elsewhere it is large enough to fill the device.
@@ -45,6 +46,7 @@ def forward_loss_sum(
     Args:
         model: a causal language model, as built or wrapped by peft or for several processes.
         batch: what the collator made, on the model's device; ``labels`` ``[B, T]`` are not shifted, -100 is no label.
+            Without the feed's ``LABEL_POSITIONS`` they are found here, which waits for the device.
         scale: what the loss will be multiplied with before the backward pass; see ``linear_cross_entropy_sum``.
 
     Returns:
@@ -56,7 +58,10 @@ def forward_loss_sum(
     targets = F.pad(inputs.pop("labels")[:, 1:], (0, 1), value=NO_LABEL)
     labelled = targets != NO_LABEL
     count = labelled.sum()
-    positions = labelled.any(dim=0).nonzero().squeeze(1)
+    known = inputs.pop(LABEL_POSITIONS, None)
+    positions = labelled.any(dim=0).nonzero().squeeze(1) if known is None else known
+    # A single row has a label at each of its positions.
+    all_labelled = len(labelled) == 1 and positions.numel() > 0
     if positions.numel() == 0:
         positions = positions.new_zeros(1)
     targets = targets[:, positions]
@@ -69,9 +74,9 @@ def forward_loss_sum(
         outputs = model(**inputs, use_cache=False)
     logits = outputs.logits if takes_positions else outputs.logits[:, positions]
     if head is None:
-        loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten())
+        loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten(), all_labelled=all_labelled)
     else:
-        loss = head_loss_sum(head, logits.flatten(0, 1), targets.flatten(), scale)
+        loss = head_loss_sum(head, logits.flatten(0, 1), targets.flatten(), scale, all_labelled=all_labelled)
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None and torch.is_grad_enabled():
         loss = loss + base.config.get_text_config().router_aux_loss_coef * auxiliary * count
@@ -79,7 +84,12 @@ def forward_loss_sum(
 
 
 def cross_entropy_sum(
-    logits: torch.Tensor, targets: torch.Tensor, *, chunk_bytes: int | None = None, overwrite: bool | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk_bytes: int | None = None,
+    overwrite: bool | None = None,
+    all_labelled: bool = False,
 ) -> torch.Tensor:
     """Sum of ``-log softmax(logits)[target]`` over the rows that have a target, accumulated in fp32.
 
@@ -92,6 +102,7 @@ def cross_entropy_sum(
         chunk_bytes: of the fp32 scratch; by default what suits the device.
         overwrite: whether the backward pass may write the gradient over ``logits``; by default only where the operation
             that made them is known not to need them.
+        all_labelled: that every row has a target; otherwise the device is waited for to learn which do.
 
     Returns:
         An fp32 scalar; fp64 for fp64 logits.
@@ -102,15 +113,18 @@ def cross_entropy_sum(
         overwrite = _may_overwrite(logits)
     rows = max(1, chunk_bytes // (4 * logits.shape[-1]))
     with torch.autocast(logits.device.type, enabled=False):
-        return _CrossEntropySum.apply(logits, targets, rows, overwrite)  # type: ignore[return-value]
+        return _CrossEntropySum.apply(logits, targets, rows, overwrite, all_labelled)  # type: ignore[return-value]
 
 
 class _CrossEntropySum(torch.autograd.Function):
     """Forward keeps one number per row, log Σ exp; backward makes the softmax again from it, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int, overwrite: bool) -> torch.Tensor:
-        kept = (targets != NO_LABEL).nonzero().squeeze(1)
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int, overwrite: bool, all_labelled: bool
+    ) -> torch.Tensor:
+        every = torch.arange(targets.numel(), device=targets.device)
+        kept = every if all_labelled else (targets != NO_LABEL).nonzero().squeeze(1)
         exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
         log_sums = torch.zeros(targets.shape[0], 1, dtype=exact, device=logits.device)
         losses = torch.zeros_like(log_sums)
@@ -144,7 +158,7 @@ class _CrossEntropySum(torch.autograd.Function):
             out[index] = softmax.mul_(grad).to(out.dtype)
         if ctx.overwrite and not everywhere:
             out.masked_fill_((targets == NO_LABEL)[:, None], 0)
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 def _may_overwrite(logits: torch.Tensor) -> bool:

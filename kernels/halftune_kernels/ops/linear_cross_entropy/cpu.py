@@ -26,6 +26,7 @@ def linear_cross_entropy_sum(
     bias: torch.Tensor | None = None,
     *,
     scale: float = 1.0,
+    all_labelled: bool = False,
 ) -> torch.Tensor:
     """``Σ -log softmax(hidden Wᵀ + bias)[target]`` over the rows that have a target.
 
@@ -39,12 +40,13 @@ def linear_cross_entropy_sum(
         bias: ``[V]`` or None, likewise.
         scale: what the backward pass will multiply the result with, as far as known: half formats are then rounded
             once, as the separate operations would round them. Any other factor is right, too.
+        all_labelled: that every row has a target; otherwise a GPU is waited for to learn which do.
 
     Returns:
         A scalar, fp32 or fp64.
     """
     wanted = torch.is_grad_enabled()
-    out = _LinearCrossEntropySum.apply(hidden, weight, bias, targets, scale, wanted)
+    out = _LinearCrossEntropySum.apply(hidden, weight, bias, targets, scale, wanted, all_labelled)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -59,6 +61,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         targets: torch.Tensor,
         scale: float,
         wanted: bool,
+        all_labelled: bool,
     ) -> torch.Tensor:
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -68,10 +71,11 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs[2] else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        kept = (targets != _NO_LABEL).nonzero().squeeze(1)
-        everywhere = kept.numel() == targets.numel()
+        kept = None if all_labelled else (targets != _NO_LABEL).nonzero().squeeze(1)
+        count = targets.numel() if kept is None else kept.numel()
         step = _rows(weight.shape[0], hidden.device)
-        for start in range(0, kept.numel(), step):
+        for start in range(0, count, step):
+            everywhere = kept is None or count == targets.numel()
             index = slice(start, start + step) if everywhere else kept[start : start + step]
             rows, target = hidden[index], targets[index, None]
             chances = F.log_softmax(F.linear(rows, head, shift), dim=-1, dtype=wide)
@@ -101,7 +105,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 gradients.append(None)
             else:
                 gradients.append(saved.to(dtype) if as_expected else (saved * factor).to(dtype))
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _rows(vocabulary: int, device: torch.device) -> int:
