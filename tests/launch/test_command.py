@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,25 @@ def test_a_template_emits_the_same_command(name: str) -> None:
         assert ours == theirs or theirs in unknown
     assert option(words, "--node-rank").startswith("$")
     assert option(words, "--rdzv-endpoint").endswith(":29500")
+
+
+@pytest.mark.parametrize("name", ["slurm", "skypilot"])
+def test_a_shell_reads_a_template_as_it_is_meant(name: str, tmp_path: Path) -> None:
+    """Run by bash with the scheduler's words, its command and ours are the same arguments, quotes and all."""
+    arguments = ["train", "--config", "my recipes/a 'b' $HOME.yaml", "training.seed=999983"]
+    text = render(name, config(num_processes=4, num_machines=2), 4, arguments)
+    script = text if name == "slurm" else yaml.safe_load(text)["run"]
+    for tool, does in {
+        "python": 'printf "%s\\n" "$@"',
+        "scontrol": 'printf "10.0.0.1\\n10.0.0.2\\n"',
+        "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
+    }.items():
+        (tmp_path / tool).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / tool).chmod(0o755)
+    told = {"SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "x", "SLURM_CPUS_PER_TASK": "16", "SKYPILOT_NODE_RANK": "1"}
+    told |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=told, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == command(TWO, 4, arguments)[1:]
 
 
 def test_the_verb_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

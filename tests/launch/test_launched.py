@@ -118,6 +118,32 @@ def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(pla
     assert same(undisturbed, place / "killed")
 
 
+def test_every_launcher_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
+    """accelerate's, and ours by the command that is printed, run as it stands by a shell."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    words = [*launch, "--main_process_port", "29534", "-m", "halftune", "train", *arguments(place, "accelerated")]
+    run(place, words, ACCELERATE_USE_CPU="true")
+    assert same(undisturbed, place / "accelerated")
+    ask = [sys.executable, "-m", "halftune", "launch", "--dry-run", *arguments(place, "printed by launch")]
+    printed = subprocess.run(ask, env=environment(place), capture_output=True, text=True, check=True).stdout
+    run(place, ["sh", "-c", printed])
+    assert same(undisturbed, place / "printed by launch")
+
+
+def test_processes_whose_launcher_is_killed_save_and_end(place: Path, undisturbed: Path) -> None:
+    job = subprocess.Popen(
+        [*TRAIN, *arguments(place, "orphans")], env=environment(place), stderr=subprocess.PIPE, text=True
+    )
+    while steps(place / "orphans") < 2 and job.poll() is None:
+        time.sleep(0.02)
+    job.kill()
+    _, errors = job.communicate(timeout=120)  # as long as a process that has it as its standard error lives
+    assert errors.count("stopped by SIGTERM after step") == 1
+    assert not (place / "orphans" / "final").exists()
+    run(place, [*TRAIN, *arguments(place, "orphans")])
+    assert same(undisturbed, place / "orphans")
+
+
 def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(place: Path, undisturbed: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "two_machines.py"), "--kill", "7"]
     words = [*script, *arguments(place, "machines", "distributed.max_restarts=1")]

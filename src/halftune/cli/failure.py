@@ -64,6 +64,10 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
         )
     if isinstance(error, MemoryError):
         return TrainingError("the main memory is full", remedy="`halftune plan` estimates what a run needs")
+    if "torch._dynamo" in sys.modules and isinstance(error, sys.modules["torch._dynamo"].exc.TorchDynamoException):
+        first = (str(error).strip().splitlines() or ["no message"])[0][:200]
+        remedy = "training.torch_compile: false, or a compiler that works (g++, or CXX; building takes memory, too)"
+        return TrainingError(f"torch.compile fails: {type(error).__name__}: {first}", remedy=remedy)
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         remedy = "a smaller training.per_device_train_batch_size or data.max_length; `halftune plan` estimates the need"
         return TrainingError("the memory of the GPU is full", remedy=remedy)

@@ -57,6 +57,10 @@ class Agent(LocalElasticAgent):
         timeout, self._told = int(NOTICE) if self._told else timeout, True
         super()._shutdown(death_sig, timeout)
 
+    def has_started(self) -> bool:
+        """Whether it has started processes."""
+        return bool(self._processes())
+
     def has_told(self, code: int) -> bool:
         """Whether rank 0 was here and left with this exit code by itself: it has said what was saved."""
         ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers}

@@ -56,11 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         assert Agent.latest is not None
         found = {rank: _failure(rank, one, Agent.latest) for rank, one in error.failures.items()}
-        return _say(*summary(found, int(args.max_restarts)))
+        text, code = summary(found, int(args.max_restarts))
+        return code if code > 128 and Agent.latest.has_told(code) else _say(text, code)
     except HalftuneError as error:
         return _say(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _say("stopped by SIGINT before any process was started", 128 + signal.SIGINT)
     except SignalException as error:
         code = 128 + error.sigval
         if Agent.latest is not None:
@@ -69,10 +68,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return code
         return _say(f"stopped by {signal.Signals(error.sigval).name}", code)
     except (RendezvousError, DistError, OSError) as error:
-        where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". See inner")[0]
-        return _say(f"the machines did not meet at {where}: {first} · is the address right, and the port open?", FAILED)
+        return _say(_apart(error, args, begun=Agent.latest is not None and Agent.latest.has_started()), FAILED)
     return 0
+
+
+def run_module() -> int:
+    """:func:`main`, told by a signal to leave before torchrun listens to them."""
+    # nobody else does yet, and process 1 of a container, which this may be, is deaf to what it does not catch
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        return main()
+    except KeyboardInterrupt as error:
+        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        return _say(f"stopped by {number.name} before any process was started", 128 + number)
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _apart(error: Exception, args: argparse.Namespace, *, begun: bool) -> str:
+    """What to tell where machines do not meet, or meet no more."""
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    if not begun:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". See inner")[0]
+        return f"the machines did not meet at {where}: {first} · is the address right, and the port open?"
+    if isinstance(error, RendezvousTimeoutError):
+        return "a process failed, and not all machines came back in time · the output of the others says why"
+    return (
+        f"machine 0 at {where} is gone, so the processes of this one were ended · its own output says why; the same "
+        "command goes on from the newest checkpoint"
+    )
 
 
 def machine_from(args: argparse.Namespace) -> Machine | None:
@@ -226,4 +254,4 @@ def _say(text: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module())

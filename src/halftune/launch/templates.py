@@ -10,6 +10,7 @@ from halftune.config.run import RunConfig
 from halftune.launch.command import command
 
 GRACE = 120  # seconds between a scheduler's SIGTERM and its SIGKILL, for the step and its checkpoint
+_CORES = 8  # for each process: its share of data, and the threads of torch; Slurm gives a task one core otherwise
 # In a template the machine's number and the first machine's name are known only when the job runs.
 _RANK, _HOST = 999_983, "main.process.ip"
 
@@ -31,9 +32,14 @@ def shell_command(config: RunConfig, world_size: int, arguments: list[str], rank
     machines = config.distributed.num_machines
     known = {"machine_rank": _RANK, "main_process_ip": _HOST} if machines > 1 else {}
     words = ["python", *command(config.distributed.model_copy(update=known), world_size, arguments)[1:]]
+    quoted = [shlex.quote(word) for word in words]
+    for index, word in enumerate(words[: len(words) - len(arguments)]):
+        if word == str(_RANK):
+            quoted[index] = f'"{rank}"'
+        elif word.startswith(f"{_HOST}:"):
+            quoted[index] = word.replace(_HOST, f'"{host}"')
     # exec: a signal from the scheduler must reach the launcher, and end no shell around it
-    line = f"exec {shlex.join(words)}"
-    return line.replace(str(_RANK), f'"{rank}"').replace(_HOST, f'"{host}"')
+    return " ".join(["exec", *quoted])
 
 
 def _slurm(config: RunConfig, world_size: int, arguments: list[str]) -> str:
@@ -46,11 +52,13 @@ def _slurm(config: RunConfig, world_size: int, arguments: list[str]) -> str:
 #SBATCH --nodes={machines}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={each}
+#SBATCH --cpus-per-task={_CORES * each}
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@{GRACE}
 set -euo pipefail
+# activate the environment in which python finds halftune here
 export MAIN=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=1 bash -c {shlex.quote(line)}
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c {shlex.quote(line)}
 """
 
 
@@ -120,7 +128,8 @@ num_nodes: {machines}
 resources:
   accelerators: YOUR_GPU:{each}
 workdir: .
-setup: pip install halftune
+setup: pip install -e .  # in workdir; or however halftune is installed
+# each machine has its own copy of workdir: training.output_dir must be on a volume that all of them mount
 run: |
   MAIN=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
   {line}
