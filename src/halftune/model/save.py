@@ -18,6 +18,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.model.adapters.mixtures import for_plain_peft
 from halftune.model.quiet import quiet
+from halftune.model.save_pieces import Named, write_pieces
 from halftune.model.tying import name_tying
 from halftune.plan import Plan
 from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torch_dtype
@@ -28,7 +29,7 @@ def save_final(
     tokenizer: PreTrainedTokenizerBase,
     plan: Plan,
     folder: Path,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: Named | None = None,
 ) -> None:
     """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
 
@@ -40,7 +41,8 @@ def save_final(
         tokenizer: written beside the weights, chat template included.
         plan: gives the dtype.
         folder: e.g. ``RUN/final``.
-        state: whole tensors by their names in ``model.state_dict()``, where the model holds a share of them only.
+        state: whole tensors with their names in ``model.state_dict()``, one after the other, where the model holds
+            a share of them only; of a model without adapter each tensor once.
 
     Raises:
         TrainingError: the folder cannot be written; nothing half-written is left.
@@ -49,7 +51,7 @@ def save_final(
     try:
         with whole_folder(folder) as partial:
             if isinstance(model, PeftModel):
-                _write_adapter(model, saved, keep, partial, state)
+                _write_adapter(model, saved, keep, partial, None if state is None else dict(state))
             elif isinstance(model, PreTrainedModel):
                 write_model(model, saved, keep, partial, state)
             else:
@@ -91,16 +93,20 @@ def write_model(
     saved: Format,
     keep: Iterable[str],
     folder: Path,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: Named | None = None,
 ) -> None:
     """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``.
 
     The weights are ``state`` where it is given, else the model's own.
     """
     name_tying(model)
-    cast = _cast(model.state_dict() if state is None else state, saved, kept_names(model, keep))
+    kept = kept_names(model, keep)
     with quiet():
-        model.save_pretrained(folder, state_dict=cast)
+        if state is None:
+            model.save_pretrained(folder, state_dict=_cast(model.state_dict(), saved, kept))
+        else:
+            model.save_pretrained(folder, state_dict={})  # configs and code
+            write_pieces(model, (one for item in state for one in _cast(dict([item]), saved, kept).items()), folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _name_dtype(config, CONFIG_NAMES[saved])

@@ -21,7 +21,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
 from halftune.model.state import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
-from halftune.train.parallel.shards import stored
+from halftune.train.parallel.shards import Stored, stored
 
 
 @dataclass
@@ -149,6 +149,17 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
     with _readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
         tensors = {name: saved.share(name, own.get(name)) for name in saved.shapes}
     load_trainable_state(model, tensors)
+
+
+@contextmanager
+def opened(checkpoint: Path) -> Iterator[Stored]:
+    """The trained weights of a checkpoint, of which nothing is read before it is asked for.
+
+    Raises:
+        TrainingError: the folder cannot be read.
+    """
+    with _readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
+        yield saved
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from peft import PeftModel
 
@@ -22,6 +21,7 @@ from halftune.core.atomic import first_aid, write_text
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.model.save import save_final
+from halftune.model.save_pieces import Named
 from halftune.plan import Plan
 from halftune.train.attempt import Attempts
 from halftune.train.callbacks import build as build_callbacks
@@ -286,8 +286,12 @@ class Trainer:
         self._phase("saving")
         check_weights(run)
         state = self.session.strategy.result(run.model)
-        if self.home is not None:
-            self._write_final(self.home.insist(), state)
+        try:
+            if self.home is not None:
+                self._write_final(self.home.insist(), state)
+        finally:  # gathering needs all processes, also those that do not write or cannot
+            for _ in state or ():
+                pass
         self.session.accelerator.wait_for_everyone()
         self._phase("finished")
         done = ", ".join([f"trained {run.step} steps", *notes])
@@ -304,7 +308,7 @@ class Trainer:
         log.info("the final result is that of %s (eval loss %.4f)", best.name, loss)
         return []
 
-    def _write_final(self, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
+    def _write_final(self, folder: Path, state: Named | None) -> None:
         save_final(self.run.model, self.run.tokenizer, self.run.plan, folder / FINAL, state)
         try:
             write_text(folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))

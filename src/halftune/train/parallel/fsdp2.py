@@ -110,21 +110,23 @@ class Fsdp2(Strategy):
         """See :class:`Strategy`."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def result(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """See :class:`Strategy`. One tensor after the other is gathered and goes to the main process's memory.
+    def result(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """See :class:`Strategy`. One tensor after the other is gathered; only the main process keeps it.
 
-        Of a model under an adapter only what is trained; tied tensors go on sharing their memory.
+        Of a model under an adapter only what is trained, tied tensors under each name; else each tensor once.
         """
-        adapted, done, state = isinstance(model, PeftModel), {}, {}
+        adapted, done = isinstance(model, PeftModel), {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if adapted and not tensor.requires_grad:
                 continue
-            if id(tensor) not in done:
-                whole = self.whole(tensor.detach())
-                done[id(tensor)] = whole.cpu() if self.accelerator.is_main_process else None
-            if done[id(tensor)] is not None:
-                state[name] = done[id(tensor)]
-        return state
+            if id(tensor) in done:
+                if adapted:
+                    yield name, done[id(tensor)]
+                continue
+            whole = self.whole(tensor.detach())
+            whole = whole.cpu() if self.accelerator.is_main_process else whole.new_empty(0)
+            done[id(tensor)] = whole if adapted else None
+            yield name, whole
 
 
 def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ def fill(model: nn.Module, unread: Unread, device: torch.device) -> None:
     with unread.opened(), torch.no_grad():
         for name, weight in _named(model, unread):
             assert isinstance(weight, DTensor), "fully_shard has sharded every weight"
-            share = torch.empty_like(weight, device=device)
+            share: Any = torch.empty_like(weight, device=device)
             first, _ = own_rows(weight) or (None, 0)
             unread.read(name, share.to_local(), first)
             _give(model, {id(weight): share})

@@ -131,7 +131,7 @@ class Stored:
         if not isinstance(like, DTensor) or tuple(like.shape) != self.shapes[key] or (held := own_rows(like)) is None:
             return self.read(key).clone()  # a file's own pages go with the file
         rows = self.read(key, held)
-        share = torch.empty_like(like, dtype=rows.dtype, requires_grad=False)  # offloaded shards stay where they are
+        share: Any = torch.empty_like(like, dtype=rows.dtype, requires_grad=False)
         share.to_local().copy_(rows)
         return share
 

@@ -64,7 +64,7 @@ class Strategy:
         """A weight, a gradient or a moment in full, on its device; asked for by all processes in the same order."""
         return tensor
 
-    def result(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """What the final result is written from, by all processes at once: whole tensors by their names on the main
-        process and none elsewhere; None where the model itself holds them."""
+    def result(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """What the final result is written from, gone through by all processes at once: whole tensors with their names,
+        one after the other, in main memory; None where the model itself holds them."""
         return None

@@ -1,0 +1,91 @@
+"""Writes a model that is never in memory as a whole: tensors come one after the other, files are closed when full."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+FILE_BYTES = 5 * 10**9  # of a file, as transformers has it
+_LAYER = re.compile(r"^.*?\.\d+(?=\.)")
+_INDEX = "model.safetensors.index.json"
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def write_pieces(model: PreTrainedModel, tensors: Named, folder: Path, limit: int = FILE_BYTES) -> None:
+    """Writes tensors in files of at most ``limit`` bytes, with an index where there is more than one.
+
+    In memory are one file and one layer: that much, because what was put together while reading (experts) is taken
+    apart again as transformers does.
+
+    Args:
+        model: gives the names that its checkpoints use.
+        tensors: by their names in ``model.state_dict()``, those of a layer one after the other.
+        folder: is there.
+        limit: bytes; a larger tensor has a file of its own.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    for old in (*folder.glob("model*.safetensors"), folder / _INDEX):
+        old.unlink(missing_ok=True)
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    size = total = 0
+    for name, tensor in _as_stored(model, tensors):
+        if held and size + tensor.nbytes > limit:
+            files.append(_close(held, folder, len(files)))
+            size = 0
+        held[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    files.append(_close(held, folder, len(files)))
+    if len(files) == 1:
+        _part(folder, 0).rename(folder / "model.safetensors")
+        return
+    places = {}
+    for number, names in enumerate(files):
+        path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        _part(folder, number).rename(path)
+        places |= dict.fromkeys(names, path.name)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _as_stored(model: PreTrainedModel, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors under the names and in the shapes that a checkpoint has; layer by layer."""
+    layer: dict[str, torch.Tensor] = {}
+    current = None
+    for name, tensor in tensors:
+        found = _LAYER.match(name)
+        of = found.group() if found else None
+        if layer and of != current:
+            yield from revert_weight_conversion(model, layer).items()
+            layer = {}
+        current = of
+        layer[name] = tensor
+    yield from revert_weight_conversion(model, layer).items()
+
+
+def _close(held: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:
+    """Writes a file, lets its tensors go, and returns their names."""
+    # What was cut out of one tensor shares its memory, which safetensors does not write.
+    save_file({name: tensor.clone() if _cut(tensor) else tensor for name, tensor in held.items()},
+              _part(folder, number), metadata={"format": "pt"})  # fmt: skip
+    names = list(held)
+    held.clear()
+    return names
+
+
+def _cut(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}"
