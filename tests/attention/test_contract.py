@@ -177,7 +177,8 @@ def test_order_and_backward_checks() -> None:
 
 
 def test_every_entry_point_exists_with_its_operands(pretend: ModuleType) -> None:
-    for entry in (*ENTRY_POINTS, ROTARY_ENTRY_POINT):
+    second = [entry for entry in ENTRY_POINTS if entry.module.startswith("flash_attn.")]
+    for entry in (*second, ROTARY_ENTRY_POINT):
         function = vars(import_module(entry.module))[entry.name]
         assert list(inspect.signature(function).parameters)[: len(entry.operands)] == list(entry.operands)
 

@@ -12,6 +12,11 @@ import pytest
 from transformers import Gemma3TextConfig, dynamic_module_utils
 
 from halftune.cli import main
+from halftune.config.load import load_config
+from halftune.config.model_facts import read_model_facts
+from halftune.doctor.examine import examine
+from halftune.hardware.catalogue import lookup
+from halftune.plan import resolve
 
 NUMBERS = itertools.count()
 CONFIGURATION = """
@@ -208,14 +213,32 @@ def test_a_foreign_model_is_named_by_line(
     assert finding["bytes_per_step"] == per_token * 3 * 512
 
 
-def test_a_model_that_imports_the_function_with_a_cache_can_be_traced(
+def test_the_function_with_a_cache_and_flash_attn_3_are_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = stranger(tmp_path / "stranger", "q = q * 1 if self.training else flash_attn_with_kvcache(q, k, v)")
+    cached = "flash_attn_with_kvcache(q, k.float(), v)"
+    folder = stranger(tmp_path / "stranger", f"q = attend_3(q.float(), k, v) if self.training else {cached}")
     code = folder / "modeling_stranger.py"
-    code.write_text(code.read_text().replace("_attn_func as attend", "_attn_func as attend, flash_attn_with_kvcache"))
+    imports = (
+        "_attn_func as attend, flash_attn_with_kvcache\nfrom flash_attn_interface import flash_attn_func as attend_3"
+    )
+    code.write_text(code.read_text().replace("_attn_func as attend", imports))
     exit_code, trace = traced(capsys, "--config", recipe(tmp_path, model=code_of(folder)), "--hardware", "a100")
-    assert (exit_code, trace["contract_holds"]) == (0, True)
+    found = [(one["operand"], one["op"], list(one["layers"]), one["guard"][:12]) for one in trace["findings"]]
+    assert found == [
+        ("q", "float(bf16)", ["train"], "casts q to b"),
+        ("k_cache", "float(bf16)", ["chat"], "raises: a ca"),
+    ]
+    assert exit_code == 1
+
+
+def test_operands_of_linear_attention_are_looked_at_in_rwkv7(tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path, "builtin:rwkv7-tiny", precision="bf16")).run
+    plan = resolve(config, lookup("a100"), read_model_facts(config.model))
+    found = examine(config, plan)
+    layers = found.calls["linear attention, train"]
+    assert found.calls == {"linear attention, train": layers, "linear attention, chat": 2 * layers}
+    assert (layers, found.broken) == (4, [])
 
 
 def test_a_scripted_function_is_named_by_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

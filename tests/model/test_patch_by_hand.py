@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from standins.flash import flash_attn_installed
 from tiny_model import plan
 
-from halftune.core.errors import ModelError
+from halftune.core.errors import DtypeContractError, ModelError
 from halftune.model import patch
 from halftune.model.patch import guard_imports_by_hand, registered_attention
 from halftune.precision.patched import unpatch
@@ -50,3 +52,48 @@ def test_without_gradients_there_is_no_hole(attend: Callable) -> None:
     q = heads(256)
     with torch.no_grad():
         assert torch.isfinite(attend(q, q, q, 0.1)).all()
+
+
+@pytest.mark.parametrize("given", ["by position", "by name"])
+def test_what_goes_beside_a_cache_is_brought_into_its_format(attend: Callable, given: str) -> None:
+    cached = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    k_cache, v_cache = torch.zeros(1, 8, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 8, 2, 8, dtype=torch.bfloat16)
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
+    v = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
+    options = {"causal": True, "cache_seqlens": 0}
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        if given == "by name":
+            out = cached(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, **options)
+        else:
+            out = cached(q, k_cache, v_cache, k, v, **options)
+        assert torch.equal(out, attend(q, k, v, causal=True))
+    assert torch.equal(k_cache[:, :4], k.bfloat16()), "the model's own cache is written"
+    arrived = [site["arrived"] for site in patch.current_guard().report()["sites"]]
+    assert arrived[0] == "q fp32, k fp32, v bf16"
+
+
+def test_caches_in_a_long_format_are_refused(attend: Callable) -> None:
+    cached = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    half, wide = torch.zeros(1, 8, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 8, 2, 8)
+    with pytest.raises(DtypeContractError, match="k_cache fp32, v_cache bf16, q bf16: flash_attn_with_kvcache writes"):
+        cached(half, wide, half)
+    with pytest.raises(DtypeContractError, match="make both caches in bf16"):
+        cached(wide, wide, wide)
+
+
+def test_the_module_of_flash_attn_3_is_guarded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None):  # as in flash-attn 3
+        assert q.dtype == k.dtype == v.dtype
+        return q
+
+    module = ModuleType("flash_attn_interface")
+    vars(module).update(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_func)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    with registered_attention(plan("bf16")):
+        try:
+            assert set(guard_imports_by_hand()) >= {f"flash_attn_interface.{name}" for name in ("flash_attn_func",)}
+            q = torch.randn(1, 4, 2, 8)
+            assert vars(module)["flash_attn_func"](q, q.bfloat16(), q, 0.5).dtype == torch.bfloat16
+        finally:
+            unpatch()
+    assert vars(module)["flash_attn_func"] is flash_attn_func

@@ -178,12 +178,27 @@ def test_a_compiled_graph_casts_without_breaking() -> None:
         assert query.dtype == key.dtype == value.dtype
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
-    compiled = torch.compile(Guard("cast", "bf16").attention(attend), backend="eager", fullgraph=True)
+    guard = Guard("cast", "bf16")
+    guarded = guard.attention(attend)
+    compiled = torch.compile(lambda *given: guarded(*given), backend="eager", fullgraph=True)
     mixed, legal = operands(F32, F32, BF16), operands(BF16, BF16, BF16)
-    torch.testing.assert_close(compiled(*mixed), attend(*(tensor.to(BF16) for tensor in mixed)))
     torch.testing.assert_close(compiled(*legal), attend(*legal))
+    assert guard.report()["sites"] == [], "a clean graph"
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*mixed), attend(*(tensor.to(BF16) for tensor in mixed)))
+    (site,) = guard.report()["sites"]
+    assert (site["arrived"], site["cast_to"], site["casts"]) == ("query fp32, key fp32, value bf16", "bf16", 1)
+    assert site["site"].startswith(f"{__file__}:"), "the line that calls"
+    assert "counted once for each" in site["promoted"]
     with torch.autocast("cpu", dtype=F16):
         assert compiled(*mixed).dtype == F16
+    assert guard.casts == 2
+
+
+def test_eight_bits_are_a_format_that_flash_attn_3_takes() -> None:
+    guard = Guard("strict", "bf16")
+    small = [operand.to(torch.float8_e4m3fn) for operand in operands(F32, F32, F32)]
+    assert guard.attention(lambda query, key, value: query)(*small) is small[0]
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])

@@ -243,7 +243,8 @@ class EntryPoint:
     packed: int = 1
 
 
-_FUNCTIONS = "flash_attn.flash_attn_interface"
+_FUNCTIONS, _FUNCTIONS_3 = "flash_attn.flash_attn_interface", "flash_attn_interface"
+_CACHED = ("q", "k_cache", "v_cache", "k", "v")
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint(_FUNCTIONS, "flash_attn_func", ("q", "k", "v")),
     EntryPoint(_FUNCTIONS, "flash_attn_varlen_func", ("q", "k", "v")),
@@ -251,6 +252,11 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint(_FUNCTIONS, "flash_attn_varlen_kvpacked_func", ("q", "kv"), packed=2),
     EntryPoint(_FUNCTIONS, "flash_attn_qkvpacked_func", ("qkv",), packed=3),
     EntryPoint(_FUNCTIONS, "flash_attn_varlen_qkvpacked_func", ("qkv",), packed=3),
+    EntryPoint(_FUNCTIONS, "flash_attn_with_kvcache", _CACHED),
+    EntryPoint(_FUNCTIONS_3, "flash_attn_func", ("q", "k", "v")),
+    EntryPoint(_FUNCTIONS_3, "flash_attn_varlen_func", ("q", "k", "v")),
+    EntryPoint(_FUNCTIONS_3, "flash_attn_qkvpacked_func", ("qkv",), packed=3),
+    EntryPoint(_FUNCTIONS_3, "flash_attn_with_kvcache", _CACHED),
 )
 ROTARY_ENTRY_POINT = EntryPoint("flash_attn.layers.rotary", "apply_rotary_emb", ("x", "cos", "sin"))
 
@@ -267,4 +273,6 @@ LINEAR_ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint("", "mamba2_selective_state_update", ("hidden_states", "B", "C")),
     EntryPoint("", "chunk_rwkv7", ("r", "k", "v", "a", "b")),
     EntryPoint("", "fused_recurrent_rwkv7", ("r", "k", "v", "a", "b")),
+    EntryPoint("", "rwkv7", ("r", "k", "v", "a", "b")),
+    EntryPoint("", "rwkv7_step", ("r", "k", "v", "a", "b")),
 )

@@ -130,10 +130,10 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
 
 def objection(arrival: Arrival) -> str:
     """What flash-attn would raise if these operands reached it as they are; empty where it takes them."""
-    if arrival.target != "attention" or len(arrival.operands) != 3:
+    if arrival.target != "attention" or len(arrival.operands) < 3:
         return ""
     shape = (1, 8, 1, 8)
-    q, k, v = (Operand(str(each.dtype).removeprefix("torch."), shape) for each in arrival.operands)
+    q, k, v = (Operand(str(each.dtype).removeprefix("torch."), shape) for each in arrival.operands[:3])
     return next(violations(Call(q, k, v)), "")
 
 

@@ -119,7 +119,7 @@ def guard_imports_by_hand(*, own_code: bool = False) -> list[str]:
     Returns:
         ``module.name`` of each place.
     """
-    if "flash_attn" not in sys.modules and not own_code:
+    if not {"flash_attn", "flash_attn_interface"} & sys.modules.keys() and not own_code:
         return []
     guard = current_guard()
     if guard.compute == "fp32":  # no kernel of the package takes it

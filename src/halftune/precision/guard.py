@@ -19,6 +19,7 @@ from halftune.core.errors import DtypeContractError
 from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import plain_name, torch_dtype
+from halftune.precision.in_graph import OF_A_GRAPH, note, number_of
 from halftune.precision.trace.recorder import Recorder, credit
 from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.steps import first_promotion, shown
@@ -37,7 +38,8 @@ class Site:
     """One place where operands arrived in another dtype than they are computed in.
 
     Attributes:
-        casts: calls in which at least one operand was cast. Recomputation under gradient checkpointing counts again.
+        casts: calls in which at least one operand was cast; in compiled code, graphs. Recomputation under gradient
+            checkpointing counts again.
         arrived: what arrived the first time, e.g. ``query fp32, key fp32, value bf16``.
         cast_to: what it was cast to.
         promoted: the source line and call that first left the computing dtype, of each operand where they differ; empty
@@ -74,6 +76,7 @@ class Guard:
         self._untold: dict[str, str] = {}  # sites that wait for it, and where their operands were going
         self._folder = ""  # where the model's own code is, as the user knows it
         self._refused: DtypeContractError | None = None
+        self._number = number_of(self)
 
     def watch(self, model: nn.Module) -> None:
         """Learns the paths of a model's modules, so that sites are named by them. Not needed for the casts.
@@ -155,6 +158,25 @@ class Guard:
         """``fn(x, cos, sin, …)`` behind the guard: the tables take the dtype of ``x``, so that ``x`` keeps its own."""
         return self._wrap(fn, (("x",), ("cos",), ("sin",)), "rotary", lambda operands: operands[0].dtype)
 
+    def note_cast(self, fn: Callable[..., Any], operands: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """Counts a cast of operands of ``fn`` to ``dtype``, which the caller makes.
+
+        Raises:
+            DtypeContractError: in ``strict``.
+        """
+        self._settle(self._site(fn, None), "attention", operands, dtype)
+
+    def refuse_caches(self, fn: Callable[..., Any], operands: dict[str, torch.Tensor]) -> None:
+        """Stops a call whose caches cannot be cast.
+
+        Raises:
+            DtypeContractError: always.
+        """
+        arrived = ", ".join(f"{name} {shown(operand.dtype)}" for name, operand in operands.items())
+        what = f"{arrived}: {fn.__name__} writes into its caches, and a cast would copy them"
+        remedy = f"make both caches in {self.compute}, where the model's code allocates them"
+        raise self._refusal(what, self._site(fn, None), remedy)
+
     def _wrap(
         self,
         fn: F,
@@ -209,7 +231,9 @@ class Guard:
     ) -> torch.dtype:
         """Notes a cast, or refuses it."""
         if torch.compiler.is_compiling() and dtype is not None and self.mode == "cast":
-            return dtype  # a compiled graph casts without counting
+            strays = ", ".join([f"{name} {operand.dtype}" for name, operand in operands.items()])
+            note(self._number, target, strays, str(dtype))
+            return dtype
         arrived = ", ".join(f"{name} {shown(operand.dtype)}" for name, operand in operands.items())
         if dtype is None:
             raise self._refusal(
@@ -238,6 +262,14 @@ class Guard:
                 self._untold.pop(site, None)
                 self._tell(site, target)
         return dtype
+
+    def noted_in_graph(self, file: str, line: int, target: str, arrived: str, dtype: str) -> None:
+        """Notes a cast in a compiled graph by the line that calls, once for each graph."""
+        name = f"{written_in(file, self._folder)}:{line}"
+        site = self._sites.setdefault(name, Site(0, arrived, dtype, OF_A_GRAPH))
+        site.casts += 1
+        if site.casts == 1:
+            self._tell(name, target)
 
     def _tell(self, name: str, target: str) -> None:
         """One line for each site; the first of many equal layers is news, the others are for whoever looks."""
@@ -321,6 +353,9 @@ def computing_dtype(operands: Sequence[torch.Tensor], planned: torch.dtype) -> t
             if found is not None and operand.dtype is not found:
                 return None
             found = operand.dtype
+    small = operands[0].dtype
+    if small.itemsize == 1 and all(operand.dtype is small for operand in operands):
+        return small  # fp8, which flash-attn 3 takes
     return found or planned
 
 

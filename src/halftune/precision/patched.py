@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from halftune.precision.cached import guard_cached
 from halftune.precision.guard import Guard
 from halftune.precision.rebind import EntryPoint, Function, gated, installed
 
@@ -35,7 +36,7 @@ def patched(
         functions: attention functions, by module and name. Boundaries of packed rows in int64 become int32.
         rotary: rotary helpers.
         refuse: asked before every call with dropout that gradients may flow through.
-        instead: by name, what is called in an attention function's place.
+        instead: by name, what is called in the place of an attention function of flash-attn 2.
 
     Yields:
         ``module.name`` of each place; none where the package is not installed.
@@ -71,7 +72,10 @@ def _guarded(
     found: dict[Function, Function] = {}
     for entry in functions if guard.mode != "off" else ():
         if (function := installed(entry)) is not None:
-            called = instead.get(entry.name, function)
+            if "k_cache" in inspect.signature(function).parameters:
+                found[function] = guard_cached(guard, function)
+                continue
+            called = instead.get(entry.name, function) if entry.module.startswith("flash_attn.") else function
             checked = called if refuse is None else _checked(called, entry.operands[0], refuse)
             found[function] = _int32_boundaries(guard.attention(checked, entry.operands))
     for entry in rotary if guard.mode != "off" else ():

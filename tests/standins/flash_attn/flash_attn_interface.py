@@ -95,6 +95,30 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *lengths, *args, **kwargs)
 
 
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | None = None,
+    causal: bool = False,
+):
+    """``[B, T, H, D]``; writes ``k``, ``v`` ``[B, T, G, D]`` into the caches ``[B, S, G, D]`` at ``cache_seqlens``."""
+    pretend.calls.append(("flash_attn_with_kvcache", (q.dtype, k_cache.dtype, v_cache.dtype)))
+    _check(Call(*map(Operand.of, (q, k_cache, v_cache)), **_options(0.0, 0.0, None)))
+    end = cache_seqlens or 0
+    if k is not None and v is not None:
+        for name, new, cache in (("key", k, k_cache), ("value", v, v_cache)):
+            if new.dtype != q.dtype:
+                raise RuntimeError(f"query and {name} must have the same dtype")
+            cache[:, end : end + new.shape[1]] = new
+        end += k.shape[1]
+    return _attend(q, k_cache[:, :end], v_cache[:, :end], q.shape[-1] ** -0.5, 0.0, causal, (-1, -1), 0.0, None)
+
+
 def _options(dropout: float, softcap: float, alibi: Tensor | None) -> dict:
     slopes = None if alibi is None else Operand.of(alibi)
     return {"capability": pretend.capability, "dropout": dropout, "softcap": softcap, "alibi": slopes}

@@ -150,6 +150,8 @@ def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
         return "nothing: the model's own call, which the guard does not see"
     if arrival.dtype is None:
         return "raises: two half formats"
+    if operand.name in ("k_cache", "v_cache") and mode != "off":
+        return "raises: a cast would copy the cache, which is written to"
     if mode == "strict":
         return "raises"
     return f"casts {operand.name} to {shown(arrival.dtype)}" if mode == "cast" else "nothing: it is off"

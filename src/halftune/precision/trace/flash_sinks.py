@@ -50,8 +50,16 @@ def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: An
     return _attend(*qkv[None].unbind(2))[0]
 
 
-def flash_attn_with_kvcache(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Like ``q``. It can be imported; what arrives at it is not looked at: it writes to the caches that it is given."""
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Like ``q``; writes nothing."""
     return q * 1.0
 
 
@@ -94,21 +102,25 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.bert_padding": _PADDING,
     "flash_attn.layers": (),
     "flash_attn.layers.rotary": ("apply_rotary_emb",),
+    "flash_attn_interface": _ATTENTION,
 }
 
 
 @contextmanager
 def flash_attn_importable() -> Iterator[bool]:
-    """Inside, ``import flash_attn`` works; yields whether it is the package itself."""
-    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
-        yield True
-        return
-    sys.modules.update(_modules())
+    """Inside, ``import flash_attn`` works, and flash-attn 3's own module; yields whether the first is the package."""
+    absent = [package for package in ("flash_attn", "flash_attn_interface") if not _there(package)]
+    made = {name: module for name, module in _modules().items() if name.partition(".")[0] in absent}
+    sys.modules.update(made)
     try:
-        yield False
+        yield "flash_attn" not in absent
     finally:
-        for name in _MODULES:
+        for name in made:
             sys.modules.pop(name, None)
+
+
+def _there(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 @cache

@@ -23,6 +23,8 @@ from halftune.precision.trace.flash_sinks import SINKS
 from halftune.precision.trace.recorder import Recorder
 from halftune.precision.trace.steps import HALF, Step
 
+_WITH_LAYERS = (".modeling_", "halftune.model.rwkv7.")  # modules that call functions of linear attention by name
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -189,7 +191,8 @@ class Tracer:
         @functools.wraps(then)
         def sink(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            operands = {name: bound.arguments[name] for name in entry.operands if name in bound.arguments}
+            found = {name: bound.arguments.get(name) for name in entry.operands}
+            operands = {name: operand for name, operand in found.items() if isinstance(operand, torch.Tensor)}
             dtype = self._arrive(target, entry.name, operands)
             with self._at_work():
                 bound.arguments.update({name: operand.to(dtype) for name, operand in operands.items()})
@@ -203,7 +206,7 @@ def _everywhere(entries: Iterable[EntryPoint]) -> Iterator[tuple[Callable[..., A
     by_name = {entry.name: entry for entry in entries}
     seen: set[int] = set()
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
-        if ".modeling_" not in module.__name__:
+        if not any(part in module.__name__ for part in _WITH_LAYERS):
             continue
         for name in by_name.keys() & vars(module).keys():
             function = vars(module)[name]
