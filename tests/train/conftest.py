@@ -1,20 +1,27 @@
-"""A small real run: the embedded tiny model on a few generated rows."""
+"""A small real run: a smaller sister of the embedded tiny model on a few generated rows."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.load import load_config
+from halftune.config.model import ModelSection
 from halftune.config.model_facts import read_model_facts
 from halftune.hardware.catalogue import lookup
+from halftune.model.quiet import quiet
+from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
+from halftune.train.callbacks.loss_plot import LossPlot
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +38,41 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded tiny model, a third as wide and half as deep (0.3 M parameters), with its tokenizer."""
+    folder = tmp_path_factory.mktemp("small-model")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["initializer_range"] = 0.1  # for logits of a usual size at this width: an adapter has something to move
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**{**BUILTIN_MODELS["qwen2-tiny"], **sizes})
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        load_tokenizer(ModelSection(name_or_path="builtin:qwen2-tiny")).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def recipe(tmp_path: Path, rows_file: Path) -> Callable[..., tuple[Any, Any]]:
+def drawn() -> None:
+    """Plots are drawn."""
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A plot takes longer than the run; a test that looks at it asks for ``drawn``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "drawn" not in request.fixturenames:
+            patch.setattr(LossPlot, "_draw", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, rows_file: Path, small_model: Path) -> Callable[..., tuple[Any, Any]]:
     """``recipe("training.max_steps=4", ...)`` → (loaded config, its plan on a CPU)."""
 
     def make(*overrides: str, machine: str = "cpu", world_size: int = 1) -> tuple[Any, Any]:
         tree = {
-            "model": {"name_or_path": "builtin:qwen2-tiny"},
+            "model": {"name_or_path": str(small_model)},
             "precision": "fp32",
             "adapter": {"type": "lora", "rank": 4},
             "data": {"train": str(rows_file), "max_length": 96, "packing": False},

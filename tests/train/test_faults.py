@@ -34,11 +34,6 @@ from halftune.train.trainer import train
 FLASH_EVERYWHERE = 10**15  # bytes that no machine has
 
 
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
-
-
 def metrics(folder: Path) -> list[dict[str, Any]]:
     unequal = {"seconds", "eval_seconds", "time", "memory_bytes"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -12,17 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.folder import FINISHED
 from halftune.train.trainer import train
 
 PACKED = ("data.packing=true", "training.max_steps=2")
 FUSED = (*PACKED, "training.fused_layers=true")
-
-
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:

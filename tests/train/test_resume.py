@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from halftune.core import atomic
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.manifest import MARKER, damage, seal
-from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.checkpoint_list import checkpoints, newest_valid, rotate
 from halftune.train.trainer import train
 
@@ -30,11 +29,6 @@ SETTINGS = (
     "training.eval_steps=3",
     "training.save_total_limit=9",
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.train.callbacks import nonfinite
-from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.interrupt import Interrupted
@@ -32,8 +31,7 @@ COURSE = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 2.5, 12: 2.6, 14: 2.5, 16: 2.9, 18
 
 
 @pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Report, "_write", lambda *_: None)
 
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from halftune.core.errors import ConfigError
 from halftune.core.startup import quick_imports
 from halftune.train import trainer
-from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.progress import ProgressLines
 from halftune.train.checkpoint_list import newest_valid
 from halftune.train.interrupt import Interrupted, Interrupts
@@ -35,11 +34,6 @@ SETTINGS = (
     "training.eval_steps=3",
 )
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
-
-
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
