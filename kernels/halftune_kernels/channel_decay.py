@@ -10,6 +10,7 @@ Shapes: U units, C rows (a power of two), K channels, N row sets, M column sets,
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -65,17 +66,40 @@ class ChannelDecay:
 
     def products_backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of rows and columns; that of b is rows ∘ d_rows - columns ∘ d_columns."""
-        d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of rows, columns and the log decay [U, C, K].
+
+        A row and a column decay by what lies between them: in the right half up to the row, in the left half after the
+        column. Their shares are summed over just that; no sum is taken from another, where little would be left of it.
+        """
+        d_rows, d_columns, d_g = torch.zeros_like(rows), torch.zeros_like(columns), torch.zeros_like(rows[:, 0])
         for level in self._levels:
             right, left = _right(rows, level), _left(columns, level)
             block = _blocks(gradient, level.size).permute(0, 5, 1, 2, 3, 4).reshape(*right.shape[:2], -1)
-            d_right = torch.bmm(block, left).view(_by_block(rows, level.size))
-            d_left = torch.bmm(block.transpose(1, 2), right).view(_by_block(columns, level.size))
-            _halves(d_rows, level.size)[:, :, :, 1] += d_right.transpose(1, 2) * level.rising
-            _halves(d_columns, level.size)[:, :, :, 0] += d_left.transpose(1, 2) * level.falling
-        return d_rows, d_columns
+            d_right, d_left = torch.bmm(block, left), torch.bmm(block.transpose(1, 2), right)
+            by_set = d_right.view(_by_block(rows, level.size)).transpose(1, 2)
+            _halves(d_rows, level.size)[:, :, :, 1].addcmul_(by_set, level.rising)
+            by_set = d_left.view(_by_block(columns, level.size)).transpose(1, 2)
+            _halves(d_columns, level.size)[:, :, :, 0].addcmul_(by_set, level.falling)
+            from_row = _from_row(level.size, rows.shape[1], level.rising.shape[1], rows.dtype, rows.device)
+            after = _after_column(level.size, columns.shape[1], rows.dtype, rows.device)
+            into = d_g.view(len(d_g), -1, 2, level.size, d_g.shape[2])
+            into[:, :, 1] += torch.matmul(from_row, d_right.mul_(right)).view_as(into[:, :, 1])
+            into[:, :, 0] += torch.matmul(after, d_left.mul_(left)).view_as(into[:, :, 0])
+        return d_rows, d_columns, d_g
+
+
+@functools.lru_cache(maxsize=64)
+def _from_row(half: int, sets: int, kinds: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[s, N * s] of ones where a row of a right half has decayed; the second of two kinds has not yet at its own row."""
+    up_to = torch.ones(half, half, dtype=dtype, device=device).triu()
+    return torch.cat([up_to.triu(1) if kinds == 2 and n else up_to for n in range(sets)], 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _after_column(half: int, sets: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[s, M * s] of ones where a column of a left half has begun to decay."""
+    return torch.ones(half, half, dtype=dtype, device=device).tril(-1).repeat(1, sets)
 
 
 def _halves(sets: torch.Tensor, half: int) -> torch.Tensor:

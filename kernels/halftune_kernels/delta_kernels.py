@@ -12,6 +12,27 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-160.0)  # of a step's log2 decay: exp2 of it is 0 in fp32
+
+
+@triton.jit
+def between(pairs, C: tl.constexpr):
+    """What the decay of each row t has of pairs [C, C] of rows: those with i >= t > j, which it stands between.
+
+    Summed over these alone: all rows' sums less all columns' would be the same number only up to the rounding of what
+    cancels, and that is large beside a small gradient."""
+    c = tl.arange(0, C)
+    apart = tl.where(c[:, None] > c[None, :], pairs, 0.0)
+    return tl.sum(tl.where(c[:, None] > c[None, :], tl.cumsum(apart, 0, reverse=True), 0.0), 1)
+
+
+@triton.jit
+def scan_place(HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Tile of values, head and segment of a scan's program: all on the first axis of the grid, for the others end at
+    65,535, and a batch or a packed row may hold more samples."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    number = tl.program_id(0)
+    return number % tiles, number // tiles % HV, number // (tiles * HV)
 
 
 @triton.jit
@@ -45,15 +66,15 @@ def unit_inverse(low, C: tl.constexpr, LEVELS: tl.constexpr):
         between = ((c[:, None] // (2 * size)) == (c[None, :] // (2 * size))) & (
             (c[:, None] // size) != (c[None, :] // size)
         )
-        step = tl.dot(tl.where(between, low, 0.0), inverse, input_precision="tf32x3")
-        inverse -= tl.dot(inverse, step, input_precision="tf32x3")
+        step = tl.dot(tl.where(between, low, 0.0), inverse, input_precision="ieee")
+        inverse -= tl.dot(inverse, step, input_precision="ieee")
         size = size * 2
     return inverse
 
 
 @triton.jit
 def _exact(x, y):
-    return tl.dot(x, y, input_precision="tf32x3")
+    return tl.dot(x, y, input_precision="ieee")
 
 
 @triton.jit
@@ -66,71 +87,70 @@ def _lower(a, factor, row: tl.constexpr, column: tl.constexpr, left, HV: tl.cons
 
 
 @triton.jit
-def block_inverse(a, factor, left, HV: tl.constexpr, C: tl.constexpr):
-    """(I + factor ∘ a)^-1 of the strictly lower part of a [64, 64] fp32 matrix of a chunk with ``left`` rows.
+def store_inverse(
+    t, b, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Stores (I + low)^-1 of a strictly lower [64, 64] matrix of a chunk with ``left`` rows, times exp2(b_i - b_j) if
+    there is a b.
 
-    By forward substitution over blocks of 16 rows, whose products are small enough for the registers.
+    By forward substitution over blocks [16, 16], whose products are small enough for the registers, column by column,
+    each stored as soon as it is known.
 
-    Returns:
-        The blocks (0, 0), (1, 0), (1, 1), (2, 0) … (3, 3), each [16, 16].
+    Args:
+        t: where the matrix begins.
+        b: where the chunk's cumulated log2 decay begins, or None.
+        d0, d1, d2, d3: inverses of the blocks of I + low on the diagonal.
+        a10, a20, a21, a30, a31, a32: the blocks of low below it.
+        left: rows of the chunk.
     """
-    t00, t11 = (
-        unit_inverse(_lower(a, factor, 0, 0, left, HV, C), 16, 3),
-        unit_inverse(_lower(a, factor, 1, 1, left, HV, C), 16, 3),
-    )
-    t22, t33 = (
-        unit_inverse(_lower(a, factor, 2, 2, left, HV, C), 16, 3),
-        unit_inverse(_lower(a, factor, 3, 3, left, HV, C), 16, 3),
-    )
-    a10, a21, a32 = (
-        _lower(a, factor, 1, 0, left, HV, C),
-        _lower(a, factor, 2, 1, left, HV, C),
-        _lower(a, factor, 3, 2, left, HV, C),
-    )
-    t10, t21, t32 = -_exact(t11, _exact(a10, t00)), -_exact(t22, _exact(a21, t11)), -_exact(t33, _exact(a32, t22))
-    a20, a31 = _lower(a, factor, 2, 0, left, HV, C), _lower(a, factor, 3, 1, left, HV, C)
-    t20 = -_exact(t22, _exact(a20, t00) + _exact(a21, t10))
-    t31 = -_exact(t33, _exact(a31, t11) + _exact(a32, t21))
-    a30 = _lower(a, factor, 3, 0, left, HV, C)
-    t30 = -_exact(t33, _exact(a30, t00) + _exact(a31, t10) + _exact(a32, t20))
-    return t00, t10, t11, t20, t21, t22, t30, t31, t32, t33
+    _store(t, b, d0, 0, 0, left, HV, C)
+    one = -_exact(d1, _exact(a10, d0))
+    _store(t, b, one, 1, 0, left, HV, C)
+    two = -_exact(d2, _exact(a20, d0) + _exact(a21, one))
+    _store(t, b, two, 2, 0, left, HV, C)
+    _store(t, b, -_exact(d3, _exact(a30, d0) + _exact(a31, one) + _exact(a32, two)), 3, 0, left, HV, C)
+    _store(t, b, d1, 1, 1, left, HV, C)
+    two = -_exact(d2, _exact(a21, d1))
+    _store(t, b, two, 2, 1, left, HV, C)
+    _store(t, b, -_exact(d3, _exact(a31, d1) + _exact(a32, two)), 3, 1, left, HV, C)
+    _store(t, b, d2, 2, 2, left, HV, C)
+    _store(t, b, -_exact(d3, _exact(a32, d2)), 3, 2, left, HV, C)
+    _store(t, b, d3, 3, 3, left, HV, C)
+    for row in tl.static_range(3):
+        for column in tl.static_range(row + 1, 4):
+            _store(t, None, tl.zeros((16, 16), tl.float32), row, column, left, HV, C)
 
 
 @triton.jit
-def store_lower(t, blocks, left, HV: tl.constexpr, C: tl.constexpr):
-    """Stores the blocks of `block_inverse`, and zeros above the diagonal."""
-    i = tl.arange(0, 16)
-    for row in tl.static_range(4):
-        for column in tl.static_range(4):
-            at = (row * 16 + i)[:, None] * (HV * C) + (column * 16 + i)[None, :]
-            x = tl.zeros((16, 16), tl.float32)
-            if column <= row:
-                x += blocks[row * (row + 1) // 2 + column]
-            tl.store(t + at, x.to(t.dtype.element_ty), mask=(row * 16 + i < left)[:, None])
+def _store(t, b, x, row: tl.constexpr, column: tl.constexpr, left, HV: tl.constexpr, C: tl.constexpr):
+    i, j = row * 16 + tl.arange(0, 16), column * 16 + tl.arange(0, 16)
+    if b is not None:
+        rise = tl.load(b + i * HV, mask=i < left, other=0.0)[:, None]
+        fall = tl.load(b + j * HV, mask=j < left, other=0.0)[None, :]
+        x = x * tl.exp2(tl.where(i[:, None] >= j[None, :], rise - fall, float("-inf")))
+    tl.store(t + i[:, None] * (HV * C) + j[None, :], x.to(t.dtype.element_ty), mask=(i < left)[:, None])
 
 
 @triton.jit
-def store_product(
-    blocks, x0, x1, x2, x3, into, left, columns, HV: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Stores the product of the blocks of `block_inverse` with x [64, columns], given in four pieces."""
-    i = tl.arange(0, 16)
-    fits = (columns < D)[None, :]
-    at = i[:, None] * (HV * D) + columns[None, :]
-    y0 = tl.dot(blocks[0].to(x0.dtype), x0, input_precision=PRECISION)
-    tl.store(into + at, y0.to(into.dtype.element_ty), mask=(i < left)[:, None] & fits)
-    y1 = tl.dot(blocks[1].to(x0.dtype), x0, input_precision=PRECISION)
-    y1 = tl.dot(blocks[2].to(x0.dtype), x1, y1, input_precision=PRECISION)
-    tl.store(into + at + 16 * HV * D, y1.to(into.dtype.element_ty), mask=(i + 16 < left)[:, None] & fits)
-    y2 = tl.dot(blocks[3].to(x0.dtype), x0, input_precision=PRECISION)
-    y2 = tl.dot(blocks[4].to(x0.dtype), x1, y2, input_precision=PRECISION)
-    y2 = tl.dot(blocks[5].to(x0.dtype), x2, y2, input_precision=PRECISION)
-    tl.store(into + at + 32 * HV * D, y2.to(into.dtype.element_ty), mask=(i + 32 < left)[:, None] & fits)
-    y3 = tl.dot(blocks[6].to(x0.dtype), x0, input_precision=PRECISION)
-    y3 = tl.dot(blocks[7].to(x0.dtype), x1, y3, input_precision=PRECISION)
-    y3 = tl.dot(blocks[8].to(x0.dtype), x2, y3, input_precision=PRECISION)
-    y3 = tl.dot(blocks[9].to(x0.dtype), x3, y3, input_precision=PRECISION)
-    tl.store(into + at + 48 * HV * D, y3.to(into.dtype.element_ty), mask=(i + 48 < left)[:, None] & fits)
+def store_inverse_of(t, a, factor, left, HV: tl.constexpr, C: tl.constexpr):
+    """`store_inverse` of the strictly lower part of factor ∘ a, a [64, 64] fp32 matrix in memory."""
+    d0 = unit_inverse(_lower(a, factor, 0, 0, left, HV, C), 16, 3)
+    d1 = unit_inverse(_lower(a, factor, 1, 1, left, HV, C), 16, 3)
+    d2 = unit_inverse(_lower(a, factor, 2, 2, left, HV, C), 16, 3)
+    d3 = unit_inverse(_lower(a, factor, 3, 3, left, HV, C), 16, 3)
+    a10, a20 = _lower(a, factor, 1, 0, left, HV, C), _lower(a, factor, 2, 0, left, HV, C)
+    a21, a30 = _lower(a, factor, 2, 1, left, HV, C), _lower(a, factor, 3, 0, left, HV, C)
+    a31, a32 = _lower(a, factor, 3, 1, left, HV, C), _lower(a, factor, 3, 2, left, HV, C)
+    store_inverse(t, None, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV, C)
+
+
+@triton.jit
+def read_back(t, left, HV: tl.constexpr, C: tl.constexpr):
+    """The [64, 64] matrix that this program has stored, whole: its blocks beside a product's operands would not fit the
+    registers."""
+    tl.debug_barrier()
+    c = tl.arange(0, C)
+    return tl.load(t + c[:, None] * (HV * C) + c[None, :], mask=(c < left)[:, None], other=0.0)
 
 
 @triton.jit
@@ -184,9 +204,10 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
-    head, entry = tl.program_id(1), table + tl.program_id(2) * 4
+    tile, head, segment = scan_place(HV, V, BV)
+    entry = table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     s = tl.zeros((BK, BV), tl.float32)
@@ -230,9 +251,10 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dN = Pᵀ dO + K dS and each chunk's leaving dS, from the last chunk to the first."""
-    head, entry = tl.program_id(1), table + tl.program_id(2) * 4
+    tile, head, segment = scan_place(HV, V, BV)
+    entry = table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     ds = tl.zeros((BK, BV), tl.float32)

@@ -31,8 +31,8 @@ class Config:
     depth: int = 64
 
 
-# Shipped choices of a kernel: (largest padded key size, only where a block has over 200 kB of shared memory, cut).
-Rows = tuple[tuple[int, bool, Config], ...]
+# Shipped choices of a kernel, the first that fits: largest padded key size, GPUs (capabilities; none for all), cut.
+Rows = tuple[tuple[int, tuple[int, ...], Config], ...]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from halftune_kernels import cases, selfcheck
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import Config, Rows, capability
 
-_ROOMY = 200_000  # bytes of shared memory
 _trial: ContextVar[dict[str, Config] | None] = ContextVar("halftune_kernels_trial", default=None)
 
 
@@ -39,10 +38,11 @@ def configuration(
 
 
 def default(shipped: Mapping[tuple[str, bool], Rows], kernel: str, gpu: int, dtype: torch.dtype, size: int) -> Config:
-    """The shipped cut of ``kernel`` for a GPU of capability ``gpu``."""
-    roomy = SHARED_MEMORY.get(gpu, 0) > _ROOMY
+    """The shipped cut of ``kernel`` for a GPU of capability ``gpu``; one that is not in the table counts as the newest
+    older one, of whose family it is or which has less shared memory."""
+    family = max((known for known in SHARED_MEMORY if known <= gpu), default=min(SHARED_MEMORY))
     rows = shipped[kernel, dtype != torch.float32]
-    return next(config for most, needs_room, config in rows if size <= most and roomy >= needs_room)
+    return next(config for most, gpus, config in rows if size <= most and (not gpus or family in gpus))
 
 
 def tune(

@@ -25,14 +25,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import LOG2E, row_factor, unit_inverse
+from halftune_kernels.delta_kernels import LEAST, LOG2E, between, row_factor, scan_place, store_inverse, unit_inverse
+
+
+@triton.jit
+def _keys(k, row: tl.constexpr, kk, left, H: tl.constexpr, K: tl.constexpr):
+    i = row * 16 + tl.arange(0, 16)
+    inside = (i < left)[:, None] & (kk < K)[None, :]
+    return tl.load(k + i[:, None] * (H * K) + kk[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _square(x):
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _diagonal(
+    k, beta, normed, row: tl.constexpr, left, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    TK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of 16 rows of a chunk: the inverse of their block of I + tril(B K K^T, -1), what its rows and its columns are to
+    be multiplied by: beta and 1 / norm, if ``normed`` is given."""
+    i = tl.arange(0, 16)
+    x, squares = tl.zeros((16, 16), tl.float32), tl.zeros((16,), tl.float32)
+    for tile in range(0, BK, TK):
+        y = _keys(k, row, tile + tl.arange(0, TK), left, H, K)
+        x = tl.dot(y, tl.trans(y), x, input_precision=PRECISION)
+        squares += _square(y)
+    columns = tl.full((16,), 1.0, tl.float32)
+    if normed is not None:
+        columns = _inverse_norm(squares)
+    rows = columns * row_factor(beta, (row * 16 + i) * HV, row * 16 + i < left)
+    return unit_inverse(tl.where(i[:, None] > i[None, :], _scaled(x, rows, columns), 0.0), 16, 3), rows, columns
+
+
+@triton.jit
+def _store_inverse(
+    t, b, k, beta, normed, left, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    TK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """T * D of one chunk; of unit keys if ``normed`` is given."""
+    d0, _, n0 = _diagonal(k, beta, normed, 0, left, H, HV, K, BK, TK, PRECISION)
+    d1, b1, n1 = _diagonal(k, beta, normed, 1, left, H, HV, K, BK, TK, PRECISION)
+    d2, b2, n2 = _diagonal(k, beta, normed, 2, left, H, HV, K, BK, TK, PRECISION)
+    d3, b3, _ = _diagonal(k, beta, normed, 3, left, H, HV, K, BK, TK, PRECISION)
+    zero = tl.zeros((16, 16), tl.float32)
+    a10, a20, a21, a30, a31, a32 = zero, zero, zero, zero, zero, zero
+    for tile in range(0, BK, TK):
+        kk = tile + tl.arange(0, TK)
+        x0, x1 = _keys(k, 0, kk, left, H, K), _keys(k, 1, kk, left, H, K)
+        x2, x3 = _keys(k, 2, kk, left, H, K), _keys(k, 3, kk, left, H, K)
+        a10 = tl.dot(x1, tl.trans(x0), a10, input_precision=PRECISION)
+        a20 = tl.dot(x2, tl.trans(x0), a20, input_precision=PRECISION)
+        a30 = tl.dot(x3, tl.trans(x0), a30, input_precision=PRECISION)
+        a21 = tl.dot(x2, tl.trans(x1), a21, input_precision=PRECISION)
+        a31 = tl.dot(x3, tl.trans(x1), a31, input_precision=PRECISION)
+        a32 = tl.dot(x3, tl.trans(x2), a32, input_precision=PRECISION)
+    a10, a20, a30 = _scaled(a10, b1, n0), _scaled(a20, b2, n0), _scaled(a30, b3, n0)
+    a21, a31, a32 = _scaled(a21, b2, n1), _scaled(a31, b3, n1), _scaled(a32, b3, n2)
+    store_inverse(t, b, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV, C)
+
+
+@triton.jit
+def _scaled(x, rows, columns):
+    return x * rows[:, None] * columns[None, :]
+
+
+@triton.jit
+def _inverse_norm(squares):
+    return 1.0 / tl.sqrt(squares + 1e-6)
 
 
 @triton.jit
 def solve(
     q, k, g, beta, t, p, b, rq, rk, table, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
-    PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T of one chunk and head.
 
@@ -42,39 +112,35 @@ def solve(
     place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     head = tl.program_id(1)
     base = tl.cast(first + place * C, tl.int64)
-    c = tl.arange(0, C)
-    live = place * C + c < length
+    c, left = tl.arange(0, C), length - place * C
+    live = c < left
     hk = head // (HV // H)
-    low, met = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    nq, nk = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    met, nq, nk = tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
         at = (base * H + hk) * K + c[:, None] * (H * K) + kk[None, :]
         inside = live[:, None] & (kk < K)[None, :]
         x, y = tl.load(k + at, mask=inside, other=0.0), tl.load(q + at, mask=inside, other=0.0)
-        low = tl.dot(x, tl.trans(x), low, input_precision=PRECISION)
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
-        wq, wk = y.to(tl.float32), x.to(tl.float32)
-        nq += tl.sum(wq * wq, 1)
-        nk += tl.sum(wk * wk, 1)
+        nq, nk = nq + _square(y), nk + _square(x)
     by_row = base * HV + head + c * HV
-    sums = tl.cumsum(tl.load(g + by_row, mask=live, other=0.0).to(tl.float32), 0) * LOG2E
+    decay = tl.load(g + by_row, mask=live, other=0.0).to(tl.float32) * LOG2E
+    # exp2 of less is 0 anyway, and sums of it would cost the digits of the decays that follow
+    sums = tl.cumsum(tl.where(decay < LEAST, LEAST, decay), 0)
     tl.store(b + by_row, sums, mask=live)
-    decay = tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf")))
-    low = low * tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)[:, None]
-    met = met * decay * scale
+    met = met * tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf"))) * scale
     if rk is not None:
-        nq, nk = 1.0 / tl.sqrt(nq + 1e-6), 1.0 / tl.sqrt(nk + 1e-6)
-        low = low * nk[:, None] * nk[None, :]
-        met = met * nq[:, None] * nk[None, :]
+        nq, nk = _inverse_norm(nq), _inverse_norm(nk)
+        met = _scaled(met, nq, nk)
         if head % (HV // H) == 0:
             tl.store(rk + base * H + hk + c * H, nk, mask=live)
             tl.store(rq + base * H + hk + c * H, nq, mask=live)
-    square = (base * HV + head) * C + c[:, None] * (HV * C) + c[None, :]
-    tl.store(p + square, met.to(p.dtype.element_ty), mask=live[:, None])
-    low = tl.where(c[:, None] > c[None, :], low, 0.0)
-    inverse = unit_inverse(low, C, LEVELS)
-    tl.store(t + square, (inverse * decay).to(t.dtype.element_ty), mask=live[:, None])
+    square = (base * HV + head) * C
+    tl.store(p + square + c[:, None] * (HV * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
+    row = base * HV + head
+    tl.debug_barrier()  # b is read back in pieces
+    k += (base * H + hk) * K
+    _store_inverse(t + square, b + row, k, beta + row, rk, left, H, HV, K, C, BK, TK, PRECISION)
 
 
 @triton.jit
@@ -84,10 +150,10 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
-    head, hk = tl.program_id(1), tl.program_id(1) // (HV // H)
-    entry = table + tl.program_id(2) * 4
+    part, head, segment = scan_place(HV, V, BV)
+    hk, entry = head // (HV // H), table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     s = tl.zeros((BK, BV), tl.float32)
@@ -135,10 +201,10 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV and each chunk's leaving dS, from the last chunk to the first."""
-    head, hk = tl.program_id(1), tl.program_id(1) // (HV // H)
-    entry = table + tl.program_id(2) * 4
+    part, head, segment = scan_place(HV, V, BV)
+    hk, entry = head // (HV // H), table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     ds = tl.zeros((BK, BV), tl.float32)
@@ -180,13 +246,22 @@ def scan_backward(
 
 
 @triton.jit
+def _row_factors(b, beta, rq, rk, at, at_k, live):
+    """b, beta and 1 / norm of q and k; the barrier keeps the compiler from holding those of an earlier call."""
+    tl.debug_barrier()
+    sums, bb = tl.load(b + at, mask=live, other=0.0), tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
+    return sums, bb, row_factor(rq, at_k, live), row_factor(rk, at_k, live)
+
+
+@triton.jit
 def chunk_backward(
-    q, k, v, b, beta, rq, rk, do, new, dx, states, dstates, dq, dk, dg, dbeta, table, scale,
+    q, k, v, b, beta, rq, rk, do, new, dx, states, dstates, dq, dk, dg, dbeta, table, scale, keys, values,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ and dK of one chunk and value head (of the unit rows), dg and dbeta."""
+    """dQ and dK of one chunk and value head (of the unit rows), dg and dbeta.
+
+    keys and values are K and V once more: as constants they would let the compiler unroll the loops, and spill."""
     entry = table + tl.program_id(0) * 4
     place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     head, hk = tl.program_id(1), tl.program_id(1) // (HV // H)
@@ -199,16 +274,9 @@ def chunk_backward(
     at_v = (base * HV + head) * V + c[:, None] * (HV * V)
     at_state = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
     by_row = base * HV + head + c * HV
-    last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
-    sums = tl.load(b + by_row, mask=live, other=0.0)
-    bb = tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)
-    e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
-    nq, nk = row_factor(rq, base * H + hk + c * H, live), row_factor(rk, base * H + hk + c * H, live)
 
-    p, pt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    m, mt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    dbe = tl.zeros((C,), tl.float32)
-    for tile in range(0, BV, TV):
+    p, m, dbe = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
+    for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
         inside = live[:, None] & (vv < V)[None, :]
         bo = tl.load(do + at_v + vv[None, :], mask=inside, other=0.0)
@@ -216,35 +284,52 @@ def chunk_backward(
         bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
         bv = tl.load(v + at_v + vv[None, :], mask=inside, other=0.0)
         p = tl.dot(bo, tl.trans(bn), p, input_precision=PRECISION)
-        pt = tl.dot(bn, tl.trans(bo), pt, input_precision=PRECISION)
         m = tl.dot(bx, tl.trans(bn), m, input_precision=PRECISION)
-        mt = tl.dot(bn, tl.trans(bx), mt, input_precision=PRECISION)
         dbe += tl.sum(bx.to(tl.float32) * bv.to(tl.float32), 1)
-    both = live[:, None] & live[None, :]
-    below = tl.exp2(tl.where((c[:, None] >= c[None, :]) & both, sums[:, None] - sums[None, :], float("-inf")))
-    above = tl.exp2(tl.where((c[:, None] <= c[None, :]) & both, sums[None, :] - sums[:, None], float("-inf")))
+    # Two squares at a time, and rows' factors read again for each two: more would not fit the registers.
+    sums, bb, nq, nk = _row_factors(b, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    below = tl.where((c[:, None] >= c[None, :]) & live[:, None], sums[:, None] - sums[None, :], float("-inf"))
+    below = tl.exp2(below)
     # Rows of q and k are read as they are: their norms go into the factor that meets them.
-    p = (p * below * scale * nk[None, :]).to(q.dtype.element_ty)
-    pt = (pt * above * scale * nq[None, :]).to(q.dtype.element_ty)
-    m = tl.where(c[:, None] > c[None, :], -m * below, 0.0)
-    mt = (tl.where(c[:, None] < c[None, :], -mt * above, 0.0) * (bb * nk)[None, :]).to(q.dtype.element_ty)
-    kk_dot = tl.zeros((C, C), tl.float32)
-    for tile in range(0, BK, TK):
+    p = p * below * scale * nk[None, :]
+    m = tl.where(c[:, None] > c[None, :], -m * below, 0.0) * nk[None, :]
+    met, met_k = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)
-        bk = tl.load(k + at + kk[None, :], mask=live[:, None] & (kk < K)[None, :], other=0.0)
-        kk_dot = tl.dot(bk, tl.trans(bk), kk_dot, input_precision=PRECISION)
-    kk_dot = kk_dot * nk[:, None] * nk[None, :]
-    dbe += tl.sum(m * kk_dot, 1)
-    m = m * bb[:, None]
-    db = tl.sum(m * kk_dot, 1) - tl.sum(m * kk_dot, 0)
-    m = (m * nk[None, :]).to(q.dtype.element_ty)
+        inside = live[:, None] & (kk < K)[None, :]
+        bk = tl.load(k + at + kk[None, :], mask=inside, other=0.0)
+        bq = tl.load(q + at + kk[None, :], mask=inside, other=0.0)
+        met_k = tl.dot(bk, tl.trans(bk), met_k, input_precision=PRECISION)
+        met = tl.dot(bq, tl.trans(bk), met, input_precision=PRECISION)
+    met_k = m * met_k * nk[:, None]
+    dbe += tl.sum(met_k, 1)
+    dgate = between(met_k * bb[:, None] + p * met * nq[:, None], C)
+    p, m = p.to(q.dtype.element_ty), (m * bb[:, None]).to(q.dtype.element_ty)
 
-    through = tl.zeros((C,), tl.float32)  # what the last row's b gets
-    for tile in range(0, BK, TK):
+    pt, mt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)  # no product's result is transposed
+    for tile in range(0, values, TV):
+        vv = tile + tl.arange(0, TV)
+        inside = live[:, None] & (vv < V)[None, :]
+        bn = tl.load(new + at_v + vv[None, :], mask=inside, other=0.0)
+        bo = tl.load(do + at_v + vv[None, :], mask=inside, other=0.0)
+        bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
+        pt = tl.dot(bn, tl.trans(bo), pt, input_precision=PRECISION)
+        mt = tl.dot(bn, tl.trans(bx), mt, input_precision=PRECISION)
+    sums, bb, nq, nk = _row_factors(b, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    above = tl.where((c[:, None] <= c[None, :]) & live[None, :], sums[None, :] - sums[:, None], float("-inf"))
+    above = tl.exp2(above)
+    pt = (pt * above * scale * nq[None, :]).to(q.dtype.element_ty)
+    m += (tl.where(c[:, None] < c[None, :], -mt * above, 0.0) * (bb * nk)[None, :]).to(q.dtype.element_ty)
+
+    sums, bb, nq, nk = _row_factors(b, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
+    e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
+    db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
+    for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)
         aq, ak, y = tl.zeros((C, TK), tl.float32), tl.zeros((C, TK), tl.float32), tl.zeros((C, TK), tl.float32)
         product = tl.zeros((TK,), tl.float32)
-        for tile_v in range(0, BV, TV):
+        for tile_v in range(0, values, TV):
             vv = tile_v + tl.arange(0, TV)
             inside = live[:, None] & (vv < V)[None, :]
             bo = tl.load(do + at_v + vv[None, :], mask=inside, other=0.0)
@@ -262,18 +347,19 @@ def chunk_backward(
         bq = tl.load(q + at + kk[None, :], mask=inside, other=0.0)
         bk = tl.load(k + at + kk[None, :], mask=inside, other=0.0)
         wq, wk = bq.to(tl.float32) * nq[:, None], bk.to(tl.float32) * nk[:, None]
-        aq = aq * e[:, None] * scale + tl.dot(p, bk, input_precision=PRECISION)
-        ak = ak * left[:, None]
-        through += tl.sum(ak * wk, 1) + tl.where(c == 0, tl.sum(product, 0) * tl.exp2(last), 0.0)
-        ak += tl.dot(pt, bq, input_precision=PRECISION)
-        y = -y * e[:, None]
+        aq, ak, y = aq * e[:, None] * scale, ak * left[:, None], -y * e[:, None]
+        written += tl.sum(ak * wk, 1)
+        held += tl.sum(product, 0)
         dbe += tl.sum(y * wk, 1)
         y = y * bb[:, None]
-        db += tl.sum(wq * aq, 1) - tl.sum(wk * ak, 1) + tl.sum(y * wk, 1)
-        ak += y + tl.dot(m, bk, input_precision=PRECISION) + tl.dot(mt, bk, input_precision=PRECISION)
+        db += tl.sum(wq * aq, 1) + tl.sum(y * wk, 1)
+        aq = tl.dot(p, bk, aq, input_precision=PRECISION)
+        ak = tl.dot(pt, bq, ak + y, input_precision=PRECISION)
+        ak = tl.dot(m, bk, ak, input_precision=PRECISION)
         into = (base * HV + head) * K + c[:, None] * (HV * K) + kk[None, :]
         tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
-    dgate = tl.cumsum(db, 0, reverse=True) + tl.sum(through, 0)
+    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last)
+    dgate += tl.sum(tl.where(c[:, None] > c[None, :], written[None, :], 0.0), 1)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)
     tl.store(dbeta + by_row, dbe.to(dbeta.dtype.element_ty), mask=live)

@@ -14,19 +14,22 @@ from halftune_kernels.segments import Segments, chunk_table, segment_table
 from halftune_kernels.tuning import configuration
 
 CHUNK = 64
-LEVELS = 5  # doublings from 2 to CHUNK rows
-# (kernel, half): rows of (largest padded key size, only with over 200 kB of shared memory, cut); the first that fits.
+# (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/kernels.md): fits the shared memory, least spills; narrow tiles of values also
 # give the scans more blocks to fill the GPU with.
 CONFIGS: dict[tuple[str, bool], Rows] = {
-    ("solve", True): ((256, False, Config(0, 4, 1, 32)),),
-    ("solve", False): ((256, False, Config(0, 8, 1, 32)),),
-    ("scan_forward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_forward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("chunk_backward", True): ((256, True, Config(64, 8, 1, 32)), (256, False, Config(32, 8, 1, 32))),
-    ("chunk_backward", False): ((256, False, Config(32, 8, 1, 32)),),
+    ("solve", True): ((256, (), Config(0, 4, 1, 32)),),
+    ("solve", False): ((256, (), Config(0, 4, 1, 32)),),
+    ("scan_forward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("chunk_backward", True): (
+        (256, (90, 100), Config(64, 8, 1, 32)),
+        (256, (120,), Config(16, 8, 1, 32)),
+        (256, (), Config(32, 8, 1, 32)),
+    ),
+    ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
 }
 _REDUCE = Config(width=0, warps=4, stages=1)
 
@@ -62,8 +65,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         t, p = (q.new_empty(batch, length, heads, CHUNK) for _ in range(2))
         b = q.new_empty(batch, length, heads, dtype=torch.float32)
         cut = configuration(CONFIGS, "gated_delta_rule", "solve", q, how["BK"])
-        tile = {"TK": min(cut.depth, how["BK"]), "LEVELS": LEVELS}
-        start(kernels.solve, (len(chunks), heads), cut, q, k, g, beta, t, p, b, rq, rk, chunks, scale, **tile, **how)
+        given, tile = (q, k, g, beta, t, p, b, rq, rk, chunks, scale), min(cut.depth, how["BK"])
+        start(kernels.solve, (len(chunks), heads), cut, *given, TK=tile, **how)
 
         keep = any(ctx.needs_input_grad)
         states = new = None
@@ -73,7 +76,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         final = q.new_empty(segments.count, heads, size, width, dtype=torch.float32) if want_final else None
         o = torch.empty_like(v)
         cut = configuration(CONFIGS, "gated_delta_rule", "scan_forward", q, how["BK"])
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         given = (q, k, v, b, beta, t, p, rq, rk, o, new, states, initial, final, table, scale)
         start(kernels.scan_forward, grid, cut, *given, V=width, BV=cut.width, **how)
         if keep:
@@ -86,7 +89,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do, dfinal):
         q, k, v, g, beta, t, p, b, rq, rk, new, states, initial = ctx.saved_tensors
-        how, scale, segments = ctx.how, ctx.scale, ctx.segments
+        how, scale, segments = dict(ctx.how), ctx.scale, ctx.segments
         heads, width = v.shape[2:]
         do = torch.zeros_like(v) if do is None else do.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
@@ -94,21 +97,21 @@ class _GatedDeltaRule(torch.autograd.Function):
         dv, dx, dstates = torch.empty_like(v), torch.empty_like(v), torch.empty_like(states)
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
         cut = configuration(CONFIGS, "gated_delta_rule", "scan_backward", q, how["BK"])
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         given = (q, k, b, beta, t, p, rq, rk, do, dv, dx, dstates, dfinal, dinitial, table, scale)
         start(kernels.scan_backward, grid, cut, *given, V=width, BV=cut.width, **how)
 
         dqs, dks = (q.new_empty(*v.shape[:3], how["K"]) for _ in range(2))
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         cut = configuration(CONFIGS, "gated_delta_rule", "chunk_backward", q, how["BK"])
-        tiles = {"BV": power_of_two(width), "TK": min(cut.depth, how["BK"])}
-        tiles["TV"] = min(cut.width, tiles["BV"])
+        tiles = {"TK": min(cut.depth, how["BK"]), "TV": min(cut.width, power_of_two(width))}
+        padded = how.pop("BK")
         given = (q, k, v, b, beta, rq, rk, do, new, dx, states, dstates, dqs, dks, dg, dbeta, chunks, scale)
-        start(kernels.chunk_backward, (len(chunks), heads), cut, *given, V=width, **tiles, **how)
+        start(kernels.chunk_backward, (len(chunks), heads), cut, *given, how["K"], width, V=width, **tiles, **how)
 
         dq, dk = torch.empty_like(q), torch.empty_like(k)
-        rows, tall = q.shape[0] * q.shape[1], max(1, 2048 // how["BK"])
-        kept = {name: how[name] for name in ("H", "HV", "K", "BK")} | {"NORM": rq is not None}
+        rows, tall = q.shape[0] * q.shape[1], max(1, 2048 // padded)
+        kept = {name: how[name] for name in ("H", "HV", "K")} | {"BK": padded, "NORM": rq is not None}
         grid = (ceil_div(rows, tall), how["H"], 2)
         start(delta_kernels.reduce_heads, grid, _REDUCE, q, k, dqs, dks, dq, dk, rows, M=tall, **kept)
         if dinitial is not None and initial is not None:

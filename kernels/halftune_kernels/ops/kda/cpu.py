@@ -140,19 +140,19 @@ class _KimiDelta:
 
         columns = made.rows[:, 1:]
         gradient = torch.stack((d_weights, d_lower), 1)[:, :, :, None]
-        d_rows, d_columns = made.decay.products_backward(gradient, made.rows, columns)
+        d_rows, d_columns, d_g = made.decay.products_backward(gradient, made.rows, columns)
         d_entering = None
         if state is not None:
             both = torch.cat((d_out, d_right * -made.beta), 1)
-            d_rows.add_(torch.bmm(both, state.transpose(1, 2)).view_as(d_rows) * made.decay.rising)
+            d_reading = torch.bmm(both, state.transpose(1, 2))
+            d_rows.addcmul_(d_reading.view_as(d_rows), made.decay.rising)
+            # what a row reads has decayed up to it
+            d_g += d_reading.mul_(made.reading).view_as(d_rows).sum(1).flip(1).cumsum(1).flip(1)
             d_entering = torch.bmm(made.reading.transpose(1, 2), both)
             if d_state is not None:
                 d_entering[: len(d_state)].addcmul_(d_state, made.decay.whole[: len(d_state)])
-        d_b = (d_rows * made.rows).sum(1) - (d_columns * columns)[:, 0]
-        d_b[:, -1] += d_last
-        d_g = d_b.flip(1).cumsum(1).flip(1)
-        # What a row writes decays in the rows after it: summed over those, not taken from all, where it would cancel
-        # only up to rounding.
+        d_g += d_last[:, None]
+        # what a row writes decays in the rows after it
         d_g[:, 1:] += (d_writing * made.writing)[:, :-1].cumsum(1)
         d_columns.add_((d_writing * made.decay.falling[:, 0])[:, None])
         # a row with itself decays by nothing, so the decay has no part in it

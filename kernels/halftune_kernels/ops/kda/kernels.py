@@ -31,11 +31,10 @@ import triton.language as tl
 from halftune_kernels.delta_kernels import (
     LOG2E,
     block_decays,
-    block_inverse,
     gates,
+    read_back,
     row_factor,
-    store_lower,
-    store_product,
+    store_inverse_of,
     vector,
 )
 
@@ -101,16 +100,6 @@ def products(
 
 
 @triton.jit
-def _rows_times(x, beta, row: tl.constexpr, columns, left, HV: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
-    """16 rows of a chunk times their beta, and -1 if ``SIGN`` is."""
-    i = row * 16 + tl.arange(0, 16)
-    inside = (i < left)[:, None] & (columns < D)[None, :]
-    value = tl.load(x + i[:, None] * (HV * D) + columns[None, :], mask=inside, other=0.0)
-    factor = tl.load(beta + i * HV, mask=i < left, other=0.0).to(tl.float32) * SIGN
-    return (value.to(tl.float32) * factor[:, None]).to(value.dtype)
-
-
-@triton.jit
 def solve(
     a, beta, v, ke, t, w, u, table,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -120,19 +109,21 @@ def solve(
     entry = table + tl.program_id(0) * 4
     place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     row, left = tl.cast(first + place * C, tl.int64) * HV + tl.program_id(1), length - place * C
-    beta, v, ke, w, u = beta + row, v + row * V, ke + row * K, w + row * K, u + row * V
-    blocks = block_inverse(a + row * C, beta, left, HV, C)
-    store_lower(t + row * C, blocks, left, HV, C)
+    beta, v, ke, w, u, t = beta + row, v + row * V, ke + row * K, w + row * K, u + row * V, t + row * C
+    store_inverse_of(t, a + row * C, beta, left, HV, C)
+    bt, c = read_back(t, left, HV, C), tl.arange(0, C)
+    live = c < left
+    factor = tl.load(beta + c * HV, mask=live, other=0.0).to(tl.float32)[:, None]
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        x0, x1 = _rows_times(ke, beta, 0, kk, left, HV, K, -1), _rows_times(ke, beta, 1, kk, left, HV, K, -1)
-        x2, x3 = _rows_times(ke, beta, 2, kk, left, HV, K, -1), _rows_times(ke, beta, 3, kk, left, HV, K, -1)
-        store_product(blocks, x0, x1, x2, x3, w, left, kk, HV, K, PRECISION)
+        at, inside = c[:, None] * (HV * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
+        x = (tl.load(ke + at, mask=inside, other=0.0).to(tl.float32) * -factor).to(bt.dtype)
+        tl.store(w + at, tl.dot(bt, x, input_precision=PRECISION).to(w.dtype.element_ty), mask=inside)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        x0, x1 = _rows_times(v, beta, 0, vv, left, HV, V, 1), _rows_times(v, beta, 1, vv, left, HV, V, 1)
-        x2, x3 = _rows_times(v, beta, 2, vv, left, HV, V, 1), _rows_times(v, beta, 3, vv, left, HV, V, 1)
-        store_product(blocks, x0, x1, x2, x3, u, left, vv, HV, V, PRECISION)
+        at, inside = c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
+        x = (tl.load(v + at, mask=inside, other=0.0).to(tl.float32) * factor).to(bt.dtype)
+        tl.store(u + at, tl.dot(bt, x, input_precision=PRECISION).to(u.dtype.element_ty), mask=inside)
 
 
 @triton.jit

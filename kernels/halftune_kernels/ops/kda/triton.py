@@ -15,21 +15,21 @@ from halftune_kernels.tuning import configuration
 
 CHUNK = 64
 BLOCK = 16  # rows between which decays have factors
-# (kernel, half): rows of (largest padded key size, only with over 200 kB of shared memory, cut); the first that fits.
+# (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/kernels.md).
 CONFIGS: dict[tuple[str, bool], Rows] = {
-    ("products", True): ((256, False, Config(0, 4, 1, 32)),),
-    ("products", False): ((256, False, Config(0, 4, 1, 32)),),
-    ("solve", True): ((256, False, Config(64, 4, 1, 64)),),
-    ("solve", False): ((256, False, Config(32, 4, 1, 32)),),
-    ("scan_forward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_forward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("square_gradients", True): ((256, False, Config(32, 8, 1)),),
-    ("square_gradients", False): ((256, False, Config(32, 8, 1)),),
-    ("chunk_backward", True): ((256, False, Config(64, 4, 1, 32)),),
-    ("chunk_backward", False): ((256, False, Config(32, 4, 1, 32)),),
+    ("products", True): ((256, (), Config(0, 4, 1, 32)),),
+    ("products", False): ((256, (), Config(0, 4, 1, 32)),),
+    ("solve", True): ((256, (), Config(64, 4, 1, 64)),),
+    ("solve", False): ((256, (), Config(32, 4, 1, 32)),),
+    ("scan_forward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("square_gradients", True): ((256, (), Config(32, 8, 1)),),
+    ("square_gradients", False): ((256, (), Config(32, 8, 1)),),
+    ("chunk_backward", True): ((256, (), Config(32, 8, 1, 32)),),
+    ("chunk_backward", False): ((256, (), Config(32, 4, 1, 32)),),
 }
 _ROWS = Config(width=0, warps=4, stages=1)  # of the kernels that go row by row
 
@@ -127,7 +127,7 @@ class _KimiDelta(torch.autograd.Function):
         cut = configuration(CONFIGS, "kda", "scan_forward", q, padded)
         how = {"HV": heads, "K": size, "V": width, "C": CHUNK, "BK": padded, "BV": cut.width}
         given = (made.q, made.p, made.w, made.u, made.k, made.whole, None, None, None)
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         start(
             delta_kernels.scan_forward, grid, cut, *given, o, new, states, initial, final, table,
             PRECISION=dot_precision(q.dtype), **how,
@@ -151,7 +151,7 @@ class _KimiDelta(torch.autograd.Function):
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
         cut = configuration(CONFIGS, "kda", "scan_backward", q, padded)
         given = (made.q, made.p, made.w, made.k, made.whole, do, dn, dstates, dfinal, dinitial, table)
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         start(delta_kernels.scan_backward, grid, cut, *given, K=size, BK=padded, BV=cut.width, **how)
 
         last = configuration(CONFIGS, "kda", "chunk_backward", q, padded)

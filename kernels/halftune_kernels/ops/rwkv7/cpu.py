@@ -125,32 +125,26 @@ class _GeneralisedDelta:
 
         both = torch.cat((d_out, d_right), 1)
         gradient = torch.bmm(both, values.transpose(1, 2)).view(-1, 2, size, 2, size)
-        # a reads its neighbour's row undecayed: left in, it would cancel in the decay's gradient only up to rounding
-        neighbour = gradient[:, 1].diagonal(offset=-1, dim1=1, dim2=3)
-        near = neighbour.clone()[..., None]  # [U, 2, C - 1, 1]
-        neighbour.zero_()
-        d_rows, d_columns = made.decay.products_backward(gradient, made.rows, made.columns)
+        d_rows, d_columns, d_w = made.decay.products_backward(gradient, made.rows, made.columns)
         d_entering = None
         if state is not None:
-            d_rows.add_(torch.bmm(both, state.transpose(1, 2)).view_as(d_rows) * made.decay.rising)
+            d_reading = torch.bmm(both, state.transpose(1, 2))
+            d_rows.addcmul_(d_reading.view_as(d_rows), made.decay.rising)
+            # what r reads has decayed up to its row, what a reads before its row
+            d_c, d_e = d_reading.mul_(made.reading).view_as(d_rows).unbind(1)
+            d_c[:, :-1] += d_e[:, 1:]
+            d_w += d_c.flip(1).cumsum(1).flip(1)
             d_entering = torch.bmm(made.reading.transpose(1, 2), both)
             if d_state is not None:
                 d_entering[: len(d_state)].addcmul_(d_state, made.decay.whole[: len(d_state)])
-        d_c, d_e = (d_rows * made.rows).unbind(1)
-        d_b = d_c - (d_columns * made.columns).sum(1)
-        d_b[:, -1] += d_last
-        d_w = d_b.flip(1).cumsum(1).flip(1)
-        # What a reads has decayed before its row, what k and b write decays after theirs: summed over those rows, not
-        # taken from all, where the rest would cancel only up to rounding.
-        d_w[:, :-1] += d_e[:, 1:].flip(1).cumsum(1).flip(1)
+        d_w += d_last[:, None]
+        # what k and b write decays after their row
         d_w[:, 1:] += (d_writing * made.writing).view_as(d_columns).sum(1)[:, :-1].cumsum(1)
         d_columns.add_(d_writing.view_as(d_columns) * made.decay.falling)
         # r reads the state after its own row was written: that row has not decayed
         own = gradient[:, 0].diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]  # [U, C, 2, 1]
         d_rows[:, 0] += (own * made.columns.transpose(1, 2)).sum(2)
         d_columns += own.transpose(1, 2) * made.rows[:, :1]
-        d_rows[:, 1, 1:] += (near * made.columns[:, :, :-1]).sum(1)
-        d_columns[:, :, :-1] += near * made.rows[:, 1:, 1:]
         d_r, d_a = d_rows.unbind(1)
         d_k, d_b_rows = d_columns.unbind(1)
         return (d_r * self.scale, d_w, d_k, d_v, d_a, d_b_rows), d_entering

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import LOG2E, block_decays, block_inverse, gates, store_lower, store_product, vector
+from halftune_kernels.delta_kernels import LOG2E, block_decays, gates, read_back, store_inverse_of, vector
 
 
 @triton.jit
@@ -114,21 +114,6 @@ def products(
 
 
 @triton.jit
-def _piece(x, row: tl.constexpr, columns, left, H: tl.constexpr, D: tl.constexpr):
-    i = row * 16 + tl.arange(0, 16)
-    inside = (i < left)[:, None] & (columns < D)[None, :]
-    return tl.load(x + i[:, None] * (H * D) + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _read(ak, bv, row: tl.constexpr, left, H: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """16 rows of A'(a, k) V."""
-    i = row * 16 + tl.arange(0, 16)
-    at = i[:, None] * (H * C) + tl.arange(0, C)[None, :]
-    return tl.dot(tl.load(ak + at, mask=(i < left)[:, None], other=0.0), bv, input_precision=PRECISION).to(bv.dtype)
-
-
-@triton.jit
 def solve(
     low, ak, v, ae, t, w, u, table,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -138,22 +123,21 @@ def solve(
     entry = table + tl.program_id(0) * 4
     place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     row, left = tl.cast(first + place * C, tl.int64) * H + tl.program_id(1), length - place * C
-    ak, v, ae, w, u = ak + row * C, v + row * V, ae + row * K, w + row * K, u + row * V
-    blocks = block_inverse(low + row * C, None, left, H, C)
-    store_lower(t + row * C, blocks, left, H, C)
+    ak, v, ae, w, u, t = ak + row * C, v + row * V, ae + row * K, w + row * K, u + row * V, t + row * C
+    store_inverse_of(t, low + row * C, None, left, H, C)
+    bt, c = read_back(t, left, H, C), tl.arange(0, C)
+    live = c < left
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        x0, x1 = _piece(ae, 0, kk, left, H, K), _piece(ae, 1, kk, left, H, K)
-        x2, x3 = _piece(ae, 2, kk, left, H, K), _piece(ae, 3, kk, left, H, K)
-        store_product(blocks, x0, x1, x2, x3, w, left, kk, H, K, PRECISION)
-    c = tl.arange(0, C)
+        at, inside = c[:, None] * (H * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
+        x = tl.load(ae + at, mask=inside, other=0.0)
+        tl.store(w + at, tl.dot(bt, x, input_precision=PRECISION).to(w.dtype.element_ty), mask=inside)
+    read = tl.load(ak + c[:, None] * (H * C) + c[None, :], mask=live[:, None], other=0.0)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        inside = (c < left)[:, None] & (vv < V)[None, :]
-        bv = tl.load(v + c[:, None] * (H * V) + vv[None, :], mask=inside, other=0.0)
-        x0, x1 = _read(ak, bv, 0, left, H, C, PRECISION), _read(ak, bv, 1, left, H, C, PRECISION)
-        x2, x3 = _read(ak, bv, 2, left, H, C, PRECISION), _read(ak, bv, 3, left, H, C, PRECISION)
-        store_product(blocks, x0, x1, x2, x3, u, left, vv, H, V, PRECISION)
+        at, inside = c[:, None] * (H * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
+        x = tl.dot(read, tl.load(v + at, mask=inside, other=0.0), input_precision=PRECISION).to(bt.dtype)
+        tl.store(u + at, tl.dot(bt, x, input_precision=PRECISION).to(u.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -241,12 +225,12 @@ def _pairs(
 
 @triton.jit
 def _by_state(
-    left, right, state, row, live, kk,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
+    left, right, state, row, live, kk, values,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``left`` and of ``right`` times the transposed state."""
     x, y = tl.zeros((row.shape[0], kk.shape[0]), tl.float32), tl.zeros((row.shape[0], kk.shape[0]), tl.float32)
-    for tile in range(0, BV, TV):
+    for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
         at, inside = row[:, None] * (H * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
         in_state = (kk < K)[None, :] & (vv < V)[:, None]
@@ -258,10 +242,10 @@ def _by_state(
 
 
 @triton.jit
-def _held(states, dstates, kk, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
+def _held(states, dstates, kk, values, K: tl.constexpr, V: tl.constexpr, TV: tl.constexpr):
     """rowsum(S dS)."""
     total = tl.zeros(kk.shape, tl.float32)
-    for tile in range(0, BV, TV):
+    for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
         at, inside = kk[None, :] * V + vv[:, None], (kk < K)[None, :] & (vv < V)[:, None]
         s, ds = tl.load(states + at, mask=inside, other=0.0), tl.load(dstates + at, mask=inside, other=0.0)
@@ -276,11 +260,13 @@ def _met(e, at, keep, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def chunk_backward(
-    r, w, k, v, a, b, do, new, dx, states, dstates, erk, erb, eak, eab, dr, dw, dk, da, db, table, scale,
+    r, w, k, v, a, b, do, new, dx, states, dstates, erk, erb, eak, eab, dr, dw, dk, da, db, table, scale, values,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
+    TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dr, dw, dk, da and db of TK channels of one chunk and head."""
+    """dr, dw, dk, da and db of TK channels of one chunk and head.
+
+    values is V once more: as a constant it would let the compiler unroll the loops, and spill."""
     entry = table + tl.program_id(0) * 4
     place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     left, by_head = length - place * C, tl.cast(first + place * C, tl.int64) * H + tl.program_id(1)
@@ -293,9 +279,9 @@ def chunk_backward(
     live_c = c < left
     kind = do.dtype.element_ty
     remains = tl.exp2(tl.cumsum(gates(w, c + 1, (c + 1 < C) & (c + 1 < left), kk, H, K), 0, reverse=True))
-    by_k, by_b = _by_state(v, new, dstates, c, live_c, kk, H, K, V, BV, TV, PRECISION)
+    by_k, by_b = _by_state(v, new, dstates, c, live_c, kk, values, H, K, V, TV, PRECISION)
     written = remains * (_rows(k, c, live_c, kk, H, K) * by_k + _rows(b, c, live_c, kk, H, K) * by_b)
-    beyond = tl.exp2(tl.sum(gates(w, c, live_c, kk, H, K), 0)) * _held(states, dstates, kk, K, V, BV, TV)
+    beyond = tl.exp2(tl.sum(gates(w, c, live_c, kk, H, K), 0)) * _held(states, dstates, kk, values, K, V, TV)
     blocks = tl.cdiv(tl.minimum(left, C), R)
     for done in range(blocks):
         start = (blocks - 1 - done) * R
@@ -329,7 +315,7 @@ def chunk_backward(
         gk += fall * _met(eak, square, apart, x, PRECISION)
         gb += fall * _met(eab, square, apart, x, PRECISION)
 
-        one, two = _by_state(do, dx, states, row, live, kk, H, K, V, BV, TV, PRECISION)
+        one, two = _by_state(do, dx, states, row, live, kk, values, H, K, V, TV, PRECISION)
         gr += one * scale * tl.exp2(before[None, :] + local)
         ga += two * tl.exp2(before[None, :] + until)
         xr, xa, xk = _rows(r, row, live, kk, H, K), _rows(a, row, live, kk, H, K), _rows(k, row, live, kk, H, K)
@@ -343,7 +329,7 @@ def chunk_backward(
         tl.store(dw + by_head * K + at, sums.to(dw.dtype.element_ty), mask=inside)
         beyond += tl.sum(through + ahead, 0)
 
-        one, two = _by_state(v, new, dstates, row, live, kk, H, K, V, BV, TV, PRECISION)
+        one, two = _by_state(v, new, dstates, row, live, kk, values, H, K, V, TV, PRECISION)
         fall = tl.exp2(rest + after[None, :])
         gk, gb = gk + one * fall, gb + two * fall
         # pairs between which nothing decays: r with its own row, a with the row before it

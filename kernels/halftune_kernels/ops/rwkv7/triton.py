@@ -15,21 +15,21 @@ from halftune_kernels.tuning import configuration
 
 CHUNK = 64
 BLOCK = 16  # rows between which decays have factors
-# (kernel, half): rows of (largest padded key size, only with over 200 kB of shared memory, cut); the first that fits.
+# (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/kernels.md).
 CONFIGS: dict[tuple[str, bool], Rows] = {
-    ("products", True): ((256, False, Config(0, 4, 1, 32)),),
-    ("products", False): ((256, False, Config(0, 4, 1, 32)),),
-    ("solve", True): ((256, False, Config(32, 8, 1, 32)),),
-    ("solve", False): ((256, False, Config(32, 4, 1, 32)),),
-    ("scan_forward", True): ((128, False, Config(32, 8, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_forward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("square_gradients", True): ((256, False, Config(16, 8, 1, 32)),),
-    ("square_gradients", False): ((256, False, Config(32, 8, 1, 32)),),
-    ("chunk_backward", True): ((256, False, Config(32, 8, 1, 32)),),
-    ("chunk_backward", False): ((256, False, Config(32, 8, 1, 32)),),
+    ("products", True): ((256, (), Config(0, 4, 1, 32)),),
+    ("products", False): ((256, (), Config(0, 4, 1, 32)),),
+    ("solve", True): ((256, (), Config(32, 4, 1, 32)),),
+    ("solve", False): ((256, (), Config(32, 4, 1, 32)),),
+    ("scan_forward", True): ((128, (), Config(32, 8, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("square_gradients", True): ((256, (120,), Config(16, 8, 1, 16)), (256, (), Config(16, 8, 1, 32))),
+    ("square_gradients", False): ((256, (), Config(32, 8, 1, 32)),),
+    ("chunk_backward", True): ((256, (), Config(32, 8, 1, 32)),),
+    ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
 }
 
 
@@ -123,7 +123,7 @@ class _GeneralisedDelta(torch.autograd.Function):
         how = {"HV": heads, "K": size, "V": width, "C": CHUNK, "BK": padded, "BV": cut.width}
         how["PRECISION"] = dot_precision(r.dtype)
         given = (made.r, made.rb, made.w, made.u, made.b, made.whole, v, made.rk, made.k)
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         start(delta_kernels.scan_forward, grid, cut, *given, o, new, states, initial, final, table, **how)
         return o, final
 
@@ -144,7 +144,7 @@ class _GeneralisedDelta(torch.autograd.Function):
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
         cut = configuration(CONFIGS, "rwkv7", "scan_backward", r, padded)
         given = (made.r, made.rb, made.w, made.b, made.whole, do, dn, dstates, dfinal, dinitial, table)
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         start(delta_kernels.scan_backward, grid, cut, *given, HV=heads, BK=padded, BV=cut.width, **how)
 
         dx, dv = torch.empty_like(v), torch.empty_like(v)
@@ -157,10 +157,10 @@ class _GeneralisedDelta(torch.autograd.Function):
 
         dr, dw, dk, da, db = (torch.empty_like(x) for x in (r, w, k, a, b))
         cut = configuration(CONFIGS, "rwkv7", "chunk_backward", r, padded)
-        tiles |= {"TK": min(cut.depth, padded), "TV": min(cut.width, tiles["BV"])}
+        tiles = {"TK": min(cut.depth, padded), "TV": min(cut.width, power_of_two(width))}
         given = (r, w, k, v, a, b, do, new, dx, states, dstates, erk, erb, eak, eab, dr, dw, dk, da, db, chunks, scale)
         grid = (len(chunks), heads, ceil_div(size, tiles["TK"]))
-        start(kernels.chunk_backward, grid, cut, *given, H=heads, R=BLOCK, **tiles, **how)
+        start(kernels.chunk_backward, grid, cut, *given, width, H=heads, R=BLOCK, **tiles, **how)
         if dinitial is not None and initial is not None:
             dinitial = dinitial.to(initial.dtype)
         return dr, dw, dk, dv, da, db, dinitial, None, None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from halftune_kernels.delta_kernels import LEAST, LOG2E, between, scan_place
 
 
 @triton.jit
@@ -42,7 +42,9 @@ def prepare(
         inside = live[:, None] & (kk < K)[None, :]
         x, y = tl.load(k + at, mask=inside, other=0.0), tl.load(q + at, mask=inside, other=0.0)
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
-    sums = tl.cumsum(tl.load(g + base * H + head + c * H, mask=live, other=0.0).to(tl.float32), 0) * LOG2E
+    decay = tl.load(g + base * H + head + c * H, mask=live, other=0.0).to(tl.float32) * LOG2E
+    # exp2 of less is 0 anyway, and sums of it would cost the digits of the decays that follow
+    sums = tl.cumsum(tl.where(decay < LEAST, LEAST, decay), 0)
     tl.store(b + base * H + head + c * H, sums, mask=live)
     decay = tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf")))
     square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
@@ -56,10 +58,10 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps the entering states if asked."""
-    head, group = tl.program_id(1), tl.program_id(1) // (H // G)
-    entry = table + tl.program_id(2) * 4
+    tile, head, segment = scan_place(H, V, BV)
+    group, entry = head // (H // G), table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     s = tl.zeros((BK, BV), tl.float32)
@@ -98,10 +100,10 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV and each chunk's leaving dS, last chunk first; dws [tiles, rows, H] gets this tile's part of dw."""
-    head, group = tl.program_id(1), tl.program_id(1) // (H // G)
-    entry = table + tl.program_id(2) * 4
+    tile, head, segment = scan_place(H, V, BV)
+    group, entry = head // (H // G), table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     ds = tl.zeros((BK, BV), tl.float32)
@@ -129,7 +131,7 @@ def scan_backward(
         bx += tl.dot(tl.trans(bp), bo, input_precision=PRECISION)
         if w is not None:
             bv = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
-            part = tl.cast(tl.program_id(0), tl.int64) * rows * H
+            part = tl.cast(tile, tl.int64) * rows * H
             tl.store(dws + part + by_row, tl.sum(bx * bv, 1), mask=live)
             bx = bx * tl.load(w + by_row, mask=live, other=0.0).to(tl.float32)[:, None]
         tl.store(dv + at_v, bx.to(dv.dtype.element_ty), mask=in_v)
@@ -156,9 +158,6 @@ def chunk_backward(
     rows_v = (base * H + head) * V + c[:, None] * (H * V)
     at_state = (tl.cast(tl.program_id(0), tl.int64) * H + head) * K * V
     by_row = base * H + head + c * H
-    sums = tl.load(b + by_row, mask=live, other=0.0)
-    last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
-    e, left = tl.exp2(sums) * scale, tl.where(live, tl.exp2(last - sums), 0.0)
 
     p, pt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for tile in range(0, BV, TV):
@@ -168,12 +167,25 @@ def chunk_backward(
         bv = _weighted(v, w, rows_v + vv[None, :], by_row, inside, live)
         p = tl.dot(bo, tl.trans(bv), p, input_precision=PRECISION)
         pt = tl.dot(bv, tl.trans(bo), pt, input_precision=PRECISION)
+    # Read after the first sums: as factors of columns they would fill the registers beside them.
+    sums = tl.load(b + by_row, mask=live, other=0.0)
+    last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
     both = live[:, None] & live[None, :]
     below = tl.exp2(tl.where((c[:, None] >= c[None, :]) & both, sums[:, None] - sums[None, :], float("-inf")))
     above = tl.exp2(tl.where((c[:, None] <= c[None, :]) & both, sums[None, :] - sums[:, None], float("-inf")))
-    p, pt = (p * below * scale).to(q.dtype.element_ty), (pt * above * scale).to(q.dtype.element_ty)
+    p, pt = p * below * scale, (pt * above * scale).to(q.dtype.element_ty)
+    met = tl.zeros((C, C), tl.float32)
+    for tile in range(0, BK, TK):
+        kk = tile + tl.arange(0, TK)
+        inside = live[:, None] & (kk < K)[None, :]
+        bq = tl.load(q + at + kk[None, :], mask=inside, other=0.0)
+        bk = tl.load(k + at + kk[None, :], mask=inside, other=0.0)
+        met = tl.dot(bq, tl.trans(bk), met, input_precision=PRECISION)
+    dgate = between(p * met, C)
+    p = p.to(q.dtype.element_ty)
 
-    db, through = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    e, left = tl.exp2(sums) * scale, tl.where(live, tl.exp2(last - sums), 0.0)
+    db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
         aq, ak = tl.zeros((C, TK), tl.float32), tl.zeros((C, TK), tl.float32)
@@ -193,13 +205,15 @@ def chunk_backward(
         bq = tl.load(q + at + kk[None, :], mask=inside, other=0.0)
         bk = tl.load(k + at + kk[None, :], mask=inside, other=0.0)
         wq, wk = bq.to(tl.float32), bk.to(tl.float32)
-        aq = aq * e[:, None] + tl.dot(p, bk, input_precision=PRECISION)
-        ak = ak * left[:, None]
-        through += tl.sum(ak * wk, 1) + tl.where(c == 0, tl.sum(product, 0) * tl.exp2(last), 0.0)
-        ak += tl.dot(pt, bq, input_precision=PRECISION)
-        db += tl.sum(wq * aq, 1) - tl.sum(wk * ak, 1)
+        aq, ak = aq * e[:, None], ak * left[:, None]
+        db += tl.sum(wq * aq, 1)
+        written += tl.sum(ak * wk, 1)
+        held += tl.sum(product, 0)
+        aq = tl.dot(p, bk, aq, input_precision=PRECISION)
+        ak = tl.dot(pt, bq, ak, input_precision=PRECISION)
         into = (base * H + head) * K + c[:, None] * (H * K) + kk[None, :]
         tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
-    dgate = tl.cumsum(db, 0, reverse=True) + tl.sum(through, 0)
+    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last)
+    dgate += tl.sum(tl.where(c[:, None] > c[None, :], written[None, :], 0.0), 1)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)

@@ -13,17 +13,17 @@ from halftune_kernels.segments import Segments, chunk_table, segment_table
 from halftune_kernels.tuning import configuration
 
 CHUNK = 64
-# (kernel, half): rows of (largest padded key size, only with over 200 kB of shared memory, cut); the first that fits.
+# (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/kernels.md): fits the shared memory, least spills.
 CONFIGS: dict[tuple[str, bool], Rows] = {
-    ("prepare", True): ((256, False, Config(0, 4, 1, 32)),),
-    ("prepare", False): ((256, False, Config(0, 4, 1, 32)),),
-    ("scan_forward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_forward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", True): ((128, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("scan_backward", False): ((64, False, Config(32, 4, 1)), (256, False, Config(16, 8, 1))),
-    ("chunk_backward", True): ((256, True, Config(64, 8, 1, 32)), (256, False, Config(32, 8, 1, 32))),
-    ("chunk_backward", False): ((256, False, Config(32, 8, 1, 32)),),
+    ("prepare", True): ((256, (), Config(0, 4, 1, 32)),),
+    ("prepare", False): ((256, (), Config(0, 4, 1, 32)),),
+    ("scan_forward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("chunk_backward", True): ((256, (90, 100), Config(64, 8, 1, 32)), (256, (), Config(32, 8, 1, 32))),
+    ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
 }
 
 
@@ -62,7 +62,7 @@ class _SimpleDecay(torch.autograd.Function):
         final = q.new_empty(segments.count, heads, size, width, dtype=torch.float32)
         o = torch.empty_like(v)
         cut = configuration(CONFIGS, "ssd", "scan_forward", q, how["BK"])
-        grid = (ceil_div(width, cut.width), heads, segments.count)
+        grid = (ceil_div(width, cut.width) * heads * segments.count,)
         given = (q, k, v, w, b, p, o, states, initial, final, table, scale)
         start(kernels.scan_forward, grid, cut, *given, V=width, BV=cut.width, **how)
         if keep:
@@ -86,7 +86,7 @@ class _SimpleDecay(torch.autograd.Function):
         dws = None if w is None else q.new_empty(tiles_v, *w.shape, dtype=torch.float32)
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
         given = (q, k, v, w, b, p, do, dv, dws, dstates, dfinal, dinitial, table, scale, rows)
-        grid = (tiles_v, heads, segments.count)
+        grid = (tiles_v * heads * segments.count,)
         start(kernels.scan_backward, grid, cut, *given, V=width, BV=cut.width, **how)
 
         dqs, dks = (q.new_empty(*v.shape[:3], how["K"]) for _ in range(2))
