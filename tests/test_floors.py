@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "gradio", "t
 NO_PACKAGE = ("kernels", "webui", "configs", "scripts")
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for package, base in SOURCES.items():
@@ -53,9 +55,10 @@ def room_of(module: str) -> str | None:
     return room if room in FLOORS else None
 
 
-def imports_of(path: Path, known: dict[str, Path]) -> list[tuple[int, str, bool]]:
+@cache
+def imports_of(path: Path) -> list[tuple[int, str, bool]]:
     """(line, module, at module level) of every import, those inside functions included."""
-    tree = ast.parse(path.read_text())
+    tree, known = ast.parse(path.read_text()), modules()
     top = {id(node) for node in tree.body}
     found = []
     for node in ast.walk(tree):
@@ -77,7 +80,7 @@ def test_module_imports_only_from_below(module: str) -> None:
     room = room_of(module)
     assert room is not None, f"{module} stands in no room: give it a floor here"
     wrong = []
-    for line, target, _ in imports_of(known[module], known):
+    for line, target, _ in imports_of(known[module]):
         if not target.startswith("halftune") or target in ENTRY_POINTS:
             continue
         other = room_of(target)
@@ -90,7 +93,7 @@ def test_module_imports_only_from_below(module: str) -> None:
 @pytest.mark.parametrize("module", [name for name in sorted(modules()) if name.startswith(TORCH_FREE)])
 def test_lower_floors_and_command_line_start_without_torch(module: str) -> None:
     known = modules()
-    heavy = [(line, target) for line, target, top in imports_of(known[module], known) if top]
+    heavy = [(line, target) for line, target, top in imports_of(known[module]) if top]
     assert not [pair for pair in heavy if pair[1].split(".")[0] in HEAVY]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 
@@ -19,10 +20,21 @@ KEPT = [
 ]
 
 
+@pytest.fixture(scope="module")
+def conversations(shared_data, make_tokenizer, make_config):
+    """``conversations(file, family)`` → (tokenizer, prepared), made once."""
+
+    @cache
+    def make(name: str, family: str):
+        tokenizer = make_tokenizer(family)
+        return tokenizer, prepare(make_config(str(shared_data / name), max_length=1_000_000), tokenizer)
+
+    return make
+
+
 @pytest.mark.parametrize(("name", "family", "rows", "kept"), KEPT)
-def test_conversations(name, family, rows, kept, shared_data, make_tokenizer, make_config):
-    tokenizer = make_tokenizer(family)
-    prepared = prepare(make_config(str(shared_data / name), max_length=1_000_000), tokenizer)
+def test_conversations(name, family, rows, kept, conversations):
+    tokenizer, prepared = conversations(name, family)
     source = prepared.report.train[0]
     assert (source.rows, source.kept) == (rows, kept)
     assert not source.truncated
@@ -32,10 +44,12 @@ def test_conversations(name, family, rows, kept, shared_data, make_tokenizer, ma
         assert labels[labels != NO_LABEL][-1] in ends
 
 
-def test_alpaca_is_the_templates_rendering(shared_data, tokenizer, make_config):
+def test_alpaca_is_the_templates_rendering(shared_data, conversations):
     path = shared_data / "alpaca_en_demo.json"
-    prepared = prepare(make_config(str(path), max_length=1_000_000), tokenizer)
-    for index, row in enumerate(json.loads(path.read_text(encoding="utf-8"))):
+    tokenizer, prepared = conversations(path.name, "qwen2")
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    assert len(rows) == len(prepared.train)
+    for index, row in list(enumerate(rows))[::4]:
         question = f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
         sample = prepared.train.sample(index)
@@ -46,8 +60,8 @@ def test_alpaca_is_the_templates_rendering(shared_data, tokenizer, make_config):
         assert sample.labels.tolist() == [NO_LABEL] * len(prompt) + whole[len(prompt) : -1] + [NO_LABEL] * len(newline)
 
 
-def test_tool_calls_are_trained_and_results_are_not(shared_data, tokenizer, make_config):
-    prepared = prepare(make_config(str(shared_data / "glaive_toolcall_en_demo.json"), max_length=1_000_000), tokenizer)
+def test_tool_calls_are_trained_and_results_are_not(conversations):
+    tokenizer, prepared = conversations("glaive_toolcall_en_demo.json", "qwen2")
     sample = prepared.train.sample(0)
     trained = tokenizer.decode(sample.labels[sample.labels != NO_LABEL].tolist())
     assert (
