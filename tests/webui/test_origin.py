@@ -62,7 +62,17 @@ def test_a_link_from_elsewhere_may_open_the_page_and_nothing_else() -> None:
     assert answer("127.0.0.1", "GET", **visit, sec_fetch_dest="iframe") == 403  # nor to be clicked on through a frame
 
 
-@pytest.mark.parametrize("path", ["/gradio_api/file=/etc/passwd", "/file=x", "/gradio_api//upload", "/proxy=http://x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=/etc/passwd",
+        "/file=x",
+        "/gradio_api//upload",
+        "/proxy=http://x",
+        "/gradio_api/vibe-edit",
+        "/openapi.json",
+    ],
+)
 def test_nothing_is_served_or_taken_beside_the_page(path: str) -> None:
     assert answer("127.0.0.1", "GET", host="localhost", path=path) == 403
     assert answer("127.0.0.1", "GET", host="localhost", path="/gradio_api/queue/data") == 200

@@ -25,7 +25,7 @@ adapter: {type: lora, rank: 4}
 data: {train: rows.jsonl, max_length: 48, packing: false}
 training:
   output_dir: runs/adder
-  max_steps: 500
+  max_steps: 300
   per_device_train_batch_size: 1
   logging_steps: 1
   save_steps: 1000
@@ -76,7 +76,7 @@ def card(page: Any) -> Any:
 def test_a_run_that_dies_shows_why(board: Any, open_page: Callable[..., Any]) -> None:
     (board.folder / "rows.jsonl").write_text(json.dumps({"prompt": "Add 1 and 2.", "completion": "It is 3."}) + "\n")
     page = open_page(board.url)
-    text = RECIPE.replace("max_length: 48", "max_length: 8").replace("max_steps: 500", "max_steps: 2")
+    text = RECIPE.replace("max_length: 48", "max_length: 8").replace("max_steps: 300", "max_steps: 2")
     page.evaluate("text => localStorage.setItem('halftune-recipe', text)", text)
     page.reload()
     page.get_by_text("max_length: 8").wait_for()
@@ -122,20 +122,25 @@ def test_a_run_from_start_to_export(board: Any, start_board: Callable[..., Any],
     moves_on(run)
     with frozen(run) as seen:
         second = start_board(folder=board.folder)
-        page = open_page(second.url)
-        tab(page, "Runs")
-        card(page).get_by_role("button", name="Stop").click()
-        card(page).get_by_text("stopping").wait_for()
-    card(page).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
+        page, other = open_page(second.url), open_page(second.url, width=900)  # two browsers on one run
+        for one in (page, other):
+            tab(one, "Runs")
+            card(one).get_by_text("running").wait_for()
+        card(page).get_by_role("button", name="Stop", exact=True).click()
+        for one in (page, other):
+            card(one).get_by_text("stopping").wait_for()
+    for one in (page, other):
+        card(one).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
+    other.context.close()
     stopped = step_of(run)
-    assert seen <= stopped < 500
+    assert seen <= stopped < 300
     assert (run / f"checkpoint-{stopped}" / "checkpoint.json").exists()
     assert f"after step {stopped}" in card(page).inner_text()
 
     card(page).get_by_role("button", name="Resume").click()
     card(page).get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 501))
+    assert steps == list(range(1, 301))
     card(page).get_by_role("button", name="Report").click()
     report = page.frame_locator("#run-report iframe")
     report.get_by_text("halftune run report").wait_for()

@@ -112,14 +112,20 @@ def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
     until(run, is_now("stopped"))
 
 
-def test_stop_resume_and_kill(settings: Settings) -> None:
+def test_stop_resume_and_kill(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     run = launch.start(settings, recipe("one"))
     until(run, is_now("running"))
     with pytest.raises(HalftuneError, match="running or waiting"):
         launch.resume(settings, run)
     with pytest.raises(HalftuneError, match="stop it first"):
         launch.delete(settings, run)
-    launch.stop(settings, run)
+    sent: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "send", lambda pid, process, number: sent.append(number))
+        launch.stop(settings, run)
+        launch.stop(settings, run)  # a double click
+        assert sent == [signal.SIGTERM]
+    launch.stop(settings, run, at_once=True)
     assert until(run, is_now("stopped")).cause == "stopped"
     launch.resume(settings, run)
     until(run, is_now("running"))

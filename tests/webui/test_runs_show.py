@@ -64,7 +64,7 @@ def test_every_state_end_phase_and_alarm_has_words(language: str, state: Any) ->
         ("queued", ["now", "stop"]),
         ("starting", ["stop"]),
         ("running", ["stop"]),
-        ("stopping", ["stop"]),
+        ("stopping", ["stop_at_once"]),
         ("finished", ["delete"]),
         ("stopped", ["resume", "delete"]),
         ("died", ["resume", "delete"]),

@@ -12,8 +12,12 @@ from halftune_webui.settings import is_loopback
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-# Of Gradio, and of no use to this page: files of the machine, uploads, requests to other servers on the page's behalf.
-_NAMES = ("file", "upload", "proxy", "component_server", "stream", "custom_component", "deep_link", "run_history")
+# Of Gradio, and of no use to this page: files of the machine, uploads, requests to other servers on the page's behalf,
+# recordings, lists of what there is, and the changing of a running page's program.
+_NAMES = (
+    *("file", "upload", "proxy", "component_server", "stream", "custom_component", "deep_link", "run_history"),
+    *("openapi", "process_recording", "monitoring", "mcp", "dev/", "vibe", "undo-vibe"),
+)
 _CLOSED = tuple(f"/{name}" for name in _NAMES)
 # Nothing from outside, also where a text slips through as markup; and no other site shows the board in a frame.
 _POLICY = (

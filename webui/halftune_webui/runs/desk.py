@@ -133,7 +133,8 @@ def act(desk: Desk, view: View, what: str, name: str, on: bool) -> str | None:
     Args:
         desk: of the board.
         view: of the page.
-        what: ``open``, ``tick``, ``report``, ``close``, ``stop``, ``resume``, ``now`` or ``delete``.
+        what: ``open``, ``tick``, ``report``, ``close``, ``stop``, ``stop_at_once``, ``resume``, ``now``
+            or ``delete``.
         name: path of the run, as the browser sent it.
         on: whether a tick was set.
 
@@ -147,6 +148,7 @@ def act(desk: Desk, view: View, what: str, name: str, on: bool) -> str | None:
         "open": lambda run: view.show([run]),
         "tick": lambda run: view.show(([*_without(view, run), run] if on else _without(view, run))[-MOST:]),
         "stop": lambda run: launch.stop(desk.settings, run),
+        "stop_at_once": lambda run: launch.stop(desk.settings, run, at_once=True),
         "resume": lambda run: launch.resume(desk.settings, run),
         "now": lambda run: launch.start_now(desk.settings, run),
         "delete": lambda run: launch.delete(desk.settings, run),

@@ -20,7 +20,7 @@ from halftune_webui.runs import queue
 from halftune_webui.runs.keeper import launch
 from halftune_webui.runs.listing import ELSEWHERE, run_folders
 from halftune_webui.runs.started import CONFIG, Process, folder_of, note_job, note_stop, read_started
-from halftune_webui.runs.state import FINISHED, is_live, is_run
+from halftune_webui.runs.state import FINISHED, is_live, is_run, look
 from halftune_webui.runs.stored import command, working_folder
 from halftune_webui.settings import Settings
 
@@ -125,8 +125,13 @@ def start_now(settings: Settings, run: Path) -> None:
     queue.begin(settings, run)
 
 
-def stop(settings: Settings, run: Path) -> None:
-    """Asks a run to finish its step, save and leave; asked again, it leaves at once. A waiting one leaves the queue.
+def stop(settings: Settings, run: Path, *, at_once: bool = False) -> None:
+    """Asks a run to finish its step, save and leave. A waiting one leaves the queue.
+
+    Args:
+        settings: limits of the board.
+        run: the run.
+        at_once: it has been asked already, and shall leave without saving. A second click alone does not do that.
 
     Raises:
         HalftuneError: it does not run here.
@@ -137,6 +142,8 @@ def stop(settings: Settings, run: Path) -> None:
     process = _process(run)
     if process is None:
         raise ConfigError("the run does not run on this machine", where=str(run))
+    if look(run).state == "stopping" and not at_once:
+        return
     note_stop(run, time.time())
     try:
         send(process.pid, process.process, signal.SIGTERM)

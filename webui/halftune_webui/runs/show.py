@@ -160,7 +160,8 @@ def _acts(state: RunState, name: str, words: Words, *, resumes: bool) -> str:
         acts += [("now", "now", ""), ("stop", "unqueue", "")]
     if state.live and not state.host:
         twice = state.state == "stopping"
-        acts.append(("stop", "stop_at_once" if twice else "stop", words("runs.ask_stop_at_once") if twice else ""))
+        what = "stop_at_once" if twice else "stop"
+        acts.append((what, what, words("runs.ask_stop_at_once") if twice else ""))
     if state.state in ("stopped", "died") and resumes:
         acts.append(("resume", "resume", ""))
     if (state.folder / REPORT).is_file():
@@ -168,8 +169,9 @@ def _acts(state: RunState, name: str, words: Words, *, resumes: bool) -> str:
     if not state.live and state.state != "queued":
         acts.append(("delete", "delete", words("runs.ask_delete" if resumes else "runs.ask_forget", name=name)))
     path = escape(str(state.folder))
+    bad = ("stop", "stop_at_once", "delete")
     return "".join(
-        f'<button data-act="{act}" data-run="{path}" class="{"bad" if act in ("stop", "delete") else ""}"'
+        f'<button data-act="{act}" data-run="{path}" class="{"bad" if act in bad else ""}"'
         f"{f' data-ask={_quoted(question)}' if question else ''}>{escape(words(f'runs.acts.{label}'))}</button>"
         for act, label, question in acts
     )

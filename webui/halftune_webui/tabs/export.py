@@ -14,6 +14,7 @@ from halftune_webui.runs import export, launch
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.show import run_card
+from halftune_webui.settings import Settings
 from halftune_webui.tabs.choose import chooser
 from halftune_webui.tabs.runs import EVERY, live
 
@@ -55,7 +56,7 @@ def build(context: Context) -> None:
         try:
             job = Path(event.run)
             if job in [state.folder for state in export.exports(settings)]:
-                {"stop": launch.stop, "delete": launch.delete}[event.act](settings, job)
+                _act(settings, job, event.act)
         except HalftuneError as error:
             gr.Warning(escape(str(error)))
         return cards()
@@ -64,6 +65,13 @@ def build(context: Context) -> None:
     button.click(start, [run, output, dtype, force], shown, **quiet)
     shown.submit(acted, None, shown, **quiet)
     gr.Timer(EVERY).tick(cards, None, shown, **quiet)
+
+
+def _act(settings: Settings, job: Path, what: str) -> None:
+    if what == "delete":
+        launch.delete(settings, job)
+    elif what in ("stop", "stop_at_once"):
+        launch.stop(settings, job, at_once=what == "stop_at_once")
 
 
 def _short(folder: str) -> str:

@@ -63,7 +63,8 @@ def build(context: Context) -> None:
 
     gr.Timer(EVERY).tick(looked, view, areas, **_QUIET)
     for area in (listed, cards, report):
-        area.submit(acted, view, [*areas, report], **_QUIET)
+        # "multiple": a click while another one is being answered counts, too
+        area.submit(acted, view, [*areas, report], trigger_mode="multiple", **_QUIET)
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
     board = Blocks.root_block
     assert board is not None
