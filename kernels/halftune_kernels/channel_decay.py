@@ -91,7 +91,7 @@ class ChannelDecay:
 
 @functools.lru_cache(maxsize=64)
 def _from_row(half: int, sets: int, kinds: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[s, N * s] of ones where a row of a right half has decayed; the second of two kinds has not yet at its own row."""
+    """[s, N * s] of ones where a row of a right half has decayed; one of the second kind, before its own row."""
     up_to = torch.ones(half, half, dtype=dtype, device=device).triu()
     return torch.cat([up_to.triu(1) if kinds == 2 and n else up_to for n in range(sets)], 1)
 
