@@ -14,6 +14,7 @@ from halftune.core.reach import Patience
 from halftune.launch import machines
 from halftune.launch.elastic import main
 from halftune.launch.machines import Machine, check_own, find, gather
+from halftune.train.parallel import meeting
 
 ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737): no machine has it
 
@@ -74,6 +75,15 @@ def test_a_machine_that_reaches_nobody_says_why_and_ends(
     said = capsys.readouterr().err
     assert said.startswith(f"halftune: waiting for machine 0 at 127.0.0.1:{one.port}: connection refused")
     assert "of 0 s)" in said.splitlines()[0]
+
+
+def test_what_listens_there_and_is_no_store_does_not_hold_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_MARGIN", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(PlanError, match="is no halftune"):
+            gather(replace(machine(1), port=silent.getsockname()[1]))
 
 
 def test_machine_0_says_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -100,9 +99,8 @@ def test_disagreement_is_an_error_on_every_process() -> None:
         compare(here, config(), lookup("a100"), FACTS, plan)
 
 
-def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_come_is_named() -> None:
     here, _ = meetings(2)
     here.tell("facts", told("a100"))
-    monkeypatch.setattr("halftune.train.parallel.meeting._SLICE", timedelta(milliseconds=20))
     with pytest.raises(PeerLost, match="rank 1 did not come"):
         here.ask("facts", 0.05)

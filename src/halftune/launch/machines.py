@@ -17,6 +17,7 @@ from halftune.core.reach import Patience, place, reach
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+_ANSWER = 30.0  # seconds
 _KEY = "main_process_ip"
 
 
@@ -152,18 +153,12 @@ def _is_own(address: str) -> bool:
 
 
 def _connect(machine: Machine, *, server: bool) -> TCPStore:
-    from torch._C._distributed_c10d import TCPStore
+    from halftune.train.parallel.meeting import connect
 
-    try:
-        return TCPStore(
-            machine.host,
-            machine.port,
-            is_master=server,
-            wait_for_workers=False,
-            multi_tenant=True,  # torchrun opens the same one in this process
-            timeout=timedelta(seconds=min(machine.seconds, 30.0)),
-        )
-    except (RuntimeError, ValueError) as error:
+    seconds = min(machine.seconds, _ANSWER)
+    try:  # torchrun opens the same one in this process, therefore multi_tenant
+        return connect(machine.host, machine.port, seconds, is_master=server, multi_tenant=True)
+    except RuntimeError as error:
         if server:
             what, remedy = f"port {machine.port} is in use on this machine", "another distributed.main_process_port"
         else:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +25,8 @@ log = get_logger(__name__)
 
 _PORT = "HALFTUNE_STORE_PORT"  # a fixed port of the run's own; else the launcher's store is used
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-_SLICE = timedelta(seconds=5)
+_POLL = 0.05  # seconds
+_MARGIN = 1.0  # seconds, for torch to say itself what went wrong
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,12 @@ class Meeting:
             self._wait(f"{topic}/{rank}", patient, rank, 0.0)
 
     def _wait(self, key: str, patient: Callable[[], bool], rank: int, seconds: float) -> None:
-        while True:
-            try:
-                self.store.wait([key], _SLICE)
-            except dist.DistStoreError as error:
-                if patient():
-                    continue
+        while not self.store.check([key]):  # a wait of the store's own prints a page where it ends
+            if not patient():
                 within = f" within {seconds:.0f} s" if seconds else ""
                 what = f"rank {rank} did not come to the meeting{within}"
-                raise PeerLost(
-                    what, remedy="is it started, and do the machines reach each other?", named=True
-                ) from error
-            return
+                raise PeerLost(what, remedy="is it started, and do the machines reach each other?", named=True)
+            time.sleep(_POLL)
 
 
 _met: Meeting | None = None
@@ -106,9 +103,8 @@ def open_store(seconds: float = 300.0, *, server: bool = False) -> Store:
     if not serves and (why := reach(host, port, Patience(seconds, say), "rank 0")):
         what = f"rank {rank} on {here} did not reach rank 0 at {place(host, port)} in {seconds:.0f} s: {why}"
         raise PeerLost(what, remedy="is rank 0 started, and is that port open between the machines?", named=True)
-    limit = timedelta(seconds=max(seconds, 30.0))
     try:
-        store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
+        store = connect(host, port, max(seconds, 30.0), is_master=serves)
     except dist.DistNetworkError as error:
         if not serves:
             raise PeerLost(f"rank {rank} on {here} lost rank 0's store: {_first(error)}", named=True) from error
@@ -119,6 +115,30 @@ def open_store(seconds: float = 300.0, *, server: bool = False) -> Store:
     # starts again because another one does has had no failure of its own.
     attempt = "0" if own else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"halftune/{attempt}", store)
+
+
+def connect(host: str, port: int, seconds: float, **options: bool) -> TCPStore:
+    """A connection to a store; torch itself waits for ever where something listens that is none and does not answer.
+
+    Raises:
+        dist.DistNetworkError: there is no answer, or no connection; or the port of one to be served is taken.
+    """
+    made: SimpleQueue[TCPStore | RuntimeError] = SimpleQueue()
+
+    def go() -> None:
+        try:
+            made.put(TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=seconds), **options))
+        except RuntimeError as error:
+            made.put(error)
+
+    threading.Thread(target=go, daemon=True).start()
+    try:
+        store = made.get(timeout=seconds + _MARGIN)
+    except Empty as error:
+        raise dist.DistNetworkError(f"what listens at {place(host, port)} does not answer") from error
+    if isinstance(store, RuntimeError):
+        raise store
+    return store
 
 
 def _first(error: Exception) -> str:
