@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+
+from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
@@ -35,7 +38,7 @@ def diagnose(
         except PlanError as error:
             checks.append(Finding("plan", "fail", f"on this machine: {error.what}", error.remedy))
     plan = resolve(config, machine, facts)
-    checks.append(_template(config.model))
+    checks += _tokenizer(config.model, facts)
     return examine(config, plan, real=real), checks
 
 
@@ -60,12 +63,22 @@ def _facts(model: ModelSection) -> tuple[ModelFacts, list[Finding]]:
         ]
 
 
-def _template(model: ModelSection) -> Finding:
+def _tokenizer(model: ModelSection, facts: ModelFacts) -> Iterator[Finding]:
     try:
         tokenizer = load_tokenizer(model)
     except HalftuneError as error:
         skipped = "so its chat template was not looked at; the dtype trace needs none"
-        return Finding("tokenizer", "note", f"{error.what}, {skipped}", error.remedy)
+        yield Finding("tokenizer", "note", f"{error.what}, {skipped}", error.remedy)
+        return
+    if len(tokenizer) > facts.vocab_size:
+        # Added tokens beyond the table may never occur; ordinary ones do.
+        status = "fail" if tokenizer.vocab_size > facts.vocab_size else "note"
+        what = f"knows {len(tokenizer):,} tokens, the model has {facts.vocab_size:,} embeddings"
+        yield Finding("tokenizer", status, what, "model.tokenizer names the one that the model was trained with")
+    yield _template(model, tokenizer)
+
+
+def _template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Finding:
     if tokenizer.chat_template is None:
         remedy = "model.chat_template: chatml, for data with conversations"
         return Finding("chat template", "note", "the tokenizer brings none", remedy)

@@ -15,6 +15,7 @@ from halftune.config.generation import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.damage import TEMPLATE_FAULTS, first_line
 from halftune.model.tokenizer import end_of_turn_ids
+from halftune.model.vocabulary import check_ids
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 
@@ -51,6 +52,7 @@ def generate_reply(
     prompt = _prompt(tokenizer, messages, template_variables or {})
     if not prompt:
         raise ModelError("the tokenizer makes no token of it", where=str(tokenizer.name_or_path))
+    check_ids(causal, tokenizer, [prompt], "the conversation")
     prompt_1T = torch.tensor([prompt], device=causal.device)
     length = prompt_1T.shape[1]
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
@@ -20,6 +21,7 @@ from halftune.model.fused import fuse
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
+from halftune.model.vocabulary import check_ids
 from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase, Run
@@ -79,6 +81,7 @@ def build(
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
     model, unread = make_model(config, plan)
+    check_tokens(model, tokenizer, data)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
@@ -108,6 +111,20 @@ def build(
     )
     run = Run(config, plan, folder, model, tokenizer, accelerator.device, accelerator.is_main_process, total, per_epoch)
     return Session(accelerator, strategy, run, data, feed, eval_feed, wrapped, trained)
+
+
+def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
+    """Makes sure that the model has an embedding for every token that it will be given.
+
+    Raises:
+        ModelError: one has none.
+    """
+    padding = tokenizer.pad_token_id
+    assert isinstance(padding, int), "load_tokenizer sees to a padding token"
+    check_ids(model, tokenizer, [[padding]], "the padding token")
+    for split, key in ((data.train, "data.train"), (data.eval, "data.eval")):
+        if split is not None:
+            check_ids(model, tokenizer, (split.sample(index).input_ids for index in range(len(split))), key)
 
 
 def fuse_layers(model: nn.Module, plan: Plan) -> None:

@@ -1,0 +1,58 @@
+"""A model with fewer embeddings than its tokenizer has tokens: said before training, in a chat, and by the doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import checkpoint, plan, section
+
+from halftune.config.generation import GenerationSection
+from halftune.config.load import load_config
+from halftune.config.model import ModelSection
+from halftune.config.model_facts import read_model_facts
+from halftune.core.errors import ModelError
+from halftune.doctor.recipe import _tokenizer
+from halftune.hardware.catalogue import lookup
+from halftune.model.generate import generate_reply
+from halftune.model.load import load_model
+from halftune.model.tokenizer import load_tokenizer
+from halftune.plan import resolve
+from halftune.train.setup import build
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSection:
+    folder = checkpoint(tmp_path_factory.mktemp("small") / "model", vocab_size=64)
+    return section(folder, tokenizer="builtin:qwen2-tiny")
+
+
+def test_the_doctor_counts(model: ModelSection) -> None:
+    found = {finding.name: finding for finding in _tokenizer(model, read_model_facts(model))}
+    assert found["tokenizer"].status == "fail"
+    assert found["tokenizer"].what == "knows 4,096 tokens, the model has 64 embeddings"
+    whole = section("builtin:qwen2-tiny")
+    assert "tokenizer" not in {finding.name for finding in _tokenizer(whole, read_model_facts(whole))}
+
+
+def test_nothing_is_trained(model: ModelSection, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n' * 4)
+    tree = {
+        "model": {"name_or_path": model.name_or_path, "tokenizer": model.tokenizer},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 32},
+        "training": {"output_dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(tree))
+    loaded = load_config(tmp_path / "x.yaml")
+    settled = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+    with pytest.raises(ModelError, match=r"is token \d+ of the tokenizer, and the model has 64 embeddings"):
+        build(loaded, settled, tmp_path)
+
+
+def test_nothing_is_answered(model: ModelSection) -> None:
+    settled, generation = plan("fp32", "fp32"), GenerationSection(max_new_tokens=2)
+    asked = [{"role": "user", "content": "one"}]
+    loaded = load_model(model, settled, for_training=False)
+    with pytest.raises(ModelError, match="the model has 64 embeddings"):
+        generate_reply(loaded, load_tokenizer(model), asked, generation, settled)
