@@ -7,7 +7,6 @@ import json
 import os
 import socket
 from dataclasses import dataclass
-from datetime import timedelta
 from socket import gethostname
 from typing import TYPE_CHECKING
 
