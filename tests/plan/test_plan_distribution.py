@@ -105,6 +105,11 @@ def test_what_cannot_be_had_is_refused_with_a_remedy(machine: str, sections: dic
     assert refused.value.remedy
 
 
+def test_fp16_is_not_offloaded() -> None:
+    with pytest.raises(PlanError, match="gradient scaler asks all processes"):
+        planned("t4x2", 2, distributed={"strategy": "fsdp2", "fsdp": {"cpu_offload": True}})
+
+
 def test_quantised_weights_are_not_sharded() -> None:
     raw = {**LLAMA_7B, "quantization_config": {"quant_method": "bitsandbytes"}}
     plan = planned("t4x2", 2, raw, adapter="lora")

@@ -51,6 +51,9 @@ def choose_strategy(
     if fsdp.cpu_offload and hardware.kind in ("cpu", "mps"):
         what = "there is no other memory than main memory here"
         raise PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it")
+    if fsdp.cpu_offload and work.half_range:
+        what = "fp16's gradient scaler asks all processes for overflows in main memory, over which devices do not talk"
+        raise PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it, or precision: bf16")
     if world_size == 1:
         return Choice("single", "one process"), work
     if asked != "auto":

@@ -23,7 +23,7 @@ _WHY_NOT = {"qwen4_exp": "the indexer of qwen4_exp's attention chooses among the
 _ALIBI = {"bloom", "mpt"}
 # Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
 _LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
-# Their positions are rotary whatever config.json says: transformers fills its defaults in where an old one says nothing.
+# Their positions are rotary whatever config.json says: transformers fills in its defaults where an old one is silent.
 _ALWAYS_ROTARY = {
     "llama",
     "mistral",

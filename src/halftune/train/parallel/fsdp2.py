@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from halftune.plan import ParallelPlan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.train.parallel.reading import fill, show
 from halftune.train.parallel.strategy import Strategy
+from halftune.train.processes import sum_over_processes
 
 log = get_logger(__name__)
 
@@ -93,9 +95,12 @@ class Fsdp2(Strategy):
     def gradient_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """See :class:`Strategy`."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        if self.plan.parallel is not None and self.plan.parallel.offload:  # devices talk to each other, main memory not
+            own = float(nn.utils.get_total_norm([one.to_local() for one in gradients if isinstance(one, DTensor)]))
+            norm = torch.tensor(math.sqrt(sum_over_processes(self.accelerator, [own**2])[0]))
+        else:
+            norm = nn.utils.get_total_norm(gradients)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if limit > 0:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(norm)
@@ -108,7 +113,12 @@ class Fsdp2(Strategy):
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Strategy`."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor.device.type != self.accelerator.device.type:  # offloaded: from_local takes it to the mesh's device
+            place = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+            tensor = DTensor.from_local(tensor.to_local(), tensor.device_mesh, tensor.placements, **place)
+        return tensor.full_tensor()
 
     def result(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]] | None:
         """See :class:`Strategy`. One tensor after the other is gathered; only the main process keeps it.
