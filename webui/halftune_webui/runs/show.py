@@ -36,7 +36,7 @@ def run_list(states: Sequence[RunState], opened: Collection[Path], runs: Path, w
 def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
     name, path = escape(name_of(state.folder, runs)), escape(str(state.folder))
     what = " · ".join(part for part in (state.model, state.precision) if part)
-    why = _sub(ending(state, words).partition("\n")[0]) if state.state in ("died", "unreadable") else ""
+    why = _why(ending(state, words)) if state.state in ("died", "unreadable") else ""
     tick = (
         f'<input type="checkbox" data-act="tick" data-run="{path}" {"checked" if opened else ""} '
         f'aria-label="{escape(words("runs.show", name=name_of(state.folder, runs)))}">'
@@ -65,7 +65,7 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
         words: the labels.
         output: of an export: the folder that it writes. There is nothing to resume then.
     """
-    name = output or name_of(state.folder, runs)
+    name = name_of(Path(output), Path.cwd()) if output else name_of(state.folder, runs)
     acts = f'<span class="acts">{_acts(state, name, words, resumes=not output)}</span>'
     parts = [f"<header><h3>{escape(name)}</h3>{_badge(state, words)}{acts}</header>"]
     if state.live:
@@ -109,6 +109,12 @@ def _bar(state: RunState) -> str:
 
 def _sub(text: str) -> str:
     return f'<span class="sub">{escape(text)}</span>'
+
+
+def _why(reason: str) -> str:
+    """Its first line; the card says all."""
+    line = reason.partition("\n")[0]
+    return f'<span class="sub why" title="{escape(reason)}">{escape(line)}</span>'
 
 
 def _steps(state: RunState, words: Words) -> str:

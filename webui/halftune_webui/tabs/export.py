@@ -39,7 +39,7 @@ def build(context: Context) -> None:
     run.change(lambda name: f"models/{Path(name).name}" if name else "", run, output, show_progress="hidden")
 
     def cards() -> str:
-        found = [(state, _short(export.output_of(state.folder))) for state in export.exports(settings)]
+        found = [(state, export.output_of(state.folder)) for state in export.exports(settings)]
         return "".join(
             run_card(state, (), log_tail(state.folder), settings.runs, words, output=output) for state, output in found
         )
@@ -72,8 +72,3 @@ def _act(settings: Settings, job: Path, what: str) -> None:
         launch.delete(settings, job)
     elif what in ("stop", "stop_at_once"):
         launch.stop(settings, job, at_once=what == "stop_at_once")
-
-
-def _short(folder: str) -> str:
-    """As it was written into the box, where it lies below the working directory."""
-    return str(Path(folder).relative_to(Path.cwd())) if Path(folder).is_relative_to(Path.cwd()) else folder
