@@ -36,11 +36,15 @@ class Shapes:
     def __getitem__(self, name: str) -> int:
         return self._sizes[name]
 
-    def check(self, argument: str, tensor: torch.Tensor | None, names: str) -> None:
-        """Raises `ArgumentError` unless ``tensor`` is None or has the named dimensions, in this order."""
-        if tensor is None:
+    def check(self, argument: str, tensor: torch.Tensor | None, names: str, *, optional: bool = False) -> None:
+        """Raises `ArgumentError` unless ``tensor`` has the named dimensions, in order; None may be right."""
+        if tensor is None and optional:
             return
         expected = names.split()
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                self.operator, argument, came=_kind(tensor), expected=f"a tensor of shape [{', '.join(expected)}]"
+            )
         fits = tensor.dim() == len(expected) and all(
             self._sizes.setdefault(name, size) == size for name, size in zip(expected, tensor.shape, strict=True)
         )
@@ -52,6 +56,10 @@ class Shapes:
                 came=f"of shape {list(tensor.shape)}",
                 expected=f"[{', '.join(expected)}]" + (f" with {known}" if known else ""),
             )
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def check_same_dtype(operator: str, **tensors: torch.Tensor | None) -> torch.dtype:

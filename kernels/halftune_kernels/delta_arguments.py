@@ -51,7 +51,7 @@ def check_delta_arguments(
     )
     segments = find_segments(operator, shapes["B"], shapes["T"], cu_seqlens, seq_idx)
     state = Shapes(operator, N=segments.count, K=shapes["K"], V=shapes["V"], **{heads: shapes[heads]})
-    state.check("initial_state", initial_state, f"N {heads} K V")
+    state.check("initial_state", initial_state, f"N {heads} K V", optional=True)
     return segments
 
 

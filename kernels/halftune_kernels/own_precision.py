@@ -18,7 +18,7 @@ def without_autocast(function: F) -> F:
     def called(*args: Any, **kwargs: Any) -> Any:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         first = next(tensors, None)
-        if first is None or not torch.is_autocast_enabled(first.device.type):
+        if first is None or first.device.type == "meta" or not torch.is_autocast_enabled(first.device.type):
             return function(*args, **kwargs)
         with torch.autocast(first.device.type, enabled=False):
             return function(*args, **kwargs)

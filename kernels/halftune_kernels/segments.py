@@ -63,6 +63,9 @@ def find_segments(
     Raises:
         ArgumentError: wrong dtype or shape, B > 1 with ``cu_seqlens``, boundaries that fall or miss 0 or T.
     """
+    for name, given in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise ArgumentError(operator, name, came=f"a {type(given).__name__}", expected="a tensor of integers")
     if cu_seqlens is not None:
         if batch != 1:
             raise ArgumentError(operator, "batch size", came=batch, expected="1 with cu_seqlens (one packed row)")

@@ -48,13 +48,13 @@ def causal_conv1d_fn(
     """
     shapes = Shapes("causal_conv1d_fn")
     for name, tensor, names in (("x", x, "B D T"), ("weight", weight, "D W"), ("bias", bias, "D")):
-        shapes.check(name, tensor, names)
+        shapes.check(name, tensor, names, optional=name == "bias")
     check_choice("causal_conv1d_fn", "activation", activation, _ACTIVATIONS)
     _check_float("causal_conv1d_fn", x=x, weight=weight)
     device = check_same_device("causal_conv1d_fn", x=x, weight=weight, bias=bias, initial_states=initial_states)
     segments = find_segments("causal_conv1d_fn", shapes["B"], shapes["T"], cu_seqlens, seq_idx)
     before = Shapes("causal_conv1d_fn", N=segments.count, D=shapes["D"])
-    before.check("initial_states", initial_states, "N D W-1")
+    before.check("initial_states", initial_states, "N D W-1", optional=True)
     if initial_states is not None and before["W-1"] != shapes["W"] - 1:
         came = f"of {before['W-1']} columns"
         raise ArgumentError("causal_conv1d_fn", "initial_states", came=came, expected=f"W - 1 = {shapes['W'] - 1}")
@@ -92,7 +92,7 @@ def causal_conv1d_update(
     for name, tensor, names in (
         ("x", x_BDT, "B D T"), ("conv_state", conv_state, "B D S"), ("weight", weight, "D W"), ("bias", bias, "D"),
     ):  # fmt: skip
-        shapes.check(name, tensor, names)
+        shapes.check(name, tensor, names, optional=name == "bias")
     check_choice("causal_conv1d_update", "activation", activation, _ACTIVATIONS)
     _check_float("causal_conv1d_update", x=x, weight=weight)
     held, width = shapes["S"], shapes["W"]

@@ -33,7 +33,7 @@ def causal_conv1d(
 def _places(segments: Segments, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each row of x stands in the layout, [B*T], and each row in front of a segment, [N, W-1]."""
     lengths = torch.tensor(segments.lengths)
-    number = torch.repeat_interleave(torch.arange(segments.count), lengths)
+    number = torch.repeat_interleave(torch.arange(segments.count), lengths.long())
     rows = torch.arange(segments.rows) + (number + 1) * (width - 1)
     first = torch.tensor(segments.bounds[:-1]) + torch.arange(segments.count) * (width - 1)
     return rows.to(device), (first[:, None] + torch.arange(width - 1)).to(device)

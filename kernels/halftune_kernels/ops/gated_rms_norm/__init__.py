@@ -45,7 +45,7 @@ def gated_rms_norm(
     check_choice(_NAME, "activation", activation, ("silu", "swish", "sigmoid"))
     if not x.dtype.is_floating_point:
         raise ArgumentError(_NAME, "x", came=x.dtype, expected="a floating-point dtype")
-    Shapes(_NAME, D=x.shape[-1]).check("weight", weight, "D")
+    Shapes(_NAME, D=x.shape[-1]).check("weight", weight, "D", optional=True)
     if gate is not None and gate.shape != x.shape:
         came = f"of shape {list(gate.shape)}"
         raise ArgumentError(_NAME, "gate", came=came, expected=f"{list(x.shape)}, as x has")

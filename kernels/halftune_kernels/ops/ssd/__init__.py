@@ -51,7 +51,11 @@ def simple_decay(
     """
     shapes = Shapes("simple_decay")
     for name, tensor, names in (("q", q, "B T G K"), ("k", k, "B T G K"), ("v", v, "B T H V"), ("w", w, "B T H")):
-        shapes.check(name, tensor, names)
+        shapes.check(name, tensor, names, optional=name == "w")
+    if shapes["K"] < 1:
+        raise ArgumentError("simple_decay", "k", came="of head size 0", expected="a head size of at least 1")
+    if not isinstance(g, torch.Tensor):
+        raise ArgumentError("simple_decay", "g", came=f"a {type(g).__name__}", expected="a tensor, [B, T, H] or [H]")
     check_heads("simple_decay", "v", shapes["H"], of="k", groups=shapes["G"])
     if g.dim() == 1:
         shapes.check("g", g, "H")
@@ -61,7 +65,7 @@ def simple_decay(
     device = check_same_device("simple_decay", q=q, k=k, v=v, g=g, w=w, initial_state=initial_state)
     segments = find_segments("simple_decay", shapes["B"], shapes["T"], cu_seqlens, seq_idx)
     Shapes("simple_decay", N=segments.count, H=shapes["H"], K=shapes["K"], V=shapes["V"]).check(
-        "initial_state", initial_state, "N H K V"
+        "initial_state", initial_state, "N H K V", optional=True
     )
     scale = shapes["K"] ** -0.5 if scale is None else scale
     run = module("ssd", device, dtype, backend).simple_decay
@@ -102,7 +106,7 @@ def simple_decay_step(
         ("q", q, "B G K"), ("k", k, "B G K"), ("v", v, "B H V"), ("g", g, "B H"), ("w", w, "B H"),
         ("state", state, "B H K V"),
     ):  # fmt: skip
-        shapes.check(name, tensor, names)
+        shapes.check(name, tensor, names, optional=name == "w")
     check_heads("simple_decay_step", "v", shapes["H"], of="k", groups=shapes["G"])
     if state.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("simple_decay_step", "state", came=state.dtype, expected="float32: half loses the sum")

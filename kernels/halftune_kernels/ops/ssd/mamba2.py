@@ -114,7 +114,7 @@ def mamba2_selective_state_update(
         ("B", B, "B G N"), ("C", C, "B G N"), ("z", z, "B H P"), ("dt_bias", dt_bias, "H"),
         ("D", D, "H P" if D is not None and D.dim() == 2 else "H"),
     ):  # fmt: skip
-        shapes.check(name, tensor, names)
+        shapes.check(name, tensor, names, optional=name in ("z", "dt_bias", "D"))
     step_BH = _time_step(dt, dt_bias, dt_softplus, (0.0, float("inf")))
     wide_BHNP = state.transpose(2, 3).to(step_BH.dtype, copy=True)
     y = ssd.simple_decay_step(C, B, hidden_states, step_BH * A.to(step_BH.dtype), wide_BHNP, w=step_BH, scale=1.0)
@@ -139,7 +139,7 @@ def _check_scan(
         ("C", C, "B T G N"), ("z", z, "B T H P"), ("dt_bias", dt_bias, "H"),
         ("D", D, "H P" if D is not None and D.dim() == 2 else "H"),
     ):  # fmt: skip
-        shapes.check(name, tensor, names)
+        shapes.check(name, tensor, names, optional=name in ("z", "dt_bias", "D"))
     check_heads(_SCAN, "hidden_states", shapes["H"], of="B", groups=shapes["G"])
     check_same_dtype(_SCAN, hidden_states=hidden_states, B=B, C=C)
     if initial_states is not None and initial_states.dim() != 4:
