@@ -73,7 +73,8 @@ class TrainingSection(Section):
     be one that the operators know; `auto` does so on CPUs. The log says how many, and which were left alone."""
 
     torch_compile: Flag = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile, which takes minutes before the first step. Attention over packed rows runs
+    outside of the graphs, which end at every layer."""
 
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] = 42
     """Seed of data order, adapter weights and dropout."""
