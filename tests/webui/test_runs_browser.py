@@ -146,8 +146,10 @@ def test_a_run_from_start_to_export(board: Any, start_board: Callable[..., Any],
     report.get_by_text("halftune run report").wait_for()
 
     tab(page, "Chat")
+    page.wait_for_function("document.querySelector('#chat-run input').value")  # the list is read when the tab opens
     page.locator("#chat-load").click()
-    page.locator("#chat-ready").wait_for(timeout=LONG)
+    page.locator("#chat-ready, #chat-loaded .cause").wait_for(timeout=LONG)
+    assert page.locator("#chat-ready").count(), page.locator("#chat-loaded").inner_text()
     page.locator("#chat-text textarea").fill("Add 3 <img src=x> and 4.")
     page.locator("#chat-send").click()
     for side in ("#trained", "#base"):
@@ -155,6 +157,7 @@ def test_a_run_from_start_to_export(board: Any, start_board: Callable[..., Any],
         assert page.locator(f"{side} p.user").inner_text() == "Add 3 <img src=x> and 4."  # as text, not as a picture
 
     tab(page, "Export")
+    page.wait_for_function("document.querySelector('#export-output textarea, #export-output input').value")
     page.locator("#export-start").click()
     page.locator("#exports").get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
     assert (board.folder / "models" / "adder" / "model.safetensors").stat().st_size > 0
