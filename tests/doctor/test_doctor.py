@@ -232,6 +232,7 @@ def test_the_function_with_a_cache_and_flash_attn_3_are_looked_at(
     assert exit_code == 1
 
 
+@pytest.mark.slow
 def test_operands_of_linear_attention_are_looked_at_in_rwkv7(tmp_path: Path) -> None:
     config = load_config(recipe(tmp_path, "builtin:rwkv7-tiny", precision="bf16")).run
     plan = resolve(config, lookup("a100"), read_model_facts(config.model))
