@@ -127,7 +127,7 @@ def _store(t, b, x, row: tl.constexpr, column: tl.constexpr, left, HV: tl.conste
     if b is not None:
         rise = tl.load(b + i * HV, mask=i < left, other=0.0)[:, None]
         fall = tl.load(b + j * HV, mask=j < left, other=0.0)[None, :]
-        x = x * tl.exp2(tl.where(i[:, None] >= j[None, :], rise - fall, float("-inf")))
+        x = x * tl.exp2(tl.where((i[:, None] >= j[None, :]) & (i < left)[:, None], rise - fall, float("-inf")))
     tl.store(t + i[:, None] * (HV * C) + j[None, :], x.to(t.dtype.element_ty), mask=(i < left)[:, None])
 
 

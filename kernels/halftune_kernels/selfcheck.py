@@ -6,7 +6,9 @@ where the training runs. Its verdict is kept on disk per machine, versions and k
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -34,6 +36,7 @@ class Verdict:
         passed: every output and gradient was within its bound, finite, and the same twice.
         detail: the worst finding, or what failed.
         seconds: wall time, compilation included.
+        lasting: false where it says nothing about the kernels, because the memory was full.
     """
 
     operator: str
@@ -41,15 +44,18 @@ class Verdict:
     passed: bool
     detail: str
     seconds: float
+    lasting: bool = True
 
 
 def verdict(operator: str, device: torch.device, backend: str = "triton") -> Verdict:
     """The verdict kept on disk, else that of `check`, which is then kept."""
-    path = cache_dir() / "selfcheck" / f"{_fingerprint(operator, device, backend)}.json"
+    path = cache_dir() / "selfcheck" / f"{fingerprint(operator, device, backend)}.json"
     try:
         return Verdict(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or torn by a full disk: check again
         found = check(operator, device, backend)
+    if not found.lasting:
+        return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -62,7 +68,7 @@ def verdict(operator: str, device: torch.device, backend: str = "triton") -> Ver
 
 def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
     """Runs ``backend`` of one operator forward and backward in every dtype, against the fp64 reference on the CPU."""
-    start, worst, problem = time.perf_counter(), (0.0, ""), ""
+    start, worst, problem, lasting = time.perf_counter(), (0.0, ""), "", True
     dtypes = [dtype for dtype in BOUNDS if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
     for size in sizes:
         plain = cases.case(operator, size)
@@ -71,7 +77,8 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
             try:
                 truth = case.call(torch.float64, torch.device("cpu"), "reference")
                 first, second = (case.call(dtype, device, backend) for _ in range(2))
-            except RuntimeError as error:  # no shared memory, a compiler crash, an illegal access
+            except failures() as error:  # no shared memory, a compiler crash, an illegal access
+                lasting = not isinstance(error, torch.OutOfMemoryError)
                 problem = f"{_name(dtype)}, head size {size}: {type(error).__name__}: {str(error).splitlines()[0]}"
                 break
             for name, value in first.items():
@@ -83,7 +90,17 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
                 if not error <= BOUNDS[dtype]:
                     problem = problem or what
     detail = problem or f"worst: {worst[1]}"
-    return Verdict(operator, backend, not problem, detail, round(time.perf_counter() - start, 2))
+    return Verdict(operator, backend, not problem, detail, round(time.perf_counter() - start, 2), lasting)
+
+
+@functools.cache
+def failures() -> tuple[type[Exception], ...]:
+    """What an operator raises where its kernels do not compile, fit or run: Triton's errors are no RuntimeErrors."""
+    if importlib.util.find_spec("triton") is None:
+        return (RuntimeError,)
+    from triton.errors import TritonError
+
+    return RuntimeError, TritonError
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
@@ -100,7 +117,7 @@ def cache_dir() -> Path:
     return (Path(own) if own else Path(base) / "halftune").expanduser() / "kernels"
 
 
-def _fingerprint(operator: str, device: torch.device, backend: str) -> str:
+def fingerprint(operator: str, device: torch.device, backend: str) -> str:
     """Machine, versions and the operator's source: a verdict of other ones says nothing."""
     facts = [operator, backend, torch.__version__, _machine(device)]
     if backend == "triton":

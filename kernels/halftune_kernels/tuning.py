@@ -1,17 +1,20 @@
 """How each kernel is cut: the shipped choice, or one that was measured on this kind of GPU and is kept on disk.
 
-Nothing is searched for while training. `tune` is asked for by name, keeps a cut only if the operator is still right
-with it, and stores it per operator, GPU, dtype and key size; `prewarm` compiles what a run will need before its memory
-is full.
+Nothing is searched for while training. `tune` is asked for by name (``python -m halftune_kernels tune``), keeps a cut
+only if the operator is still right with it, and stores it per operator, GPU, dtype and key size, with the versions and
+the source that it is of: under others the shipped cut is taken. `prewarm` compiles what a run will need before its
+memory is full.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +23,7 @@ import torch
 
 from halftune_kernels import cases, selfcheck
 from halftune_kernels.gate import SHARED_MEMORY
-from halftune_kernels.launch import Config, Rows, capability
+from halftune_kernels.launch import Config, Rows, capability, power_of_two
 
 _trial: ContextVar[dict[str, Config] | None] = ContextVar("halftune_kernels_trial", default=None)
 
@@ -33,8 +36,9 @@ def configuration(
     tried = (_trial.get() or {}).get(kernel)
     if tried is not None:
         return tried
-    measured = _measured(operator, gpu, str(like.dtype), size).get(kernel) if like.is_cuda else None
-    return measured or default(shipped, kernel, gpu, like.dtype, size)
+    plain = default(shipped, kernel, gpu, like.dtype, size)
+    measured = _measured(operator, like.device, like.dtype, size).get(kernel) if like.is_cuda else None
+    return measured if measured in _neighbours(plain) else plain
 
 
 def default(shipped: Mapping[tuple[str, bool], Rows], kernel: str, gpu: int, dtype: torch.dtype, size: int) -> Config:
@@ -59,23 +63,29 @@ def tune(
         operator: one with a table ``CONFIGS`` in its ``triton.py``.
         device: the GPU.
         dtype: of queries, keys and values.
-        size: head size, a power of two.
+        size: head size.
         measure: runs its argument repeatedly and returns milliseconds, e.g. ``triton.testing.do_bench``.
         bounds: of the packed row that is timed.
 
     Returns:
         The kept cut of each kernel.
+
+    Raises:
+        OSError: the cache folder cannot be written; said before anything is measured.
     """
     shipped = importlib.import_module(f"halftune_kernels.ops.{operator}.triton").CONFIGS
-    gpu, half = capability(device), dtype != torch.float32
-    kept = {name: default(shipped, name, gpu, dtype, size) for name, of_half in shipped if of_half == half}
+    gpu, half, padded = capability(device), dtype != torch.float32, power_of_two(size)
+    path = _path(operator, gpu, dtype, padded)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
+    kept = {name: default(shipped, name, gpu, dtype, padded) for name, of_half in shipped if of_half == half}
     timed = cases.case(operator, size, bounds)
 
     def milliseconds(cuts: dict[str, Config]) -> float:
         token = _trial.set(cuts)
         try:
             return measure(lambda: timed.call(dtype, device, "triton"))
-        except RuntimeError:  # too much shared memory for this GPU
+        except selfcheck.failures():  # too much shared memory for this GPU
             return float("inf")
         finally:
             _trial.reset(token)
@@ -86,9 +96,17 @@ def tune(
             time = milliseconds(kept | {kernel: cut})
             if time < best * 0.98 and _right(operator, device, size, kept | {kernel: cut}):
                 best, kept[kernel] = time, cut
-    _store(_path(operator, gpu, str(dtype), size), kept)
+    stored = {"of": selfcheck.fingerprint(operator, device, "triton"), "cuts": {k: asdict(c) for k, c in kept.items()}}
+    part = path.with_suffix(f".{os.getpid()}.part")  # another process that tunes has its own; the last one stays
+    part.write_text(json.dumps(stored))
+    part.replace(path)
     _measured.cache_clear()
     return kept
+
+
+def tunable(operator: str) -> bool:
+    """Whether ``operator`` has cuts to choose from."""
+    return hasattr(importlib.import_module(f"halftune_kernels.ops.{operator}.triton"), "CONFIGS")
 
 
 def prewarm(operator: str, device: torch.device, dtype: torch.dtype, size: int) -> None:
@@ -96,13 +114,13 @@ def prewarm(operator: str, device: torch.device, dtype: torch.dtype, size: int) 
     cases.case(operator, size, (0, 80)).call(dtype, device, "triton")
 
 
-def _neighbours(cut: Config) -> Iterable[Config]:
-    for width in {16, 32, 64} if cut.width else {cut.width}:
-        for warps in (2, 4, 8):
-            for stages in (1, 2, 3):
-                made = replace(cut, width=width, warps=warps, stages=stages)
-                if made != cut:
-                    yield made
+@functools.cache
+def _neighbours(cut: Config) -> tuple[Config, ...]:
+    """What is tried in place of ``cut``."""
+    widths = (16, 32, 64) if cut.width else (cut.width,)
+    cuts = itertools.product(widths, (2, 4, 8), (1, 2, 3))
+    made = (replace(cut, width=width, warps=warps, stages=stages) for width, warps, stages in cuts)
+    return tuple(one for one in made if one != cut)
 
 
 def _right(operator: str, device: torch.device, size: int, cuts: dict[str, Config]) -> bool:
@@ -113,21 +131,18 @@ def _right(operator: str, device: torch.device, size: int, cuts: dict[str, Confi
         _trial.reset(token)
 
 
-def _path(operator: str, gpu: int, dtype: str, size: int) -> Path:
-    return selfcheck.cache_dir() / "cuts" / f"{operator}-sm{gpu}-{dtype.removeprefix('torch.')}-{size}.json"
+def _path(operator: str, gpu: int, dtype: torch.dtype, size: int) -> Path:
+    name = f"{operator}-sm{gpu}-{str(dtype).removeprefix('torch.')}-{size}.json"
+    return selfcheck.cache_dir() / "cuts" / name
 
 
 @functools.cache
-def _measured(operator: str, gpu: int, dtype: str, size: int) -> dict[str, Config]:
+def _measured(operator: str, device: torch.device, dtype: torch.dtype, size: int) -> dict[str, Config]:
+    """What `tune` stored; nothing if it did not, the file is torn, or it is of other versions."""
     try:
-        stored = json.loads(_path(operator, gpu, dtype, size).read_text())
-        return {kernel: Config(**cut) for kernel, cut in stored.items()}
-    except (OSError, ValueError, TypeError, AttributeError):  # none, or one of another version: the shipped cut
+        stored = json.loads(_path(operator, capability(device), dtype, size).read_text())
+        if stored["of"] != selfcheck.fingerprint(operator, device, "triton"):
+            return {}
+        return {kernel: Config(**cut) for kernel, cut in stored["cuts"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _store(path: Path, cuts: dict[str, Config]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps({kernel: asdict(cut) for kernel, cut in cuts.items()}))
-    part.replace(path)

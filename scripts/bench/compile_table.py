@@ -5,6 +5,10 @@
     python scripts/bench/compile_table.py --minutes 10 --write   # what is done in that time; the next call goes on
     python scripts/bench/compile_table.py --minutes 0 --write    # the page from what is kept, compiling nothing
 
+sm_89 gets what sm_86 gets (Triton knows no difference between the two, the assembler allots the same): it is compiled
+at one head size, as a sample, and a difference there is printed. float16 is as bfloat16 but for the states, which are
+kept in fp32: it is compiled at two head sizes, the usual and the largest.
+
 What a combination needs is kept on disk under the operator's source and Triton's version: a call resumes where the
 last one was stopped, and unchanged kernels cost nothing. The page gets all that is kept and not out of date. Leaves
 with 1 if a kernel does not fit.
@@ -13,6 +17,7 @@ with 1 if a kernel does not fit.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -35,9 +40,9 @@ from halftune_kernels.selfcheck import cache_dir
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compile table: scripts/bench/compile_table.py -->", "<!-- end of the compile table -->"
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32", "float16")
 SIZES = (128, 64, 256, 96, 16)  # in the order of their use
-_SOURCES = ("launch.py", "segments.py", "delta_kernels.py")  # beside the operator's own files
+SAMPLED = {"sm_89": (128,), "float16": (128, 256)}  # head sizes at which these are compiled; see above
 
 
 class Combination(NamedTuple):
@@ -53,12 +58,15 @@ class Combination(NamedTuple):
         return f"{self.operator}-{self.dtype}-{self.size}-sm{self.gpu}"
 
 
+@functools.cache  # of the sources at hand when this process began, as are the kernels
 def fingerprint(operator: str) -> str:
-    """Of what a compiled kernel depends on."""
+    """Of what a compiled kernel depends on: the operator's files and those of the package that they import."""
     package = Path(halftune_kernels.__file__ or next(iter(halftune_kernels.__path__))).parent
-    files = [package / name for name in _SOURCES]
-    files += [package / "ops" / operator / name for name in ("kernels.py", "triton.py")]
-    text = "".join(file.read_text() for file in files if file.exists())
+    own = [package / "ops" / operator / name for name in ("kernels.py", "triton.py")]
+    text = "".join(file.read_text() for file in own if file.exists())
+    for name in ("launch", "delta_kernels"):
+        if name in text:
+            text += (package / f"{name}.py").read_text()
     return hashlib.sha256(f"{triton.__version__}{text}".encode()).hexdigest()[:16]
 
 
@@ -89,11 +97,24 @@ class Kept:
 def combinations(
     operators: Iterable[str], dtypes: Iterable[str], sizes: Iterable[int], gpus: Iterable[int]
 ) -> Iterator[Combination]:
-    """Those that Triton runs; the others go to torch."""
+    """Those that Triton runs, the others go to torch; of what is much like another, a sample."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:3])
     for dtype, size, operator, gpu in itertools.product(dtypes, sizes, operators, gpus):
-        if expected(operator, gpu, version, getattr(torch, dtype)).name == "triton":
+        runs = expected(operator, gpu, version, getattr(torch, dtype)).name == "triton"
+        # sm_75 has float16, and no bfloat16 that would stand for it
+        sampled = all(size in SAMPLED.get(name, (size,)) for name in (f"sm_{gpu}", dtype)) or gpu == 75
+        if runs and sampled:
             yield Combination(operator, dtype, size, gpu)
+
+
+def differences(found: dict[Combination, list[Compiled]]) -> Iterator[str]:
+    """Where sm_89 is not as sm_86."""
+    for one, kernels in found.items():
+        other = found.get(one._replace(gpu=86)) if one.gpu == 89 else None
+        for mine, its in zip(kernels, other, strict=True) if other else ():
+            if (mine.shared, mine.registers, mine.spills) != (its.shared, its.registers, its.spills):
+                numbers = f"{mine.shared:,} / {mine.registers} / {mine.spills}"
+                yield f"{one.key}: {mine.kernel} {numbers}, not {its.shared:,} / {its.registers} / {its.spills}"
 
 
 def compiled(one: Combination) -> list[Compiled]:
@@ -159,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.write:
         everything = list(combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY)))
         found = {one: kernels for one in everything if (kernels := kept.get(one)) is not None}
+        print("\n".join(differences(found)) or "sm_89 is as sm_86")
         share = f"{len(found)} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
         write(PAGE, f"{share}\n\n{tables(found)}")
     return 0 if fits else 1

@@ -40,10 +40,24 @@ def test_every_operator_with_kernels_is_covered_and_refused_gpus_are_not(script:
     assert {one.operator for one in found if one.gpu == 80} == set(OPERATORS)
     assert {one.operator for one in found if one.gpu == 75} == {"causal_conv1d", "gated_rms_norm"}
     assert not any(one.dtype == "bfloat16" for one in found if one.gpu == 75)
+    every = list(script.combinations(["kda", "gated_rms_norm"], script.DTYPES, script.SIZES, [75, 86, 89]))
+    assert (
+        {one.size for one in every if one.gpu == 86} == {one.size for one in every if one.gpu == 75} == {*script.SIZES}
+    )
+    assert {one.size for one in every if one.gpu == 89} == {128}
+    assert {one.size for one in every if one.gpu == 86 and one.dtype == "float16"} == {128, 256}
+
+
+def test_what_makes_the_sample_no_sample_is_said(script: ModuleType) -> None:
+    one = script.Combination("kda", "float32", 128, 86)
+    found = {one: [needs(86)], one._replace(gpu=89): [needs(89)]}
+    assert not list(script.differences(found))
+    found[one._replace(gpu=89)] = [needs(89, spills=8)]
+    assert list(script.differences(found)) == ["kda-float32-128-sm89: solve 2,048 / 128 / 8, not 2,048 / 128 / 0"]
 
 
 def test_a_second_call_compiles_only_what_changed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["--operators", "kda", "ssd", "--gpus", "80", "--sizes", "64", "--dtypes", "float16"]
+    asked = ["--operators", "kda", "ssd", "--gpus", "80", "--sizes", "64", "--dtypes", "bfloat16"]
     compiled: list[str] = []
 
     def compile_one(one: tuple[str, str, int, int]) -> list[Compiled]:
@@ -72,14 +86,14 @@ def test_the_page_has_a_row_for_each_cut_and_names_what_does_not_fit(
         return [needs(gpu, "solve", spills=8), needs(gpu, "scan", 204_800, cut=f"{gpu // 10} warps")]
 
     monkeypatch.setattr(script, "compiled", compile_one)
-    asked = ["--operators", "rwkv7", "--gpus", "80", "90", "--sizes", "64", "--dtypes", "float16"]
+    asked = ["--operators", "rwkv7", "--gpus", "80", "90", "--sizes", "64", "--dtypes", "bfloat16"]
     assert script.main([*asked, "--write"]) == 1
-    assert "rwkv7-float16-64-sm80: scan needs 204,800 bytes of 101,376" in capsys.readouterr().out
+    assert "rwkv7-bfloat16-64-sm80: scan needs 204,800 bytes of 101,376" in capsys.readouterr().out
     page = script.PAGE.read_text()
     assert page.startswith("before\n")
     assert page.endswith("after\n")
     assert "old rows" not in page
-    assert "**rwkv7, float16**" in page
+    assert "**rwkv7, bfloat16**" in page
     assert "| 64 | solve | 4 warps | 2 / 128 / 8 | 2 / 128 / 8 |" in page
     assert "| 64 | scan | 8 warps | 200 / 128 / 0 **does not fit** |  |" in page
     assert "| 64 | scan | 9 warps |  | 200 / 128 / 0 **does not fit** |" in page

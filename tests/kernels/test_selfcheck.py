@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
-from halftune_kernels import cases, selfcheck, tuning
-from halftune_kernels.launch import Config
+from halftune_kernels import cases, selfcheck
 from halftune_kernels.ops.ssd import cpu
 
 CPU = torch.device("cpu")
@@ -55,17 +55,32 @@ def test_verdicts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert selfcheck.verdict("gated_rms_norm", CPU, "cpu").passed
 
 
-def test_cuts_are_kept_only_if_faster_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class NotOfPython(TritonError):
+    """As Triton's own: no RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        (OutOfResources(131_072, 101_376, "shared memory"), True),
+        (NotOfPython("ptxas died"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_what_does_not_run_is_a_verdict_and_a_full_memory_is_not_kept(
+    error: Exception, lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(case: cases.Case, dtype: torch.dtype, device: torch.device, backend: str) -> dict[str, torch.Tensor]:
+        if backend == "triton":
+            raise error
+        return {}
+
+    monkeypatch.setattr(cases.Case, "call", call)
     monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
-    times = iter([10.0, 5.0] + [20.0] * 1000)
-    monkeypatch.setattr(tuning, "_right", lambda *args: True)
-    kept = tuning.tune("ssd", CPU, torch.bfloat16, 64, lambda run: next(times))
-    stored = tuning._measured("ssd", 80, "torch.bfloat16", 64)
-    assert stored == kept
-    assert kept["prepare"] == dataclasses.replace(kept["prepare"], warps=2)
-    monkeypatch.setattr(tuning, "_right", lambda *args: False)
-    times = iter([10.0, 5.0] + [20.0] * 1000)
-    assert tuning.tune("ssd", CPU, torch.bfloat16, 64, lambda run: next(times))["prepare"] == Config(0, 4, 1, 32)
+    found = selfcheck.verdict("ssd", CPU, "triton")
+    assert not found.passed
+    assert type(error).__name__ in found.detail
+    assert (tmp_path / "kernels").exists() == lasting
 
 
 def test_every_case_has_all_gradients() -> None:

@@ -90,3 +90,34 @@ def test_gated_delta_rule_of_one_repeated_key() -> None:
         "beta": torch.ones_like(plain.inputs["beta"]),
     }
     check(dataclasses.replace(plain, inputs=inputs), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operator", ["ssd", "gated_delta_rule"])
+def test_the_gradient_of_a_fast_decay_among_slow_ones(operator: str, dtype: torch.dtype) -> None:
+    """It is 1e-9 of the others' and has no part in what they add and take: each is right by itself, not only in sum."""
+    plain = case(operator, 16, (0, 256), seed=5)
+    inputs = {name: x if x.dim() < 3 else x[:, :, :1] for name, x in plain.inputs.items() if name != "initial_state"}
+    inputs["g"] = -1e-2 * torch.rand(1, 256, 1, dtype=torch.float64)
+    inputs["g"][:, 3::16] = -20
+    made = rounded(dataclasses.replace(plain, inputs=inputs), dtype)
+    truth, found = made.call(torch.float64, CPU, "reference")["d g"], made.call(dtype, CPU, "triton")["d g"]
+    fast = torch.zeros(256, dtype=torch.bool)
+    fast[3::16] = True
+    assert truth[:, fast].norm() < 1e-6 * truth[:, ~fast].norm()
+    for which in (fast, ~fast):
+        assert relative_error(found[:, which] * 1e9, truth[:, which] * 1e9) <= BOUNDS[dtype]
+
+
+def test_no_decay_at_all_left_is_no_nan() -> None:
+    """A gate of 0 is a log decay of minus infinity; differences of its sums would not be numbers."""
+    plain = case("gated_delta_rule", 16, (0, 70))
+    inputs = {name: x[:, :, :1] for name, x in plain.inputs.items() if name != "initial_state"}
+    inputs["g"] = inputs["g"].clone()
+    fast = dataclasses.replace(plain, inputs=inputs | {"g": inputs["g"].index_fill(1, torch.tensor([5, 66]), -1e4)})
+    none = dataclasses.replace(
+        plain, inputs=inputs | {"g": inputs["g"].index_fill(1, torch.tensor([5, 66]), -torch.inf)}
+    )
+    truth, found = fast.call(torch.float64, CPU, "reference"), none.call(torch.float32, CPU, "triton")
+    for name, value in found.items():
+        assert relative_error(value, truth[name]) <= BOUNDS[torch.float32], name

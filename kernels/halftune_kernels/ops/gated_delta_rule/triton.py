@@ -20,14 +20,18 @@ CHUNK = 64
 CONFIGS: dict[tuple[str, bool], Rows] = {
     ("solve", True): ((256, (), Config(0, 4, 1, 32)),),
     ("solve", False): ((256, (), Config(0, 4, 1, 32)),),
-    ("scan_forward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", True): (
+        (128, (120,), Config(32, 8, 1)),
+        (128, (), Config(32, 4, 1)),
+        (256, (), Config(16, 8, 1)),
+    ),
     ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
     ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
     ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
     ("chunk_backward", True): (
-        (256, (90, 100), Config(64, 8, 1, 32)),
-        (256, (120,), Config(16, 8, 1, 32)),
-        (256, (), Config(32, 8, 1, 32)),
+        (256, (90,), Config(64, 8, 1, 32)),
+        (256, (100,), Config(32, 8, 1, 32)),
+        (256, (), Config(16, 8, 1, 32)),
     ),
     ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
 }

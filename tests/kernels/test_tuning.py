@@ -1,0 +1,129 @@
+"""Cuts of kernels: shipped ones for every GPU, measured ones kept on disk and believed only if they can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from halftune_kernels import __main__ as commands
+from halftune_kernels import selfcheck, tuning
+from halftune_kernels.gate import SHARED_MEMORY
+from halftune_kernels.launch import Config, standing_in
+from halftune_kernels.ops.ssd import simple_decay
+from halftune_kernels.ops.ssd.triton import CONFIGS
+
+CPU, HALF = torch.device("cpu"), torch.bfloat16
+ON_GPU = SimpleNamespace(is_cuda=True, device=CPU, dtype=HALF)  # what `configuration` reads of a tensor; sm_80
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; what was read from another one is forgotten."""
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "_right", lambda *args: True)
+    tuning._measured.cache_clear()
+    return tmp_path / "kernels" / "cuts"
+
+
+def in_turn(*first: float) -> Callable[[Callable[[], object]], float]:
+    """A measure that says these milliseconds, then 20."""
+    times = iter(first)
+    return lambda run: next(times, 20.0)
+
+
+def prepare() -> Config:
+    return tuning.configuration(CONFIGS, "ssd", "prepare", ON_GPU, 64)  # type: ignore[arg-type]
+
+
+def test_cuts_are_kept_only_if_faster_and_right(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = prepare()
+    kept = tuning.tune("ssd", CPU, HALF, 64, in_turn(10.0, 5.0))
+    assert kept["prepare"] == dataclasses.replace(shipped, warps=2) == prepare()
+    assert [file.name for file in cache.iterdir()] == ["ssd-sm80-bfloat16-64.json"]
+    monkeypatch.setattr(tuning, "_right", lambda *args: False)
+    assert tuning.tune("ssd", CPU, HALF, 64, in_turn(10.0, 5.0))["prepare"] == shipped == prepare()
+
+
+def test_a_head_size_is_tuned_for_the_tile_it_is_padded_to(cache: Path) -> None:
+    tuning.tune("ssd", CPU, HALF, 48, in_turn(10.0, 5.0))
+    assert prepare().warps == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda stored: "{",
+        lambda stored: "[]",
+        lambda stored: json.dumps({"of": stored["of"]}),
+        lambda stored: json.dumps(stored | {"cuts": {"prepare": [1, 2]}}),
+        lambda stored: json.dumps(stored | {"cuts": {"prepare": {"tiles": 3}}}),
+        lambda stored: json.dumps(stored | {"cuts": {"prepare": stored["cuts"]["prepare"] | {"warps": 0}}}),
+        lambda stored: json.dumps(stored | {"cuts": {"prepare": stored["cuts"]["prepare"] | {"warps": "2"}}}),
+        lambda stored: json.dumps(stored | {"cuts": {"prepare": stored["cuts"]["prepare"] | {"depth": 4096}}}),
+        lambda stored: json.dumps(stored | {"of": "another source, Triton or GPU"}),
+    ],
+)
+def test_what_cannot_be_believed_is_the_shipped_cut(damage: Callable[[dict[str, object]], str], cache: Path) -> None:
+    shipped = prepare()
+    tuning.tune("ssd", CPU, HALF, 64, in_turn(10.0, 5.0))
+    assert prepare() != shipped
+    file = next(cache.iterdir())
+    file.write_text(damage(json.loads(file.read_text())))
+    tuning._measured.cache_clear()
+    assert prepare() == shipped
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels").write_text("no folder")
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+
+    def refuse(run: Callable[[], object]) -> float:
+        raise AssertionError("measured")
+
+    with pytest.raises(OSError, match="kernels"):
+        tuning.tune("ssd", CPU, HALF, 64, refuse)
+
+
+@pytest.mark.parametrize("operator", ["ssd", "gated_delta_rule", "kda", "rwkv7"])
+def test_every_gpu_has_a_cut_of_every_kernel_and_unknown_ones_that_of_their_family(operator: str) -> None:
+    shipped = importlib.import_module(f"halftune_kernels.ops.{operator}.triton").CONFIGS
+    for kernel, half in shipped:
+        dtype = HALF if half else torch.float32
+        for size in (16, 32, 64, 128, 256):
+            cuts = {gpu: tuning.default(shipped, kernel, gpu, dtype, size) for gpu in (*SHARED_MEMORY, 87, 103, 121)}
+            assert (cuts[87], cuts[103], cuts[121]) == (cuts[86], cuts[100], cuts[120])
+
+
+def test_more_samples_than_a_grid_has_rows() -> None:
+    """CUDA's second and third axis end at 65,535."""
+    grids = {}
+    samples = 70_000
+    q, k, v = torch.empty(3, 1, samples, 1, 4, requires_grad=True).unbind()
+    g, bounds = torch.empty(1, samples, 1), torch.arange(samples + 1, dtype=torch.int32)
+    with standing_in(80, lambda kernel, grid, args, options: grids.setdefault(kernel.fn.__name__, grid)):
+        o, _ = simple_decay(q, k, v, g, cu_seqlens=bounds, backend="triton")
+        o.sum().backward()
+    assert len(grids) == 4
+    assert all(grid[0] >= samples and max(grid[1:], default=1) <= 65_535 for grid in grids.values()), grids
+
+
+def test_the_commands_need_a_gpu_only_where_there_is_something_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    right = selfcheck.Verdict("ssd", "cpu", True, "worst: d q", 0.1)
+    monkeypatch.setattr(selfcheck, "check", lambda *args: right)
+    assert commands.main(["check", "--operators", "ssd"]) == 0
+    assert "ssd: right, cpu (the tensors are on the CPU); worst: d q" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert commands.main(["tune", "--operators", "ssd"]) == 2
+    assert "tune: no CUDA device here" in capsys.readouterr().err
