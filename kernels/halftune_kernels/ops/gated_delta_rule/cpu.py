@@ -164,10 +164,8 @@ class _GatedDeltaRule:
         d_b = v.new_zeros(units, each, size, dtype=torch.float64)
         missing = v.new_empty(d_o.shape)
         first = units - len(passed.read)
-        torch.addcmul(
-            v[first:].transpose(1, 2), _by_value_head(passed.read[:, size:], d_o), made.rising[first:], value=-1.0,
-            out=missing[first:],
-        )  # fmt: skip
+        taken = _by_value_head(passed.read[:, size:], d_o)
+        torch.addcmul(v[first:].transpose(1, 2), taken, made.rising[first:], value=-1.0, out=missing[first:])
         missing[:first] = v[:first].transpose(1, 2)
         d_weights, d_lower, d_beta = _pairs_backward(passed, d_o.flatten(0, 1), found.right, missing, d_b)
         d_qk = torch.bmm(torch.cat((d_weights, d_lower + d_lower.transpose(1, 2)), 1), made.qk[:, size:])
