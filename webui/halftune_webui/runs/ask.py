@@ -12,7 +12,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import HalftuneError
-from halftune_webui.runs.keeper import environment
+from halftune_webui.runs.detached import environment
 from halftune_webui.runs.log_tail import cause_in
 from halftune_webui.runs.queue import BOARD
 from halftune_webui.settings import HALFTUNE

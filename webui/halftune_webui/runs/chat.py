@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from halftune.core.errors import HalftuneError
-from halftune_webui.runs.keeper import environment
+from halftune_webui.runs.detached import environment
 from halftune_webui.runs.log_tail import cause_in
 from halftune_webui.settings import HALFTUNE
 

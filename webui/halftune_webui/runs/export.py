@@ -8,7 +8,7 @@ from pathlib import Path
 from halftune.core.errors import ConfigError
 from halftune.core.status import NAME
 from halftune_webui.paths import inside
-from halftune_webui.runs.keeper import launch
+from halftune_webui.runs.detached import launch
 from halftune_webui.runs.queue import BOARD
 from halftune_webui.runs.started import note_job, read_started
 from halftune_webui.runs.state import RunState, look

@@ -1,4 +1,4 @@
-"""A small process beside each run: starts it, notes how it ended, then starts the next one that waits.
+"""The program beside each run: starts it, notes how it ended, then starts the next one that waits.
 
 It belongs to no terminal and to no web server, so a run and the queue go on whatever becomes of both.
 """
@@ -12,39 +12,17 @@ import sys
 import time
 from pathlib import Path
 
+from halftune_webui.runs.detached import environment
 from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_process, read_started
-from halftune_webui.settings import Settings
 
-SECRETS = ("HALFTUNE_WEBUI_AUTH",)  # of the board, of no use to a run
+QUEUE = "halftune_webui.runs.queue"  # a program of its own: what it imports is not held while the run lasts
 _KILLS = Path("/sys/fs/cgroup/memory.events")
 
 
-def launch(run: Path, settings: Settings) -> None:
-    """Starts the keeper of a run whose job has been noted; returns at once.
-
-    Args:
-        run: the folder of the run.
-        settings: of the board, whose queue goes on afterwards within the same limits.
-    """
-    command = [sys.executable, "-m", "halftune_webui.runs.keeper", str(run), settings.to_json()]
-    keeper = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,  # closed once it has been noted: the keeper's own, fuller note comes later
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-        env=environment(),
-    )
-    note_process(run, Process.of(keeper.pid))
-    assert keeper.stdin is not None
-    keeper.stdin.close()
-
-
-def keep(run: Path, settings: Settings) -> int:
-    """Starts what the notes say, waits, notes the exit code; then the next of the queue."""
+def keep(run: Path) -> None:
+    """Starts what the notes say, waits, notes the exit code."""
     job = read_started(run)
-    assert job is not None, "launch is called after note_job"
+    assert job is not None, "a keeper is launched after note_job"
     before = _memory_kills()
     with (folder_of(run) / CONSOLE).open("ab", buffering=0) as console:
         console.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} · {' '.join(job.command)}\n".encode())
@@ -60,16 +38,6 @@ def keep(run: Path, settings: Settings) -> int:
     note_process(run, Process.of(os.getpid()), Process.of(child.pid))
     code = child.wait()
     note_exit(run, code, time.time(), out_of_memory=code == -signal.SIGKILL and _memory_kills() > before)
-    from halftune_webui.runs.queue import start_next
-
-    start_next(settings)
-    return 0
-
-
-def environment() -> dict[str, str]:
-    """That of the board, without its secrets; what is printed comes at once."""
-    kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
 def _memory_kills() -> int:
@@ -83,4 +51,5 @@ def _memory_kills() -> int:
 
 if __name__ == "__main__":
     sys.stdin.read()
-    sys.exit(keep(Path(sys.argv[1]), Settings.from_json(sys.argv[2])))
+    keep(Path(sys.argv[1]))
+    os.execv(sys.executable, [sys.executable, "-m", QUEUE, sys.argv[2]])

@@ -17,7 +17,7 @@ from halftune.core.status import NAME, read_status
 from halftune.train.lock import locked
 from halftune_webui.paths import inside
 from halftune_webui.runs import queue
-from halftune_webui.runs.keeper import launch
+from halftune_webui.runs.detached import launch
 from halftune_webui.runs.listing import ELSEWHERE, run_folders
 from halftune_webui.runs.started import CONFIG, Process, folder_of, note_job, note_stop, read_started
 from halftune_webui.runs.state import FINISHED, is_live, is_run, look

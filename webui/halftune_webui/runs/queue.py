@@ -1,7 +1,7 @@
 """Runs that wait for their turn: a file beside the runs, worked off one by one by whoever sees that nothing runs.
 
-Each run's keeper looks when its run has ended, and a board looks whenever it shows the list; so the queue goes on
-without a board, and a new board goes on with it.
+Each run's keeper becomes this program when its run has ended, and a board looks whenever it shows the list; so the
+queue goes on without a board, and a new board goes on with it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune_webui.paths import inside
-from halftune_webui.runs.keeper import launch
+from halftune_webui.runs.detached import launch
 from halftune_webui.runs.listing import run_folders
 from halftune_webui.runs.log_tail import MARK
 from halftune_webui.runs.started import CONSOLE, folder_of, note_exit, note_job, read_started
@@ -106,3 +107,7 @@ def _locked(runs: Path) -> Iterator[None]:
 
 def _write(runs: Path, listed: list[Path]) -> None:
     write_text(runs / BOARD / _QUEUE, json.dumps([str(run) for run in listed], indent=1))
+
+
+if __name__ == "__main__":
+    start_next(Settings.from_json(sys.argv[1]))
