@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, plan, section
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    core_model_loading,
+)
 
 from halftune.config.adapter import LoraAdapter
+from halftune.core.errors import ModelError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
 from halftune.model.quiet import quiet
-from halftune.model.unread import CPU, Unread, stand_in, take_back
+from halftune.model.stand_in import stand_in, take_back
+from halftune.model.unread import CPU, Unread, why_not
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -34,6 +45,9 @@ def written(kind: str, folder: Path) -> Path:
         heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
         shape = SMALL | {"num_key_value_heads": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **routed, **heads))
+    elif kind == "falcon":  # the whole model computes a buffer of each layer
+        mixer = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+        model = FalconH1ForCausalLM(FalconH1Config(**SMALL, **mixer, ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9]))
     else:
         return checkpoint(folder, torch.bfloat16, kind)
     for buffer in model.buffers():
@@ -43,7 +57,7 @@ def written(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["qwen2-tiny", "llama-tiny", "qwen3_5-tiny", "mixtral", "deepseek"])
+@pytest.mark.parametrize("kind", ["qwen3_5-tiny", "mixtral", "deepseek", "falcon"])
 def test_rows_are_those_of_the_loaded_model(kind: str, tmp_path: Path) -> None:
     made = plan("fp32", keep=(r"A_log$",))
     folder = section(written(kind, tmp_path / "model"))
@@ -91,3 +105,34 @@ def test_a_weight_under_another_name_is_told() -> None:
     model = load_model(section("builtin:llama-tiny"), plan("bf16"), unread=unread)
     model.register_parameter("extra", torch.nn.Parameter(torch.empty(3, device="meta")))
     assert unread.lacks(model) == "extra"
+
+
+def test_of_two_tensors_for_one_weight_the_same_is_read(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"] = tensors["model.norm.weight"] + 1.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    unread = Unread()
+    load_model(section(folder), plan(), unread=unread)
+    theirs = load_model(section(folder), plan()).get_parameter("model.norm.weight")
+    with unread.opened():
+        assert torch.equal(unread.read("model.norm.weight", torch.empty_like(theirs)), theirs)
+
+
+def test_files_that_were_written_anew_are_told(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    unread = Unread()
+    model = load_model(section(folder), plan(), unread=unread)
+    checkpoint(folder, intermediate_size=40)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    with pytest.raises(ModelError, match=r"gate_proj.weight is \(40, 32\) now, and was \(48, 32\)"), unread.opened():
+        unread.read(name, torch.empty_like(model.get_parameter(name), device=CPU))
+
+
+def test_another_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(core_model_loading.WeightTransform, "add_tensor", lambda self, tensor: None)
+        assert why_not().endswith("calls core_model_loading.WeightTransform.add_tensor in another way")
+    monkeypatch.delattr(core_model_loading, "WeightConverter")
+    assert why_not().endswith("has no core_model_loading.WeightConverter.convert")

@@ -6,14 +6,17 @@ a format and no numbers. What it would have read for each weight is written down
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
@@ -23,6 +26,26 @@ from halftune.precision.dtypes import plain_name
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+
+_LEANT_ON = {
+    "core_model_loading.WeightTransform.add_tensor": "self target_key source_key source_pattern future",
+    "core_model_loading.WeightConverter.convert": "self layer_name model config hf_quantizer loading_info",
+    "PreTrainedModel._move_missing_keys_from_meta_to_device": "self missing_keys device_map device_mesh hf_quantizer",
+    "PreTrainedModel.initialize_weights": "self",
+}
+"""What transformers does not promise: functions with their parameters, the same from 5.6 to 5.23."""
+
+
+def why_not() -> str:
+    """Why this transformers version cannot leave weights in their files, as a sentence; empty where it can."""
+    for path, parameters in _LEANT_ON.items():
+        try:
+            found = inspect.signature(attrgetter(path)(transformers)).parameters
+        except AttributeError:
+            return f"transformers {transformers.__version__} has no {path}"
+        if " ".join(found) != parameters:
+            return f"transformers {transformers.__version__} calls {path} in another way"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,7 @@ class Unread:
             if isinstance(mapping, converter):
                 parts.setdefault(id(mapping), []).append((pattern, source))
             else:
-                self._places[target] = source
+                self._places.setdefault(target, source)  # where files hold two of a name, transformers takes the first
             add(mapping, target, source, pattern, tensor)
 
         def converting(mapping: Any, first: str, *rest: Any, **options: Any) -> dict[str, Any]:
@@ -85,13 +108,15 @@ class Unread:
             transform.add_tensor, converter.convert = add, convert
 
     def give_buffers(self, model: PreTrainedModel) -> None:
-        """Gives buffers their numbers: they are small, and none is shared. Computed ones (rotary tables) as always."""
+        """Gives buffers their numbers: they are small, and none is shared. Computed ones (rotary tables) as always.
+
+        A module may compute what another one holds, so all are asked to begin anew; weights stay where they are.
+        """
         self.model = model
         self._dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         model._move_missing_keys_from_meta_to_device(set(), None, None, None)
         for module in model.modules():
-            if any(True for _ in module.buffers(recurse=False)):
-                module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
+            module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
         model.initialize_weights()
         with self.opened():
             self._found = frozenset(self._files)
@@ -135,6 +160,9 @@ class Unread:
         """Reads a weight, or its rows from ``first`` on, into a tensor of that shape and returns it.
 
         Nothing else is read, but for a weight that is put together from others: those are read whole and let go.
+
+        Raises:
+            ValueError: it has another shape than when the model was made.
         """
         plain = plain_name(name)
         place, loaded = self._places[plain], self._dtypes.get(plain, into.dtype)
@@ -145,7 +173,8 @@ class Unread:
             if not whole.get_shape():
                 whole = self._files[place].get_tensor(place)
         rows = whole[...] if first is None else whole[first : first + into.shape[0]]
-        assert rows.shape == into.shape, f"{name} is {tuple(rows.shape)} in its file, {tuple(into.shape)} is wanted"
+        if rows.shape != into.shape:  # somebody has written the files anew
+            raise ValueError(f"{name} is {tuple(rows.shape)} now, and was {tuple(into.shape)}")
         # A copy that is trained in fp32 begins with what the model computes with.
         return into.copy_(rows if into.dtype == loaded else rows.to(loaded))
 
@@ -169,39 +198,3 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     return sorted({folder / name for name in index["weight_map"].values()})
-
-
-def stand_in(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Puts weights on the CPU that all show one zero in the place of those without numbers.
-
-    peft makes adapters where the weight is that they are for: beside one without numbers they would have none.
-
-    Returns:
-        what was there, by the id of what is there now.
-    """
-    there: dict[int, nn.Parameter] = {}
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for leaf, weight in module._parameters.items():
-            if weight is not None and weight.is_meta:
-                if id(weight) not in made:
-                    zero = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-                    made[id(weight)] = nn.Parameter(zero, requires_grad=weight.requires_grad)
-                    vars(made[id(weight)]).update(vars(weight))
-                    there[id(made[id(weight)])] = weight
-                module._parameters[leaf] = made[id(weight)]
-    return there
-
-
-def take_back(model: nn.Module, there: dict[int, nn.Parameter], unread: Unread) -> None:
-    """Undoes :func:`stand_in` in a model that has an adapter now, and in copies (``modules_to_save``) likewise."""
-    for path, module in model.named_modules():
-        for leaf, weight in module._parameters.items():
-            if weight is None:
-                continue
-            if id(weight) not in there and unread.knows(f"{path}.{leaf}"):
-                there[id(weight)] = nn.Parameter(weight.detach().to(META), requires_grad=weight.requires_grad)
-                vars(there[id(weight)]).update(vars(weight))
-            if id(weight) in there:
-                there[id(weight)].requires_grad_(weight.requires_grad)
-                module._parameters[leaf] = there[id(weight)]

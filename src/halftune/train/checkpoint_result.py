@@ -15,7 +15,7 @@ from halftune.model.load import load_model
 from halftune.model.save import save_final
 from halftune.model.state import check_same
 from halftune.model.tokenizer import load_tokenizer
-from halftune.model.unread import Unread
+from halftune.model.unread import Unread, why_not
 from halftune.plan import Plan
 from halftune.train.checkpoint import load_weights, opened
 from halftune.train.checkpoint_list import flaw
@@ -40,10 +40,8 @@ def write_result(checkpoint: Path, config: RunConfig, plan: Plan, folder: Path) 
         )
     tokenizer = load_tokenizer(config.model)
     if config.adapter.type == "none":
-        unread = Unread()
-        model = attach_adapter(
-            load_model(config.model, plan, unread=unread), config.adapter, plan, config.training.seed
-        )
+        model = load_model(config.model, plan, unread=None if why_not() else Unread())  # all come from the checkpoint
+        model = attach_adapter(model, config.adapter, plan, config.training.seed)
         with opened(checkpoint) as saved:
             save_final(model, tokenizer, plan, folder, _trained(model, saved))
         return

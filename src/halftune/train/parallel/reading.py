@@ -13,7 +13,8 @@ from halftune.config.run import RunConfig
 from halftune.core.log import get_logger
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
-from halftune.model.unread import CPU, Unread, stand_in, take_back
+from halftune.model.stand_in import stand_in, take_back
+from halftune.model.unread import CPU, Unread, why_not
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.train.parallel.shards import own_rows
@@ -33,7 +34,7 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]
         HalftuneError: as ``load_model`` and ``attach_adapter``.
     """
     if plan.distribution.value == "fsdp2":
-        why = needs_whole_weights(config)
+        why = needs_whole_weights(config) or why_not()
         if not why:
             unread = Unread()
             model = _attached(config, plan, unread)
