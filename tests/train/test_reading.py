@@ -1,4 +1,4 @@
-"""A model that processes share is read by each of them: its rows, in the planned formats, with what is known of them."""
+"""A model that processes share is read by each of them: its rows, its formats, and what is known of them."""
 
 from __future__ import annotations
 
