@@ -118,7 +118,7 @@ def stranger(folder: Path, q: str = "q = nn.functional.layer_norm(q, q.shape[-1:
         "AutoConfig": "configuration_stranger.StrangerConfig",
         "AutoModelForCausalLM": "modeling_stranger.StrangerForCausalLM",
     }
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 4096}
     kind = f"stranger{next(NUMBERS)}"  # a process keeps the first class that it saw for a type
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": classes, **sizes}))
     (folder / "configuration_stranger.py").write_text(CONFIGURATION.replace('"stranger"', f'"{kind}"'))

@@ -26,6 +26,7 @@ from halftune.model.adapters.attach import attach_adapter
 from halftune.model.architectures import own_architectures
 from halftune.model.architectures import read_config as read_checkpoint_config
 from halftune.model.broken_code import broken
+from halftune.model.computed import compute_in_fp32
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.patch_experts import route_experts
 from halftune.model.patch_own_code import attention_for, brings_code
@@ -119,6 +120,7 @@ def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: Weightl
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and (stays_fp32(name, parameter, keep) or own.search(name)):
             parameter.data = parameter.data.float()
+    compute_in_fp32(model, config.model, stored=True)
     model.config.use_cache = False
     route_experts(model, plan)
     hand_over_in_compute_dtype(model, plan)

@@ -17,6 +17,7 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.architectures import own_architectures, runs_its_code
 from halftune.model.broken_code import broken, last_line
+from halftune.model.computed import compute_in_fp32, is_foreign, tables
 from halftune.model.damage import DAMAGE, first_line
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
@@ -41,7 +42,8 @@ def load_model(
     """The model on the CPU, its weights in ``plan.precision.storage``, its attention behind the plan's guard.
 
     Parameters that the plan's ``keep_fp32`` patterns name, or that the model's own code keeps in fp32, are read as fp32
-    from the checkpoint, never by way of a shorter format. Rotary tables are fp32.
+    from the checkpoint, never by way of a shorter format; so are the tables of code that came with it. Rotary tables
+    are fp32.
 
     Args:
         model: which checkpoint.
@@ -64,6 +66,7 @@ def load_model(
     _check_complete(info, folder)
     if unread is not None:
         unread.give_buffers(loaded)
+    compute_in_fp32(loaded, model)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     compute_as_planned(loaded, plan)
@@ -169,18 +172,16 @@ def _check_complete(info: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def _kept_in_fp32(patterns: tuple[str, ...]) -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads the parameters that ``patterns`` find in fp32.
+    """Inside, ``from_pretrained`` reads the parameters that ``patterns`` find in fp32, and foreign code's tables.
 
     transformers decides the dtype of each tensor from a table that the model class makes; the plan's names are added
     to it, so that a checkpoint's fp32 values arrive unrounded.
     """
-    if not patterns:
-        yield
-        return
     original = PreTrainedModel._get_dtype_plan
 
     def extended(self: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         names = [name for name, parameter in self.named_parameters() if stays_fp32(name, None, patterns)]
+        names += [name for name, _ in tables(self)] if is_foreign(self) else []
         return {**original(self, dtype), **{f"^{re.escape(name)}$": torch.float32 for name in names}}
 
     PreTrainedModel._get_dtype_plan = extended
