@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from halftune.config.shape import walk
+from halftune.config.shipped import recipes
 from halftune_webui.edits import add_entry, change, path_of, remove_entry
 from halftune_webui.form import COMMON, form, shown
 from halftune_webui.labels import load_words
@@ -110,6 +111,7 @@ def test_languages_have_the_same_labels() -> None:
     assert {f"tabs.{name}" for name in TABS} <= tables[0]
     for language in LANGUAGES:
         assert all(load_words(language).table.values())
+        assert set(load_words(language).below("recipes")) <= {name.removesuffix(".yaml") for name in recipes()}
 
 
 def test_translated_fields_exist() -> None:

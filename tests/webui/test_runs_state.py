@@ -17,8 +17,10 @@ import pytest
 
 from halftune.core.process import identity
 from halftune.core.status import NAME, StatusFile
+from halftune_webui.labels import load_words
 from halftune_webui.runs.listing import Listing, run_folders
 from halftune_webui.runs.log_tail import cause_in, log_tail
+from halftune_webui.runs.show import run_list
 from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_job, note_process, note_stop
 from halftune_webui.runs.state import is_live, look
 
@@ -230,3 +232,18 @@ def test_listing_finds_nested_and_foreign_runs_and_orders_them(
     states = {state.folder.name: state.state for state in listing.look([])}
     assert states["b"] == "died"
     assert states["waits"] != "queued"
+
+
+def test_a_run_that_depends_on_another_says_that_this_one_is_trained_first(
+    run: Path, process: subprocess.Popen[bytes]
+) -> None:
+    waits, other = run.parent / "waits", run.parent / "other"
+    for folder in (waits, other):
+        folder.mkdir()
+    started(waits, process.pid)
+    started(other, os.getpid())
+    status(run, process.pid, phase="training")
+    states = {state.folder: state for state in Listing(run.parent).look([])}
+    assert (states[waits].state, states[waits].phase, states[waits].first) == ("starting", "first", run)
+    assert (states[other].state, states[other].phase, states[other].first) == ("starting", "starting", None)
+    assert "one is trained first" in run_list(list(states.values()), [], run.parent, load_words("en"))

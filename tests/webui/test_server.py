@@ -68,6 +68,8 @@ def test_password(start_board: Callable[..., Any]) -> None:
     assert ask(url, "/config")[0] == 401
     assert ask(url, "/gradio_api/info")[0] == 401
     assert ask(url, "/gradio_api/queue/join", "POST", "{}", content_type="application/json")[0] == 401
+    for open_to_all in ("heartbeat/x", "app_id", "token"):  # without a look at the password, if it were for Gradio
+        assert ask(url, f"/gradio_api/{open_to_all}")[0] == 403
     assert ask(url, "/gradio_api/upload", "POST", "", content_type="multipart/form-data; boundary=x")[0] == 403
     form = {"content_type": "application/x-www-form-urlencoded"}
     assert ask(url, "/login", "POST", urlencode({"username": "me", "password": "long"}), **form)[0] == 400
@@ -75,6 +77,7 @@ def test_password(start_board: Callable[..., Any]) -> None:
     assert status == 200
     cookie = text[text.index("access-token") :].split(";")[0]
     assert ask(url, "/config", cookie=cookie)[0] == 200
+    assert ask(url, "/gradio_api/app_id", cookie=cookie)[0] == 200
 
 
 def test_board_never_loads_torch(board: Any) -> None:

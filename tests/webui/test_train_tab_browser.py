@@ -37,6 +37,7 @@ def test_form_text_and_plan_follow_each_other(board: Any, open_page: Callable[..
     page.get_by_role("option", name="quickstart_pretrain.yaml").click()
     page.wait_for_function("document.querySelector('#recipe .cm-content').innerText.includes('method: pretrain')")
     assert field(page, "adapter.rank").is_hidden()
+    assert page.locator("#recipes input").input_value().startswith("quickstart_pretrain.yaml · ")
 
     choose(page, "precision.compute", "fp32")
     page.wait_for_selector('tr[data-plan="compute"] .chip.fp32')
@@ -57,6 +58,17 @@ def test_form_text_and_plan_follow_each_other(board: Any, open_page: Callable[..
     page.wait_for_function(
         """text => document.querySelector('.row[data-path="data.max_length"] input').value === text""", arg=shorter
     )
+
+    asked: list[str] = []
+    for answer in ("dismiss", "accept"):
+        page.once("dialog", lambda box, answer=answer: (asked.append(box.message), getattr(box, answer)()))
+        page.locator("#recipes input").click()
+        page.get_by_role("option", name="quickstart.yaml").click()
+        kept = answer == "dismiss"
+        page.wait_for_function(
+            "kept => document.querySelector('#recipe .cm-content').innerText.includes('rank: 12') === kept", arg=kept
+        )
+    assert len(asked) == 2, "a recipe of somebody's own is not replaced unasked"
 
 
 def test_problems_stand_beside_their_fields_all_at_once(board: Any, open_page: Callable[..., Any]) -> None:

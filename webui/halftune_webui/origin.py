@@ -19,6 +19,8 @@ _NAMES = (
     *("openapi", "process_recording", "monitoring", "mcp", "dev/", "vibe", "undo-vibe"),
 )
 _CLOSED = tuple(f"/{name}" for name in _NAMES)
+# Gradio answers these without a look at its password: one keeps a connection open for as long as the caller likes.
+_SIGNED_IN = tuple(f"/{name}" for name in ("heartbeat", "cancel", "reset", "token", "app_id"))
 # Nothing from outside, also where a text slips through as markup; and no other site shows the board in a frame.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'; "
@@ -40,11 +42,17 @@ class SameOrigin:
     even read the answers. So the ``Host`` must be the board's own (behind a password any name may stand there, since a
     rebound name has no cookie), ``Origin`` must be that host, and what the browser marks as cross-site is refused
     unless it is a plain visit of the page.
+
+    Args:
+        app: the board.
+        host: the address that it listens on.
+        signed_in: whether a request comes from somebody who gave the password; always true where there is none.
     """
 
-    def __init__(self, app: Application, host: str) -> None:
+    def __init__(self, app: Application, host: str, signed_in: Callable[[Scope], bool] = lambda scope: True) -> None:
         self._app = app
         self._local = is_loopback(host)
+        self._signed_in = signed_in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or answers 403."""
@@ -71,6 +79,8 @@ class SameOrigin:
         path = re.sub(r"/{2,}", "/", scope.get("path", "")).removeprefix("/gradio_api")
         if path.startswith(_CLOSED):
             return "halftune: this board has nothing there"
+        if path.startswith(_SIGNED_IN) and not self._signed_in(scope):
+            return "halftune: sign in first"
         visit = scope.get("method") in ("GET", "HEAD") and headers.get(b"sec-fetch-mode") == ["navigate"]
         visit = visit and headers.get(b"sec-fetch-dest", ["document"]) == ["document"]  # and in no frame of that site
         if headers.get(b"sec-fetch-site", ["none"]) not in (["same-origin"], ["none"]) and not visit:

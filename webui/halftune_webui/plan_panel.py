@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from halftune.core.choice import Choice
@@ -14,7 +14,9 @@ from halftune_webui.labels import Words
 MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "overhead")
 
 
-def plan_panel(plan: Plan | None, problem: HalftuneError | None, words: Words, *, elsewhere: bool) -> str:
+def plan_panel(
+    plan: Plan | None, problem: HalftuneError | None, words: Words, *, elsewhere: bool, first: Sequence[str] = ()
+) -> str:
     """The panel.
 
     Args:
@@ -22,8 +24,11 @@ def plan_panel(plan: Plan | None, problem: HalftuneError | None, words: Words, *
         problem: why there is no plan.
         words: the labels.
         elsewhere: whether the plan is for another machine than this one.
+        first: recipes that are trained before this one.
     """
     note = f'<p class="elsewhere">{escape(words("plan.elsewhere"))}</p>' if elsewhere else ""
+    if first:
+        note += f'<p class="elsewhere">{escape(words("plan.first", names=", ".join(first)))}</p>'
     if problem is not None:
         return f'<div class="ht-plan">{note}<p class="problem" role="alert">{escape(str(problem))}</p></div>'
     if plan is None:

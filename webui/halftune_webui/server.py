@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from halftune.core.errors import ConfigError
 from halftune.core.startup import quick_imports
-from halftune_webui.origin import SameOrigin
+from halftune_webui.origin import SameOrigin, Scope
 from halftune_webui.settings import Settings, check_address
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 # Gradio and huggingface_hub read these when they are imported.
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_SHARE": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -46,8 +50,9 @@ def serve(
 
     port = listener.getsockname()[1]
     board = build(settings)
-    app = mount_gradio_app(
-        FastAPI(openapi_url=None),
+    outer = FastAPI(openapi_url=None)
+    mount_gradio_app(
+        outer,
         board,
         path="/",
         auth=auth,
@@ -60,9 +65,27 @@ def serve(
         show_error=True,
         max_file_size=MAX_UPLOAD,
     )
-    config = uvicorn.Config(SameOrigin(app, host), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    guarded = SameOrigin(outer, host, _signed_in(outer)) if auth else SameOrigin(outer, host)
+    config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _signed_in(outer: FastAPI) -> Callable[[Scope], bool]:
+    """Whether a request carries a cookie that the mounted board gave for the password."""
+    from gradio.routes import App
+    from starlette.requests import HTTPConnection
+    from starlette.routing import Mount
+
+    mounted = (route.app for route in outer.routes if isinstance(route, Mount))
+    board = next(app for app in mounted if isinstance(app, App))
+
+    def known(scope: Scope) -> bool:
+        cookies = HTTPConnection(scope).cookies
+        names = (f"access-token-{kind}{board.cookie_id}" for kind in ("", "unsecure-"))
+        return any(cookies.get(name) in board.tokens for name in names)
+
+    return known
 
 
 def _listen(host: str, port: int) -> socket.socket:

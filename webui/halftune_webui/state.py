@@ -16,13 +16,14 @@ from halftune_webui.recipe import Examined
 from halftune_webui.yaml_edit import child_at
 
 
-def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0) -> str:
+def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0, machine: str = "") -> str:
     """The form's state as JSON.
 
     Args:
         examined: the recipe.
         outlook: its plan, where it has one.
         seq: number of the change that this answers.
+        machine: the one that the plan is for, where it is not this one.
     """
     groups = form()
     values = examined.values
@@ -43,6 +44,7 @@ def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0) -> str
         "entries": counts,
         "problems": beside,
         "impossible": outlook.impossible if outlook is not None else {},
+        "machine": machine,
         "outcome": _outcome(outlook),
     }
     return json.dumps(state, ensure_ascii=False)

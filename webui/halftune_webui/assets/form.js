@@ -194,7 +194,7 @@ function mark(path, entry) {
     option.title = why || '';
   }
   entry.why.hidden = !names.length;
-  entry.why.replaceChildren(make('summary', '', `${words.impossible_list} ${names.join(', ')}`));
+  entry.why.replaceChildren(make('summary', '', `${words.impossible_list.replace('{machine}', state.machine || words.here)} ${names.join(', ')}`));
   for (const name of names) {
     const line = make('p');
     line.append(make('b', '', name), make('span', '', ` ${impossible[name]}`));

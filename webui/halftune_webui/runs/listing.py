@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from halftune.core.status import NAME, STARTED
@@ -66,6 +66,7 @@ class Listing:
         queue = {path: place for place, path in enumerate(waiting)}
         states = [self._state(folder, folder in queue) for folder in run_folders(self.runs)]
         self._known = {state.folder: self._known[state.folder] for state in states if state.folder in self._known}
+        states = _with_dependencies(states)
         return sorted(states, key=lambda one: (not one.live, queue.get(one.folder, len(queue)), -one.began))
 
     def _state(self, folder: Path, waits: bool) -> RunState:
@@ -77,6 +78,17 @@ class Listing:
         state = look(folder, waits=waits)
         self._known[folder] = (marks, state)
         return state
+
+
+def _with_dependencies(states: list[RunState]) -> list[RunState]:
+    """A run whose process has not come to it yet says which run, that it depends on, the process is training."""
+    trained = {state.worker: state.folder for state in states if state.live and state.phase != "starting"}
+    return [
+        replace(state, phase="first", first=trained[state.worker])
+        if state.phase == "starting" and state.worker in trained
+        else state
+        for state in states
+    ]
 
 
 def _mark(path: Path) -> tuple[int, int] | None:

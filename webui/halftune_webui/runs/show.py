@@ -46,7 +46,7 @@ def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
         f"<td>{tick}</td>",
         f'<td><button class="name" data-act="open" data-run="{path}">{name}</button>{_sub(what)}{why}</td>',
         f"<td>{_badge(state, words)}</td>",
-        f'<td class="how">{_bar(state) if state.live else ""}{_sub(_steps(state, words))}</td>',
+        f'<td class="how">{_bar(state) if state.live else ""}{_sub(_steps(state, runs, words))}</td>',
         f'<td class="n quiet">{_loss(state, words)}</td>',
         f'<td class="n quiet">{escape(left)}</td>',
         f'<td class="quiet">{_when(state.began)}</td>',
@@ -70,7 +70,7 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
     parts = [f"<header><h3>{escape(name)}</h3>{_badge(state, words)}{acts}</header>"]
     if state.live:
         parts.append(_bar(state))
-    parts.append(f'<div class="facts">{_facts(state, output or str(state.folder), words)}</div>')
+    parts.append(f'<div class="facts">{_facts(state, output or str(state.folder), runs, words)}</div>')
     parts += [f'<p class="alarm" role="alert">{escape(_alarm(alarm, words))}</p>' for alarm in alarms]
     if state.casts:
         parts.append(f'<p class="alarm">{escape(words("runs.casts", n=f"{state.casts:,}"))}</p>')
@@ -117,22 +117,24 @@ def _why(reason: str) -> str:
     return f'<span class="sub why" title="{escape(reason)}">{escape(line)}</span>'
 
 
-def _steps(state: RunState, words: Words) -> str:
+def _steps(state: RunState, runs: Path, words: Words) -> str:
     parts = []
     if state.live and state.phase:
-        parts.append(_phase(state, words))
+        parts.append(_phase(state, runs, words))
     if state.step or state.total:
         parts.append(f"{state.step:,}" + (f" / {state.total:,}" if state.total else ""))
     return " · ".join(parts)
 
 
-def _phase(state: RunState, words: Words) -> str:
+def _phase(state: RunState, runs: Path, words: Words) -> str:
     """A phase in words; one that another version of halftune wrote stands as it is."""
+    if state.first is not None:
+        return words("runs.first", name=name_of(state.first, runs))
     return words.table.get(f"runs.phases.{state.phase}", state.phase)
 
 
-def _facts(state: RunState, folder: str, words: Words) -> str:
-    facts = [("phase", _phase(state, words) if state.live and state.phase else "")]
+def _facts(state: RunState, folder: str, runs: Path, words: Words) -> str:
+    facts = [("phase", _phase(state, runs, words) if state.live and state.phase else "")]
     if state.step or state.total:
         facts.append(("step", f"{state.step:,}" + (f" / {state.total:,}" if state.total else "")))
     facts += [

@@ -41,6 +41,8 @@ class RunState:
         host: another machine that it runs on; empty for this one.
         casts: attention calls whose operands had left the planned format.
         board: whether the board started it.
+        worker: number and identity of its process; empty where none works.
+        first: the run that it depends on, and that its process trains before it.
     """
 
     folder: Path
@@ -58,6 +60,8 @@ class RunState:
     host: str = ""
     casts: int = 0
     board: bool = False
+    worker: tuple[int, str] | None = None
+    first: Path | None = None
 
     @property
     def live(self) -> bool:
@@ -125,7 +129,9 @@ def _of_living(started: Started | None, status: Status | None, common: dict[str,
         return RunState(state="stopping" if started.stop_asked else "running", phase="finished", **numbers, **common)
     if status is None or not ours:  # the process is there, and has not said anything yet
         stopping = started is not None and started.stop_asked > 0
-        return RunState(state="stopping" if stopping else "starting", phase="starting", **common)
+        child = started.child if started is not None else None
+        worker = (child.pid, child.process) if child is not None else None
+        return RunState(state="stopping" if stopping else "starting", phase="starting", worker=worker, **common)
     stopping = started is not None and started.stop_asked > status.started
     return RunState(
         state="stopping" if stopping else "running",
@@ -133,6 +139,7 @@ def _of_living(started: Started | None, status: Status | None, common: dict[str,
         seconds_left=_left(status),
         **_numbers(common["folder"], status),
         host="" if status.host == socket.gethostname() else status.host,
+        worker=(status.pid, status.process),
         **{**common, "began": status.started},
     )
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -35,6 +36,11 @@ DOWNLOAD = """(text) => {
   link.click();
   URL.revokeObjectURL(link.href);
 }"""
+# A recipe of somebody's own is replaced only when they say so.
+PICK = """(name, text, machine) => {
+  const kept = text.trim() && !SHIPPED.includes(text) && !window.confirm(QUESTION);
+  return [kept ? null : name, text, machine];
+}"""
 OPEN = """(text) => new Promise((done) => {
   const input = document.createElement('input');
   input.type = 'file';
@@ -58,7 +64,7 @@ def build(context: Context) -> None:
     """Toolbar; the form on the left; plan and text on the right."""
     words = context.words
     with gr.Row(elem_id="toolbar"):
-        pick = gr.Dropdown(list(recipes()), value=None, label=words("train.recipes"), elem_id="recipes")
+        pick = gr.Dropdown(_recipes(words), value=None, label=words("train.recipes"), elem_id="recipes")
         opened = gr.Button(words("train.open"), elem_id="open")
         download = gr.Button(words("train.download"), elem_id="download")
         context.start.render()
@@ -78,6 +84,12 @@ def build(context: Context) -> None:
         [drawn, plan, problems, context.start],
         api_visibility="private",
     )
+
+
+def _recipes(words: Words) -> list[tuple[str, str]]:
+    """Each with a sentence about it, where the labels have one."""
+    about = words.below("recipes")
+    return [(" · ".join(filter(None, (name, about.get(name.removesuffix(".yaml"))))), name) for name in recipes()]
 
 
 def _form(words: Words) -> gr.HTML:
@@ -120,19 +132,20 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
 
     def picked(name: str | None, text: str, machine_name: str) -> tuple[Any, ...]:
         chosen = shipped(name) if name else text
-        return chosen, *_react(context, chosen, machine_name)
+        return name, chosen, *_react(context, chosen, machine_name)
+
+    def loaded(text: str, machine_name: str) -> tuple[Any, ...]:
+        text = text or shipped(FIRST)
+        name = next((name for name in recipes() if shipped(name) == text), None)
+        return name, text, *_react(context, text, machine_name)
 
     parts.form.submit(form_changed, [recipe, machine], [recipe, *reactions], trigger_mode="multiple", **quiet)
     recipe.input(react, [recipe, machine], reactions, trigger_mode="always_last", **quiet)
     machine.input(react, [recipe, machine], reactions, **quiet)
-    pick.input(picked, [pick, recipe, machine], [recipe, *reactions], **quiet)
-    context.board.load(
-        lambda text, name: (text or shipped(FIRST), *_react(context, text or shipped(FIRST), name)),
-        [recipe, machine],
-        [recipe, *reactions],
-        js=RESTORE,
-        **quiet,
-    )
+    known, question = json.dumps(list(map(shipped, recipes()))), json.dumps(context.words("train.replace"))
+    ask = PICK.replace("SHIPPED", known).replace("QUESTION", question)
+    pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
+    context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
 
 
 def _edited(text: str, edits: list[dict[str, Any]]) -> str:
@@ -154,10 +167,12 @@ def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any
     examined = examine(text or "", context.settings)
     planned = outlook(examined.loaded, machine) if examined.loaded is not None else None
     problem = planned.problem if planned is not None else None
-    panel = plan_panel(planned.plan if planned else None, problem, context.words, elsewhere=machine != HERE)
-    ready = not examined.problems and (machine != HERE or problem is None)
+    first = [Path(name).name for name in examined.loaded.run.depends_on] if examined.loaded is not None else []
+    plan, elsewhere = planned.plan if planned else None, machine != HERE
+    panel = plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first)
+    ready = not examined.problems and (elsewhere or problem is None)
     return (
-        form_state(examined, planned, seq),
+        form_state(examined, planned, seq, machines()[machine].devices[0].name if elsewhere else ""),
         panel,
         _problems(context.words, examined, planned),
         gr.Button(interactive=ready),
