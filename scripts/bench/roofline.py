@@ -64,7 +64,7 @@ def operators() -> dict[str, tuple[Work, Work]]:
 def gated_delta_rule(k: int, v: int, group: int) -> tuple[Work, Work]:
     """`solve`, `scan_forward`; `scan_backward`, `chunk_backward`, `reduce_heads`."""
     keys, values, square, state, gates = 2 * k * HALF / group, v * HALF, 2 * C * HALF, k * v * HALF / C, 3 * FULL
-    solve = 2 * C * k + 10 * C * C  # K Kᵀ, Q Kᵀ; five doublings of two products
+    solve = 2 * C * k + 40 * 16**3 / C  # K Kᵀ, Q Kᵀ; forty products of 16 rows
     forward = Work(solve + 3 * k * v + 2 * C * v, 2 * keys + 2 * gates + 2 * square + 3 * values + state)
     scan = Work(3 * k * v + 2 * C * v, keys + gates + square + 3 * values + state)
     chunk = Work(3 * k * v + 4 * C * v + 5 * C * k, keys + gates + 4 * values + 2 * state + 2 * k * HALF + 2 * FULL)
@@ -97,7 +97,7 @@ def simple_decay(k: int, v: int, group: int) -> tuple[Work, Work]:
     keys, values, state, gates = 2 * k * HALF / group, v * HALF, k * v * HALF / C, 2 * FULL
     forward = Work(C * k + C * v + 2 * k * v, keys + 2 * values + gates + state)
     scan = Work(k * v, keys + values + gates + state)
-    chunk = Work(3 * C * k + 2 * C * v + 3 * k * v, keys + 3 * values + 2 * gates + 2 * state + 2 * k * HALF)
+    chunk = Work(4 * C * k + 2 * C * v + 3 * k * v, keys + 3 * values + 2 * gates + 2 * state + 2 * k * HALF)
     return forward, _sum(scan, chunk, Work(0, 2 * k * HALF + keys))
 
 
