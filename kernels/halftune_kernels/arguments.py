@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 
 
@@ -62,13 +65,20 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def check_same_dtype(operator: str, **tensors: torch.Tensor | None) -> torch.dtype:
-    """The floating dtype that all given tensors share; the first decides. Raises `ArgumentError`."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, dtype = next((name, tensor.dtype) for name, tensor in given.items())
-    if not dtype.is_floating_point:
-        raise ArgumentError(operator, first, came=dtype, expected="a floating-point dtype")
-    for name, tensor in given.items():
+def check_floating(operator: str, **tensors: torch.Tensor | None) -> None:
+    """Raises `ArgumentError` for a given tensor that is none, or not of a floating dtype."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(operator, name, came=_kind(tensor), expected="a tensor")
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            raise ArgumentError(operator, name, came=tensor.dtype, expected="a floating-point dtype")
+
+
+def check_same_dtype(operator: str, **tensors: torch.Tensor) -> torch.dtype:
+    """The floating dtype that all tensors share; the first decides. Raises `ArgumentError`."""
+    first, dtype = next((name, tensor.dtype) for name, tensor in tensors.items())
+    check_floating(operator, **{first: tensors[first]})
+    for name, tensor in tensors.items():
         if tensor.dtype != dtype:
             raise ArgumentError(operator, name, came=tensor.dtype, expected=f"{dtype}, as {first} has")
     return dtype
@@ -77,11 +87,31 @@ def check_same_dtype(operator: str, **tensors: torch.Tensor | None) -> torch.dty
 def check_same_device(operator: str, **tensors: torch.Tensor | None) -> torch.device:
     """The device that all given tensors share; the first decides. Raises `ArgumentError`."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(operator, name, came=_kind(tensor), expected="a tensor")
     first, device = next((name, tensor.device) for name, tensor in given.items())
     for name, tensor in given.items():
         if tensor.device != device:
             raise ArgumentError(operator, name, came=f"on {tensor.device}", expected=f"{device}, where {first} is")
     return device
+
+
+def check_number(operator: str, argument: str, value: object, *, expected: str, least: float = -math.inf) -> float:
+    """``value`` as a float; raises `ArgumentError` unless it is a finite number from ``least`` on."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < least:
+        raise ArgumentError(operator, argument, came=repr(value), expected=expected)
+    return float(value)
+
+
+def check_scale(operator: str, scale: object, *, keys: int | None = None) -> float:
+    """``scale`` of an output, ``keys ** -0.5`` if it is None; raises `ArgumentError`. Through 0 nothing is learned."""
+    if scale is None and keys is not None:
+        return keys**-0.5
+    expected = "a finite number other than 0"
+    if not (number := check_number(operator, "scale", scale, expected=expected)):
+        raise ArgumentError(operator, "scale", came=scale, expected=expected)
+    return number
 
 
 def check_heads(operator: str, argument: str, heads: int, *, of: str, groups: int) -> None:

@@ -24,6 +24,7 @@ from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments
 
 Tensors = Sequence[torch.Tensor]
+LEAST_DECAY = -1e4  # exp of it is 0; logarithms below it, -inf among them, would only cost digits of the others
 KEPT_BYTES = 16 << 20  # of one call, beside inputs and states
 
 

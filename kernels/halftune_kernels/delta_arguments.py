@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_heads, check_same_device, check_same_dtype
+from halftune_kernels.arguments import (
+    ArgumentError,
+    Shapes,
+    check_floating,
+    check_heads,
+    check_same_device,
+    check_same_dtype,
+)
 from halftune_kernels.segments import Segments, find_segments
 
 MOST_KEYS = 256  # of K and V: kernels hold a state's tile on the chip; models use 64, 128 and 256
@@ -42,13 +49,9 @@ def check_delta_arguments(
         shapes.check(name, tensor, names)
     _check_sizes(operator, shapes, heads)
     check_same_dtype(operator, **{query: q, "k": k, "v": v})
-    _check_floating(operator, gates, initial_state=initial_state)
-    check_same_device(
-        operator,
-        **{query: q, "k": k, "v": v},
-        **{name: gate for name, (gate, _) in gates.items()},
-        initial_state=initial_state,
-    )
+    others = {**{name: gate for name, (gate, _) in gates.items()}, "initial_state": initial_state}
+    check_floating(operator, **others)
+    check_same_device(operator, **{query: q, "k": k, "v": v}, **others)
     segments = find_segments(operator, shapes["B"], shapes["T"], cu_seqlens, seq_idx)
     state = Shapes(operator, N=segments.count, K=shapes["K"], V=shapes["V"], **{heads: shapes[heads]})
     state.check("initial_state", initial_state, f"N {heads} K V", optional=True)
@@ -66,7 +69,7 @@ def check_step_arguments(
         shapes.check(name, tensor, names)
     _check_sizes(operator, shapes, "HV")
     check_same_dtype(operator, q=q, k=k, v=v)
-    _check_floating(operator, gates, initial_state=None)
+    check_floating(operator, **{name: gate for name, (gate, _) in gates.items()})
     if state.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(operator, "state", came=state.dtype, expected="float32: half loses the sum")
 
@@ -77,12 +80,3 @@ def _check_sizes(operator: str, shapes: Shapes, heads: str) -> None:
         if not 1 <= shapes[name] <= MOST_KEYS:
             came = f"of head size {shapes[name]}"
             raise ArgumentError(operator, argument, came=came, expected=f"a head size of 1 to {MOST_KEYS}")
-
-
-def _check_floating(operator: str, gates: Gates, *, initial_state: torch.Tensor | None) -> None:
-    given = {name: gate for name, (gate, _) in gates.items()}
-    if initial_state is not None:
-        given["initial_state"] = initial_state
-    for name, tensor in given.items():
-        if not tensor.dtype.is_floating_point:
-            raise ArgumentError(operator, name, came=tensor.dtype, expected="a floating-point dtype")

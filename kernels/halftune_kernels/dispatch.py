@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 
 from halftune_kernels import gate, selfcheck
-from halftune_kernels.arguments import check_choice
+from halftune_kernels.arguments import ArgumentError, check_choice
 
 Name = Literal["triton", "torch", "cpu", "reference"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -61,6 +61,9 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
     ):
         if value and value != "auto":
             check_choice("dispatch", source, value, (*NAMES, "auto"))
+            if value == "triton" and device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+                came = "triton with tensors on the CPU"
+                raise ArgumentError("dispatch", source, came=came, expected="cpu, torch, reference or auto there")
             return Backend(value, "asked for" if source == "requested" else f"{source}={value}")  # type: ignore[arg-type]
     if device.type == "cpu":
         return Backend("cpu", "the tensors are on the CPU")

@@ -14,7 +14,7 @@ def delta_rule_step(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-    scale: float | None,
+    scale: float,
     *,
     normalise: bool,
 ) -> torch.Tensor:
@@ -27,7 +27,7 @@ def delta_rule_step(
         g: [B, HV, 1], or [B, HV, K] for a decay per channel.
         beta: [B, HV].
         state: [B, HV, K, V].
-        scale: K ** -0.5 if None.
+        scale: of the output.
         normalise: divide q and k by their norms.
 
     Returns:
@@ -42,5 +42,4 @@ def delta_rule_step(
     state.mul_(g.to(wide).exp()[..., None])
     missing_BH1V = v.to(wide)[..., None, :] - k_BH1K @ state
     state.addcmul_(k_BH1K.transpose(2, 3), missing_BH1V * beta.to(wide)[..., None, None])
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return (factor * (q_BH1K @ state).squeeze(-2)).to(v.dtype)
+    return (scale * (q_BH1K @ state).squeeze(-2)).to(v.dtype)

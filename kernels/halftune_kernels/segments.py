@@ -61,26 +61,15 @@ def find_segments(
         seq_idx: [B, T] integers; a sample begins where the number changes. Only without ``cu_seqlens``.
 
     Raises:
-        ArgumentError: wrong dtype or shape, B > 1 with ``cu_seqlens``, boundaries that fall or miss 0 or T.
+        ArgumentError: wrong dtype or shape, both given, B > 1 with ``cu_seqlens``, boundaries that fall or miss 0 or T.
     """
     for name, given in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx)):
         if given is not None and not isinstance(given, torch.Tensor):
             raise ArgumentError(operator, name, came=f"a {type(given).__name__}", expected="a tensor of integers")
+    if cu_seqlens is not None and seq_idx is not None:
+        raise ArgumentError(operator, "seq_idx", came="given beside cu_seqlens", expected="one of the two")
     if cu_seqlens is not None:
-        if batch != 1:
-            raise ArgumentError(operator, "batch size", came=batch, expected="1 with cu_seqlens (one packed row)")
-        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            came = f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
-            raise ArgumentError(operator, "cu_seqlens", came=came, expected="int32 or int64 of shape [N + 1], N >= 1")
-        bounds = _read(cu_seqlens)
-        if bounds[0] != 0 or bounds[-1] != length:
-            came = f"from {bounds[0]} to {bounds[-1]}"
-            raise ArgumentError(operator, "cu_seqlens", came=came, expected=f"from 0 to T = {length}")
-        fall = next((i for i, (start, end) in enumerate(pairwise(bounds)) if end < start), None)
-        if fall is not None:
-            came = f"falling at {fall + 1}: {bounds[fall]} then {bounds[fall + 1]}"
-            raise ArgumentError(operator, "cu_seqlens", came=came, expected="never falling")
-        return Segments(bounds)
+        return _of_one_row(operator, batch, length, cu_seqlens)
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (batch, length) or seq_idx.dtype.is_floating_point:
             came = f"{seq_idx.dtype} of shape {list(seq_idx.shape)}"
@@ -89,6 +78,23 @@ def find_segments(
             )
         return Segments(_read(seq_idx, changes=True))
     return Segments(tuple(range(0, batch * length + 1, length)) if length else (0,) * (batch + 1))
+
+
+def _of_one_row(operator: str, batch: int, length: int, cu_seqlens: torch.Tensor) -> Segments:
+    if batch != 1:
+        raise ArgumentError(operator, "batch size", came=batch, expected="1 with cu_seqlens (one packed row)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        came = f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+        raise ArgumentError(operator, "cu_seqlens", came=came, expected="int32 or int64 of shape [N + 1], N >= 1")
+    bounds = _read(cu_seqlens)
+    if bounds[0] != 0 or bounds[-1] != length:
+        came = f"from {bounds[0]} to {bounds[-1]}"
+        raise ArgumentError(operator, "cu_seqlens", came=came, expected=f"from 0 to T = {length}")
+    fall = next((i for i, (start, end) in enumerate(pairwise(bounds)) if end < start), None)
+    if fall is not None:
+        came = f"falling at {fall + 1}: {bounds[fall]} then {bounds[fall + 1]}"
+        raise ArgumentError(operator, "cu_seqlens", came=came, expected="never falling")
+    return Segments(bounds)
 
 
 def _read(tensor: torch.Tensor, changes: bool = False) -> tuple[int, ...]:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from halftune_kernels import causal_conv1d_fn, gated_delta_rule, mamba2_chunk_scan, rwkv7, simple_decay
+from halftune_kernels import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    gated_delta_rule,
+    gated_rms_norm,
+    kda,
+    mamba2_chunk_scan,
+    rwkv7,
+    rwkv7_step,
+    simple_decay,
+)
 from halftune_kernels.arguments import ArgumentError
 
 X = torch.ones(1, 6, 2, 4)
 GATE = torch.zeros(1, 6, 2)
+X0 = X[:, 0]
+TAPS = torch.ones(2, 4)
+SCANS: dict[str, Callable[..., Any]] = {
+    "gated_delta_rule": lambda **more: gated_delta_rule(X, X, X, GATE, GATE, **more),
+    "kda": lambda **more: kda(X, X, X, X, GATE, **more),
+    "simple_decay": lambda **more: simple_decay(X, X, X, GATE, **more),
+    "rwkv7": lambda **more: rwkv7(X, X, X, X, X, X, **more),
+    "causal_conv1d_fn": lambda **more: causal_conv1d_fn(GATE.transpose(1, 2), TAPS, **more),
+}
 
 
 def test_no_tensor() -> None:
@@ -40,3 +62,63 @@ def test_shapes_alone() -> None:
     x, gate = X.to("meta"), GATE.to("meta")
     assert gated_delta_rule(x, x, x, gate, gate)[0].shape == X.shape
     assert simple_decay(x, x, x, gate)[0].shape == X.shape
+
+
+@pytest.mark.parametrize("operator", SCANS)
+def test_boundaries_said_twice(operator: str) -> None:
+    both = {"cu_seqlens": torch.tensor([0, 2, 6]), "seq_idx": torch.zeros(1, 6, dtype=torch.int32)}
+    with pytest.raises(ArgumentError, match=f"{operator}: seq_idx is given beside cu_seqlens"):
+        SCANS[operator](**both)
+
+
+@pytest.mark.parametrize("scale", ["1", float("nan"), float("inf"), 0, True, torch.tensor(1.0)])
+@pytest.mark.parametrize("operator", [name for name in SCANS if name != "causal_conv1d_fn"])
+def test_a_scale_that_is_none(operator: str, scale: object) -> None:
+    with pytest.raises(ArgumentError, match=f"{operator}: scale is .*, expected a finite number other than 0"):
+        SCANS[operator](scale=scale)
+
+
+@pytest.mark.parametrize("state", ["zeros", torch.zeros(1, 2, 4, 4, dtype=torch.int32)])
+def test_a_state_of_no_numbers(state: Any) -> None:
+    for operator, call in SCANS.items():
+        name = "initial_states" if operator == "causal_conv1d_fn" else "initial_state"
+        with pytest.raises(ArgumentError, match=f"{operator}: {name} is .*, expected a (tensor|floating-point dtype)"):
+            call(**{name: state})
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: gated_rms_norm(X, X[0, 0, 0], "silu"), "gate is a str"),  # type: ignore[arg-type]
+        (lambda: gated_rms_norm(X, X[0, 0, 0], X.int()), "gate is torch.int32"),
+        (lambda: gated_rms_norm(X, None), "weight is None"),  # type: ignore[arg-type]
+        (lambda: gated_rms_norm(None, X), "x is None"),  # type: ignore[arg-type]
+        (lambda: gated_rms_norm(X, X[0, 0, 0], eps="1e-6"), "eps is '1e-6'"),  # type: ignore[arg-type]
+        (lambda: gated_rms_norm(X, X[0, 0, 0], eps=-1.0), "eps is -1.0, expected a number from 0 on"),
+        (lambda: gated_rms_norm(X, X[0, 0, 0], group_size=2.0), "group_size is 2.0"),  # type: ignore[arg-type]
+        (lambda: causal_conv1d_fn(X[0], TAPS[:, :0]), "weight is of no taps"),
+        (lambda: causal_conv1d_update(X[0, 0], torch.zeros(2, 4, 4).int(), X[0, 0, 0].expand(4, 4)), "conv_state is"),
+        (lambda: rwkv7_step(X0, X0, X0, X0.half(), X0, X0, torch.zeros(1, 2, 4, 4)), "v is torch.float16"),
+        (lambda: mamba2_chunk_scan(X, GATE, GATE[0, 0], X, X, dt_limit=0.1), "dt_limit is 0.1"),  # type: ignore[arg-type]
+        (lambda: mamba2_chunk_scan(X, GATE, GATE[0, 0], X, X, D=1.0), "D is a float"),  # type: ignore[arg-type]
+    ],
+)
+def test_refused_by_name(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_decay_that_forgets_everything(dtype: torch.dtype) -> None:
+    """-inf is a fresh start (but in RWKV-7, whose a reads the state before), and the caller's decay stays as it was."""
+    x, beta = torch.randn(1, 6, 2, 4, dtype=dtype), torch.rand(1, 6, 2, dtype=dtype)
+    scalar, each = torch.zeros(1, 6, 2, dtype=dtype), torch.zeros(1, 6, 2, 4, dtype=dtype)
+    scalar[:, 3], each[:, 3] = -torch.inf, -torch.inf
+    kept = scalar.clone()
+    for call in (
+        lambda at: gated_delta_rule(x[:, at], x[:, at], x[:, at], scalar[:, at], beta[:, at]),
+        lambda at: kda(x[:, at], x[:, at], x[:, at], each[:, at], beta[:, at]),
+        lambda at: simple_decay(x[:, at], x[:, at], x[:, at], scalar[:, at]),
+    ):
+        torch.testing.assert_close(call(slice(None))[0][:, 3:], call(slice(3, None))[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(scalar, kept)

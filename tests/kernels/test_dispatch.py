@@ -36,6 +36,13 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("ssd", CPU, HALF)
 
 
+def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
+    with pytest.raises(ArgumentError, match="HALFTUNE_KERNELS is triton with tensors on the CPU, expected cpu"):
+        choose("ssd", torch.device("cpu"), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("operator", "capability", "version", "dtype", "name", "reason"),
     [

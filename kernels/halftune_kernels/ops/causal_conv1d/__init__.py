@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_same_device
+from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_floating, check_same_device
 from halftune_kernels.dispatch import module
 from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments, find_segments
@@ -50,7 +50,8 @@ def causal_conv1d_fn(
     for name, tensor, names in (("x", x, "B D T"), ("weight", weight, "D W"), ("bias", bias, "D")):
         shapes.check(name, tensor, names, optional=name == "bias")
     check_choice("causal_conv1d_fn", "activation", activation, _ACTIVATIONS)
-    _check_float("causal_conv1d_fn", x=x, weight=weight)
+    check_floating("causal_conv1d_fn", x=x, weight=weight, bias=bias, initial_states=initial_states)
+    _check_taps("causal_conv1d_fn", weight)
     device = check_same_device("causal_conv1d_fn", x=x, weight=weight, bias=bias, initial_states=initial_states)
     segments = find_segments("causal_conv1d_fn", shapes["B"], shapes["T"], cu_seqlens, seq_idx)
     before = Shapes("causal_conv1d_fn", N=segments.count, D=shapes["D"])
@@ -87,14 +88,15 @@ def causal_conv1d_update(
     Raises:
         ArgumentError: an argument does not fit the others.
     """
-    x_BDT = x[..., None] if x.dim() == 2 else x
+    x_BDT = x[..., None] if isinstance(x, torch.Tensor) and x.dim() == 2 else x
     shapes = Shapes("causal_conv1d_update")
     for name, tensor, names in (
         ("x", x_BDT, "B D T"), ("conv_state", conv_state, "B D S"), ("weight", weight, "D W"), ("bias", bias, "D"),
     ):  # fmt: skip
         shapes.check(name, tensor, names, optional=name == "bias")
     check_choice("causal_conv1d_update", "activation", activation, _ACTIVATIONS)
-    _check_float("causal_conv1d_update", x=x, weight=weight)
+    check_floating("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
+    _check_taps("causal_conv1d_update", weight)
     held, width = shapes["S"], shapes["W"]
     if held < width - 1:
         came = f"of {held} columns"
@@ -125,7 +127,6 @@ def _final_states(
     return torch.stack(last)
 
 
-def _check_float(operator: str, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.dtype.is_floating_point:
-            raise ArgumentError(operator, name, came=tensor.dtype, expected="a floating-point dtype")
+def _check_taps(operator: str, weight: torch.Tensor) -> None:
+    if not weight.shape[1]:
+        raise ArgumentError(operator, "weight", came="of no taps", expected="[D, W] with W of at least 1")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import Tensors, chunk_scan
+from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
 from halftune_kernels.normalise import EPSILON
 from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
@@ -26,7 +26,6 @@ from halftune_kernels.triangular import unit_lower_inverse
 CHUNK = 64
 UNITS = 16  # value heads × samples at once
 TOGETHER = 8  # chunks at once: more leave torch's threads fewer small calls, and take more memory
-_LEAST = -1e4  # a decay of exp(-1e4) is 0; smaller ones would only cost digits of the others
 
 
 def gated_delta_rule(
@@ -235,7 +234,7 @@ class _GatedDeltaRule:
         qk.mul_(factors)
         products = torch.bmm(qk, qk[:, size:].transpose(1, 2))[:, None]
         # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
-        b = g.transpose(1, 2).double().clamp_(min=_LEAST).cumsum(-1)
+        b = g.transpose(1, 2).double().clamp(min=LEAST_DECAY).cumsum(-1)
         decay = (b[..., :, None] - b[..., None, :]).to(q.dtype)
         decay.add_(_minus_infinity_above(size, q.dtype, q.device)).exp_()
         by_row = beta.transpose(1, 2)[..., None].contiguous()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_same_device
+from halftune_kernels.arguments import (
+    ArgumentError,
+    Shapes,
+    check_choice,
+    check_floating,
+    check_number,
+    check_same_device,
+)
 from halftune_kernels.dispatch import module
 from halftune_kernels.own_precision import without_autocast
 
@@ -43,16 +50,18 @@ def gated_rms_norm(
         ArgumentError: an argument does not fit the others.
     """
     check_choice(_NAME, "activation", activation, ("silu", "swish", "sigmoid"))
-    if not x.dtype.is_floating_point:
-        raise ArgumentError(_NAME, "x", came=x.dtype, expected="a floating-point dtype")
-    Shapes(_NAME, D=x.shape[-1]).check("weight", weight, "D", optional=True)
+    if not isinstance(x, torch.Tensor) or not x.dim():
+        raise ArgumentError(_NAME, "x", came=repr(x), expected="a tensor of shape [..., D]")
+    Shapes(_NAME, D=x.shape[-1]).check("weight", weight, "D")
+    check_floating(_NAME, x=x, weight=weight, gate=gate)
     if gate is not None and gate.shape != x.shape:
         came = f"of shape {list(gate.shape)}"
         raise ArgumentError(_NAME, "gate", came=came, expected=f"{list(x.shape)}, as x has")
     size = x.shape[-1] if group_size is None else group_size
-    if size < 1 or x.shape[-1] % size:
+    if not isinstance(size, int) or size < 1 or x.shape[-1] % size:
         raise ArgumentError(_NAME, "group_size", came=size, expected=f"a divisor of D = {x.shape[-1]}")
     device = check_same_device(_NAME, x=x, weight=weight, gate=gate)
+    eps = check_number(_NAME, "eps", eps, least=0.0, expected="a number from 0 on")
     run = module(_NAME, device, x.dtype, backend).gated_rms_norm
     flat = None if gate is None else gate.reshape(-1, x.shape[-1])
     y = run(x.reshape(-1, x.shape[-1]), weight, flat, eps, activation == "sigmoid", norm_before_gate, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from halftune_kernels.arguments import check_scale
 from halftune_kernels.delta_arguments import check_delta_arguments, check_step_arguments
 from halftune_kernels.dispatch import module
 from halftune_kernels.own_precision import without_autocast
@@ -60,7 +61,7 @@ def kda(
         v,
         g,
         beta,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        check_scale("kda", scale, keys=q.shape[-1]),
         initial_state,
         checked,
         normalise=use_qk_l2norm_in_kernel,
@@ -99,4 +100,5 @@ def kda_step(
         ArgumentError: an argument does not fit the others; it is named.
     """
     check_step_arguments("kda_step", q, k, v, {"g": (g, "B HV K"), "beta": (beta, "B HV")}, state)
+    scale = check_scale("kda_step", scale, keys=q.shape[-1])
     return delta_rule_step(q, k, v, g, beta, state, scale, normalise=use_qk_l2norm_in_kernel)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_same_device
+from halftune_kernels.arguments import (
+    ArgumentError,
+    Shapes,
+    check_floating,
+    check_same_device,
+    check_same_dtype,
+    check_scale,
+)
 from halftune_kernels.delta_arguments import check_delta_arguments
 from halftune_kernels.dispatch import module
 from halftune_kernels.own_precision import without_autocast
@@ -56,6 +63,7 @@ def rwkv7(
     segments = check_delta_arguments(
         "rwkv7", r, k, v, more, initial_state, cu_seqlens, seq_idx, query="r", grouped=False
     )
+    scale = check_scale("rwkv7", scale)
     run = module("rwkv7", r.device, r.dtype, backend).rwkv7
     return run(r, w, k, v, a, b, scale, initial_state, segments, want_final=output_final_state)
 
@@ -95,7 +103,10 @@ def rwkv7_step(
         shapes.check(name, tensor, "B H K")
     shapes.check("v", v, "B H V")
     shapes.check("state", state, "B H K V")
+    check_same_dtype("rwkv7_step", r=r, k=k, v=v)
+    check_floating("rwkv7_step", w=w, a=a, b=b)
     check_same_device("rwkv7_step", r=r, w=w, k=k, v=v, a=a, b=b, state=state)
+    scale = check_scale("rwkv7_step", scale)
     if state.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("rwkv7_step", "state", came=state.dtype, expected="float32: half loses the sum")
     r, w, k, a, b, wide_v = (x.to(state.dtype)[..., None, :] for x in (r, w, k, a, b, v))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_heads, check_same_device, check_same_dtype
+from halftune_kernels.arguments import (
+    ArgumentError,
+    Shapes,
+    check_floating,
+    check_heads,
+    check_same_device,
+    check_same_dtype,
+    check_scale,
+)
 from halftune_kernels.dispatch import module
 from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from halftune_kernels.own_precision import without_autocast
@@ -62,12 +70,13 @@ def simple_decay(
         g = g.expand(*v.shape[:3])
     shapes.check("g", g, "B T H")
     dtype = check_same_dtype("simple_decay", q=q, k=k, v=v)
+    check_floating("simple_decay", g=g, w=w, initial_state=initial_state)
     device = check_same_device("simple_decay", q=q, k=k, v=v, g=g, w=w, initial_state=initial_state)
     segments = find_segments("simple_decay", shapes["B"], shapes["T"], cu_seqlens, seq_idx)
     Shapes("simple_decay", N=segments.count, H=shapes["H"], K=shapes["K"], V=shapes["V"]).check(
         "initial_state", initial_state, "N H K V", optional=True
     )
-    scale = shapes["K"] ** -0.5 if scale is None else scale
+    scale = check_scale("simple_decay", scale, keys=shapes["K"])
     run = module("ssd", device, dtype, backend).simple_decay
     o, state = run(q, k, v, g, w, scale, initial_state, segments)
     return o, state if output_final_state else None
@@ -114,5 +123,5 @@ def simple_decay_step(
     q_BHK, k_BHK = (x.to(wide).repeat_interleave(repeat, dim=1) for x in (q, k))
     v_BHV = v.to(wide) if w is None else v.to(wide) * w.to(wide)[..., None]
     state.mul_(g.to(wide).exp()[..., None, None]).add_(k_BHK[..., None] * v_BHV[..., None, :])
-    o = (q_BHK[..., None, :] @ state).squeeze(-2) * (shapes["K"] ** -0.5 if scale is None else scale)
+    o = (q_BHK[..., None, :] @ state).squeeze(-2) * check_scale("simple_decay_step", scale, keys=shapes["K"])
     return o.to(v.dtype)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import Tensors, chunk_scan
+from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
 from halftune_kernels.segments import Segments
 
 CHUNK = 64
@@ -163,7 +163,7 @@ class _SimpleDecay:
             values.copy_(v.transpose(1, 2))
         qk = torch.cat((q, k), 1)
         # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
-        b = g.transpose(1, 2).double().cumsum(-1)
+        b = g.transpose(1, 2).double().clamp(min=LEAST_DECAY).cumsum(-1)
         above = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
         decay = (b[..., :, None] - b[..., None, :]).to(v.dtype).masked_fill_(above, -torch.inf).exp_()
         last = b[..., -1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_heads, check_same_dtype
+from halftune_kernels.arguments import ArgumentError, Shapes, check_floating, check_heads, check_same_dtype
 from halftune_kernels.ops import ssd
 from halftune_kernels.own_precision import without_autocast
 
@@ -58,6 +58,8 @@ def mamba2_chunk_scan(
     """
     del chunk_size
     _check_scan(hidden_states, dt, A, B, C, D, z, dt_bias, initial_states)
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
+        raise ArgumentError(_SCAN, "dt_limit", came=dt_limit, expected="two numbers: the least and the greatest step")
     d_BTH = _time_step(dt, dt_bias, dt_softplus, dt_limit)
     start = None if initial_states is None else initial_states.transpose(2, 3)
     where = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "backend": backend}
@@ -112,7 +114,7 @@ def mamba2_selective_state_update(
     for name, tensor, names in (
         ("state", state, "B H P N"), ("hidden_states", hidden_states, "B H P"), ("dt", dt, "B H"), ("A", A, "H"),
         ("B", B, "B G N"), ("C", C, "B G N"), ("z", z, "B H P"), ("dt_bias", dt_bias, "H"),
-        ("D", D, "H P" if D is not None and D.dim() == 2 else "H"),
+        ("D", D, "H P" if isinstance(D, torch.Tensor) and D.dim() == 2 else "H"),
     ):  # fmt: skip
         shapes.check(name, tensor, names, optional=name in ("z", "dt_bias", "D"))
     step_BH = _time_step(dt, dt_bias, dt_softplus, (0.0, float("inf")))
@@ -137,11 +139,12 @@ def _check_scan(
     for name, tensor, names in (
         ("hidden_states", hidden_states, "B T H P"), ("dt", dt, "B T H"), ("A", A, "H"), ("B", B, "B T G N"),
         ("C", C, "B T G N"), ("z", z, "B T H P"), ("dt_bias", dt_bias, "H"),
-        ("D", D, "H P" if D is not None and D.dim() == 2 else "H"),
+        ("D", D, "H P" if isinstance(D, torch.Tensor) and D.dim() == 2 else "H"),
     ):  # fmt: skip
         shapes.check(name, tensor, names, optional=name in ("z", "dt_bias", "D"))
     check_heads(_SCAN, "hidden_states", shapes["H"], of="B", groups=shapes["G"])
     check_same_dtype(_SCAN, hidden_states=hidden_states, B=B, C=C)
+    check_floating(_SCAN, dt=dt, A=A, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
     if initial_states is not None and initial_states.dim() != 4:
         raise ArgumentError(
             _SCAN, "initial_states", came=f"of {initial_states.dim()} dimensions", expected="[S, H, P, N]"
