@@ -14,7 +14,7 @@ from halftune_webui.origin import SameOrigin
 from halftune_webui.settings import check_address, is_loopback, read_auth
 
 
-def answer(bound: str, method: str = "POST", kind: str = "http", **headers: str) -> int:
+def answer(bound: str, method: str = "POST", kind: str = "http", signed_in: bool = True, **headers: str) -> int:
     """The status that a board ``bound`` to an address answers a request with these headers with."""
     sent: list[dict[str, Any]] = []
 
@@ -27,7 +27,8 @@ def answer(bound: str, method: str = "POST", kind: str = "http", **headers: str)
     path = headers.pop("path", "/")
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": kind, "method": method, "path": path, "headers": raw}
-    asyncio.run(SameOrigin(inner, bound)(scope, None, send))  # pyright: ignore[reportArgumentType]
+    board = SameOrigin(inner, bound, lambda scope: signed_in)
+    asyncio.run(board(scope, None, send))  # pyright: ignore[reportArgumentType]
     if sent[0].get("status") == 200:
         assert dict(sent[0]["headers"])[b"x-frame-options"] == b"DENY"
     return sent[0].get("status") or sent[0]["code"]
@@ -120,3 +121,9 @@ def test_command_refuses_before_gradio_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "2 False"
     assert "--auth" in done.stderr
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/heartbeat/x", "/heartbeat/x", "//gradio_api//cancel"])
+def test_what_gradio_leaves_open_needs_the_password(path: str) -> None:
+    assert answer("0.0.0.0", "GET", host="b:1", path=path) == 200
+    assert answer("0.0.0.0", "GET", signed_in=False, host="b:1", path=path) == 403

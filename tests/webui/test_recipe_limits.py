@@ -113,6 +113,8 @@ def test_remote_code_needs_the_flag(limits: Settings) -> None:
         "model2: sk-abcdefghijklmnopqrstuvwx",
         "# https://me:secret@host/x",
         "# xoxb-0123456789-abcdefghij",
+        "# my key: 0123456789abcdef0123456789abcdef01234567",
+        "# wandb_v1_0123456789abcdefghijABCDEFGHIJ",
     ],
 )
 def test_token_in_a_recipe_is_refused_and_not_repeated(limits: Settings, line: str) -> None:
@@ -121,6 +123,10 @@ def test_token_in_a_recipe_is_refused_and_not_repeated(limits: Settings, line: s
     assert problem.where == "recipe.yaml:4"
     assert line.split()[-1] not in str(problem)
     assert '"keep": false' in form_state(examined, None)
+
+
+def test_a_revision_is_no_token(limits: Settings) -> None:
+    assert not examine(GOOD.replace("qwen2-tiny}", f"qwen2-tiny, revision: {'0123abcd' * 5}}}"), limits).secret
 
 
 def test_too_large_a_text_is_refused(limits: Settings) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.labels import load_words
-from halftune_webui.runs.desk import MOST, Desk, View, act, first, refresh, start
+from halftune_webui.runs.desk import MOST, Desk, View, act, refresh, start
 from halftune_webui.runs.show import REPORT
 from halftune_webui.settings import Settings
 
@@ -71,7 +71,6 @@ def test_a_look_that_was_overtaken_is_not_sent(desk: Desk, monkeypatch: pytest.M
 
 def test_only_what_has_changed_is_sent(desk: Desk) -> None:
     view = View()
-    view.show(first(desk))
     assert None not in refresh(desk, view)
     assert refresh(desk, view) == [None, None, None]
     with (view.opened[0] / "metrics.jsonl").open("a") as file:
@@ -79,6 +78,17 @@ def test_only_what_has_changed_is_sent(desk: Desk) -> None:
     listed, cards, curves = refresh(desk, view)
     assert (listed, cards) == (None, None)
     assert "[3, 0.5]" in str(curves)
+
+
+def test_a_page_opens_the_first_run_there_is_and_none_that_the_reader_closed(tmp_path: Path) -> None:
+    root = tmp_path.resolve()
+    desk, view = Desk(Settings((root,), root / "runs"), load_words("en")), View()
+    assert "data-card" not in str(refresh(desk, view)[1])
+    run = make(root / "runs", "a")  # started by another page, or by hand
+    assert "data-card" in str(refresh(desk, view)[1])
+    act(desk, view, "tick", str(run), False)
+    assert refresh(desk, view)[1] == ""
+    assert refresh(desk, view)[1] is None
 
 
 def test_what_is_gone_is_closed(desk: Desk) -> None:

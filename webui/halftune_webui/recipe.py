@@ -27,6 +27,7 @@ SECRET = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b"
     r"|\b(AIza[\w-]{35}|xox[abprs]-[\w-]{10,})|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|://[^/\s:@]+:[^/\s@]+@"
+    r"|\bwandb_v\d+_\w{20,}|^(?!.*(?:revision|commit)).*\b[0-9a-f]{40}\b"  # of Weights & Biases
 )
 
 

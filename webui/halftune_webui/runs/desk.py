@@ -80,15 +80,16 @@ class View:
         self.opened = runs
 
 
-def first(desk: Desk) -> list[Path]:
+def first(states: Sequence[RunState]) -> list[Path]:
     """What a new page opens: what is running now, else the latest run."""
-    states = desk.states()
     return [state.folder for state in states if state.live][:MOST] or [state.folder for state in states[:1]]
 
 
 def refresh(desk: Desk, view: View) -> list[str | None]:
     """Each of ``AREAS`` as HTML or JSON; None for one that shows the same as before."""
     turn, states = view.turn, {state.folder: state for state in desk.states()}
+    if not view.turn and not view.opened:  # a run that was started elsewhere opens on a page that had none to show
+        view.opened = first(list(states.values()))
     opened = [run for run in view.opened if run in states]
     runs, words = desk.settings.runs, desk.words
     desk.forget(opened)

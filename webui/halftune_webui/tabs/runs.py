@@ -12,7 +12,7 @@ from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.context import Context
-from halftune_webui.runs.desk import Desk, View, act, first, refresh, start
+from halftune_webui.runs.desk import Desk, View, act, refresh, start
 
 EVERY = 1.5  # seconds between two looks at the disk
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -57,10 +57,6 @@ def build(context: Context) -> None:
             return [gr.skip() for _ in (context.tabs, *areas)]
         return [gr.Tabs(selected="runs"), *looked(seen)]
 
-    def opened(seen: View) -> list[Any]:
-        seen.show(first(desk))
-        return looked(seen)
-
     gr.Timer(EVERY).tick(looked, view, areas, **_QUIET)
     for area in (listed, cards, report):
         # "multiple": a click while another one is being answered counts, too
@@ -68,4 +64,4 @@ def build(context: Context) -> None:
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
     board = Blocks.root_block
     assert board is not None
-    board.load(opened, view, areas, **_QUIET)
+    board.load(looked, view, areas, **_QUIET)

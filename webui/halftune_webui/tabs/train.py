@@ -38,7 +38,7 @@ DOWNLOAD = """(text) => {
 }"""
 # A recipe of somebody's own is replaced only when they say so.
 PICK = """(name, text, machine) => {
-  const kept = text.trim() && !SHIPPED.includes(text) && !window.confirm(QUESTION);
+  const kept = name && text.trim() && !SHIPPED.includes(text) && !window.confirm(QUESTION);
   return [kept ? null : name, text, machine];
 }"""
 OPEN = """(text) => new Promise((done) => {
