@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# What these warn of follows from files and recipe, so that all processes of a machine would say the same.
+_ALIKE = ("data", "model", "train.setup", "train.parallel.reading")
 FILE_ONLY = {"file_only": True}  # log.info(…, extra=FILE_ONLY): the console has it otherwise, or does not want it
 
 
@@ -18,7 +20,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Sets the console handler up once; ranks above 0 log warnings only."""
+    """Sets the console handler up once; ranks above 0 log warnings only, and of those that they share one a machine."""
     root = logging.getLogger("halftune")
     if root.handlers:
         return
@@ -28,6 +30,9 @@ def configure(level: int = logging.INFO) -> None:
     root.addHandler(handler)
     root.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
     root.propagate = False
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        for name in _ALIKE:
+            root.getChild(name).setLevel(logging.ERROR)
 
 
 @contextmanager
