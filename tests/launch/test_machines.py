@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from argparse import Namespace
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from halftune.core import reach as waiting
 from halftune.core.errors import HalftuneError, PlanError, TrainingError
 from halftune.core.reach import Patience
 from halftune.launch import machines
-from halftune.launch.elastic import main
-from halftune.launch.machines import Machine, check_own, find, gather
+from halftune.launch.agent import Agent
+from halftune.launch.elastic import _apart, main
+from halftune.launch.machines import Machine, Machines, check_own, find, gather
 from halftune.train.parallel import meeting
 
 ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737): no machine has it
@@ -92,14 +101,13 @@ def test_machine_0_says_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
         gather(replace(machine(0), count=3))
 
 
-def together(*all_of: Machine) -> list[HalftuneError | None]:
-    """What each machine ends with."""
-    ends: list[HalftuneError | None] = [None] * len(all_of)
-    kept = []
+def together(*all_of: Machine) -> list[HalftuneError | Machines]:
+    """What each machine ends with: who is there, or an error."""
+    ends: list[Any] = [None] * len(all_of)
 
     def go(index: int) -> None:
         try:
-            kept.append(gather(all_of[index]))
+            ends[index] = gather(all_of[index])
         except HalftuneError as error:
             ends[index] = error
 
@@ -114,12 +122,53 @@ def together(*all_of: Machine) -> list[HalftuneError | None]:
 def test_machines_meet_and_a_number_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "POLL", 0.02)
     first = machine(0, 20.0)
-    assert together(first, replace(first, rank=1)) == [None, None]
+    assert all(isinstance(one, Machines) for one in together(first, replace(first, rank=1)))
     monkeypatch.setattr(machines, "gethostname", iter("abcdef").__next__)
     first = replace(machine(0, 3.0), count=3)
     ends = together(first, replace(first, rank=1), replace(first, rank=1))
     assert sum("machine 1 is here already" in str(one) for one in ends) == 1
     assert sum("machine 2 did not come" in str(one) or "has left" in str(one) for one in ends) == 2
+
+
+def test_a_machine_that_does_not_come_back_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "POLL", 0.02)
+    first = machine(0, 20.0)
+    zero, one = together(first, replace(first, rank=1))
+    assert isinstance(zero, Machines)
+    assert isinstance(one, Machines)
+    with zero.waiting(), one.waiting():
+        assert zero.absent() == []
+    assert zero.absent() == [0, 1]  # for the next failure
+    monkeypatch.setattr(waiting, "EVERY", 0.1)
+    said, late = "", RendezvousTimeoutError("The timeout has been exceeded.")
+    with suppress(RendezvousTimeoutError), zero.waiting():
+        while not said:
+            time.sleep(0.02)
+            said = capsys.readouterr().err
+        raise late
+    assert said.startswith(f"halftune: waiting for machine 1 to come back to 127.0.0.1:{first.port}")
+    assert "machine 1 did not come back within 20 s" in _apart(late, Namespace(), zero, begun=True)
+
+
+def test_processes_are_numbered_by_machine_not_by_the_order_in_which_torchrun_saw_them() -> None:
+    """Torchrun sorts addresses as text: 10.0.0.10 comes before 10.0.0.9."""
+    handler = StaticTCPRendezvous("", 0, 0, world_size=2, run_id="", timeout=1)
+    spec = WorkerSpec(role="", local_world_size=2, entrypoint="true", rdzv_handler=handler)
+    store, found = HashStore(), dict[int, list[int]]()
+
+    def go(rank: int, sorted_as: int) -> None:
+        agent = Agent.__new__(Agent)
+        agent.machines = Machines(machine(rank), store)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        found[rank] = [worker.global_rank for worker in agent._assign_worker_ranks(store, sorted_as, 2, spec)]
+
+    threads = [threading.Thread(target=go, args=pair) for pair in ((0, 1), (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: [0, 1], 1: [2, 3]}
 
 
 def test_machines_of_different_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,22 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.launcher import api
 
 from halftune.core.failures import NAMED, read
+from halftune.launch.machines import Machines
 
 NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed, and end by themselves
 _POLL = 0.1  # seconds
+# torchrun waits 300 s for machines whose processes have not left yet. Ours leave together, and what rank 0 still writes
+# is the report; a launcher that was killed meanwhile would hold the others for as long.
+_PARTING = 60.0
 
 
 class Agent(LocalElasticAgent):
@@ -27,19 +31,40 @@ class Agent(LocalElasticAgent):
     After a failure this one gives :data:`NOTICE`; after a signal, which asks for a checkpoint, as long as
     ``--shutdown-timeout`` says, and after a second signal :data:`NOTICE` again.
 
+    Among several machines torchrun numbers the processes by the machines' addresses, as text; this one by the machines'
+    own numbers, so that rank 0, its log and its store are on machine 0.
+
     Attributes:
+        machines: all of them; None where there is only one.
         ended: process ids by the time when they were seen to have ended, in seconds since the epoch.
         killed: process ids of those that did not end by themselves.
     """
 
     latest: Agent | None = None
+    machines: ClassVar[Machines | None] = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, exit_barrier_timeout=_PARTING, **options)
+        if self.machines is not None:
+            self._worker_group.spec.master_addr = self.machines.this.host
         self.ended: dict[int, float] = {}
         self.killed: set[int] = set()
         self._told = False
         Agent.latest = self
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self.machines is None:
+            super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
+            return
+        with self.machines.waiting():
+            super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
+        worker_group.group_rank = self.machines.this.rank  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        number = group_rank if self.machines is None else self.machines.this.rank
+        return super()._assign_worker_ranks(store, number, group_world_size, spec)  # pyright: ignore[reportCallIssue]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._somebody_failed():
@@ -112,6 +137,7 @@ def _is_stopped(pid: int) -> bool:
         return True
 
 
-def install() -> None:
+def install(machines: Machines | None) -> None:
     """Lets torchrun, in this process, start :class:`Agent` in place of its own."""
+    Agent.machines = machines
     api.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]

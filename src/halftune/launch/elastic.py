@@ -14,14 +14,14 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from halftune.core.errors import HalftuneError
 from halftune.core.failures import NAMED, SUMMARY, Record, from_message
 from halftune.hardware.host import cpu_cores
-from halftune.launch.machines import Machine, gather
+from halftune.launch.machines import Machine, Machines, gather
 
 if TYPE_CHECKING:
     from halftune.launch.agent import Agent
@@ -43,16 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from halftune.launch.agent import Agent, install
 
     args = get_args_parser().parse_args(arguments)
+    machines = None
     try:
-        machine = machine_from(args)
-        store = None if machine is None else gather(machine)
+        if (machine := machine_from(args)) is not None:
+            machines = gather(machine)
         prepare(args)
         if (taken := _taken(args)) is not None:
             return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
-        install()
+        install(machines)
         _silence()
         run(args)
-        del store  # until here
     except ChildFailedError as error:
         assert Agent.latest is not None
         found = {rank: _failure(rank, one, Agent.latest) for rank, one in error.failures.items()}
@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return code
         return _say(f"stopped by {signal.Signals(error.sigval).name}", code)
     except (RendezvousError, DistError, OSError) as error:
-        return _say(_apart(error, args, begun=Agent.latest is not None and Agent.latest.has_started()), FAILED)
+        return _say(
+            _apart(error, args, machines, begun=Agent.latest is not None and Agent.latest.has_started()), FAILED
+        )
     return 0
 
 
@@ -87,10 +89,18 @@ def _leave(number: int, _frame: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _apart(error: Exception, args: argparse.Namespace, *, begun: bool) -> str:
+def _apart(error: Exception, args: argparse.Namespace, machines: Machines | None, *, begun: bool) -> str:
     """What to tell where machines do not meet, or meet no more."""
     from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+    if begun and isinstance(error, RendezvousTimeoutError) and machines is not None:
+        with suppress(RuntimeError):  # of the store, which leaves with machine 0
+            if absent := machines.absent():
+                who, seconds = ", ".join(map(str, absent)), machines.this.seconds
+                return (
+                    f"a process failed, and machine {who} did not come back within {seconds:.0f} s · its own output "
+                    "says why; the same command goes on from the newest checkpoint"
+                )
     where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     if not begun:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". See inner")[0]
@@ -254,4 +264,8 @@ def _say(text: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_module())
+    number = run_module()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # taking torch apart costs half a CPU-second, and aborts where a thread still waits for a store that does not answer
+    os._exit(number)

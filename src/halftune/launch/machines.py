@@ -6,6 +6,9 @@ import ipaddress
 import json
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import gethostname
 from typing import TYPE_CHECKING
@@ -57,8 +60,48 @@ def find(machine: Machine) -> Patience:
     return patience
 
 
-def gather(machine: Machine) -> TCPStore:
-    """Waits until all machines are there; returns the store that machine 0 serves, which torchrun then uses, too.
+class Machines:
+    """The machines of a run, which have all been there.
+
+    Args:
+        this: this one.
+        store: served by machine 0.
+    """
+
+    def __init__(self, this: Machine, store: TCPStore) -> None:
+        self.this, self._store = this, store
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around torchrun's wait until all are there, at the start and after a failure; says who is not."""
+        mine, over = self._key(self.this.rank), threading.Event()
+        self._store.set(mine, "1")
+        threading.Thread(target=self._say_who, args=[over], daemon=True).start()
+        try:
+            yield
+            self._store.delete_key(mine)
+        finally:
+            over.set()
+
+    def absent(self) -> list[int]:
+        """Numbers of the machines that do not wait for the others, though this one does or did in vain."""
+        return [rank for rank in range(self.this.count) if not self._store.check([self._key(rank)])]
+
+    def _say_who(self, over: threading.Event) -> None:
+        patience = Patience(self.this.seconds)
+        try:
+            while not over.is_set() and patience.left() > 0 and (absent := self.absent()):
+                patience.wait(f"machine {_listed(absent)} to come back to {self.this.place}")
+        except RuntimeError:  # of the store: machine 0 has left, as torchrun notices, too
+            return
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"halftune/waits/{rank}"
+
+
+def gather(machine: Machine) -> Machines:
+    """Waits until all machines are there. Torchrun then uses the same store, which machine 0 serves.
 
     Raises:
         PlanError: the name is unknown, machine 0 has not this address, two machines have one number, their numbers
@@ -77,11 +120,8 @@ def gather(machine: Machine) -> TCPStore:
         _claim(store, machine)
         _wait_for_all(store, machine, patience)
     except RuntimeError as error:  # of the store, which lives in machine 0's launcher
-        raise TrainingError(
-            f"machine 0 at {machine.place} has left while machine {machine.rank} waited for the others",
-            remedy="its own output says why",
-        ) from error
-    return store
+        raise _left(machine) from error
+    return Machines(machine, store)
 
 
 def resolve(machine: Machine, patience: Patience) -> list[str]:
@@ -160,9 +200,16 @@ def _connect(machine: Machine, *, server: bool) -> TCPStore:
     except RuntimeError as error:
         if server:
             what, remedy = f"port {machine.port} is in use on this machine", "another distributed.main_process_port"
+        elif reach(machine.host, machine.port, Patience(0.0), "machine 0"):
+            raise _left(machine) from error
         else:
             what, remedy = f"what listens at {machine.place} is no halftune", "are address and port those of machine 0?"
         raise PlanError(what, where="distributed.main_process_port", remedy=remedy) from error
+
+
+def _left(machine: Machine) -> TrainingError:
+    what = f"machine 0 at {machine.place} has left while machine {machine.rank} waited for the others"
+    return TrainingError(what, remedy="its own output says why")
 
 
 def _claim(store: TCPStore, machine: Machine) -> None:
@@ -188,7 +235,7 @@ def _claim(store: TCPStore, machine: Machine) -> None:
 
 def _wait_for_all(store: TCPStore, machine: Machine, patience: Patience) -> None:
     while missing := _missing(store, machine):
-        listed = ", ".join(map(str, missing))
+        listed = _listed(missing)
         if patience.left() <= 0:
             processes = len(missing) * machine.each
             raise TrainingError(
@@ -198,6 +245,10 @@ def _wait_for_all(store: TCPStore, machine: Machine, patience: Patience) -> None
             )
         patience.wait(f"machine {listed} to come to {machine.place}")
     store.set("halftune/begun", "1")
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _missing(store: TCPStore, machine: Machine) -> list[int]:

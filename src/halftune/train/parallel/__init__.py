@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from accelerate import Accelerator
+from typing import TYPE_CHECKING
 
 from halftune.core.table import load
-from halftune.plan import Plan
-from halftune.train.parallel.strategy import Strategy
+
+if TYPE_CHECKING:  # a launcher needs of all this the store only, and keeps what it imports for as long as a run takes
+    from accelerate import Accelerator
+
+    from halftune.plan import Plan
+    from halftune.train.parallel.strategy import Strategy
 
 STRATEGIES: dict[str, str] = {
     "single": "halftune.train.parallel.strategy:Strategy",
