@@ -3,7 +3,8 @@
 python scripts/bench/webui_page.py            needs /usr/bin/chromium
 
 CPU-seconds are those of the server, not of the browser. The wall time of a change runs from the choice to the
-new plan on the screen, so it counts the browser, too, and whatever else the machine does.
+new plan on the screen, so it counts the browser, too, and whatever else the machine does; where that is much,
+``chrt -r 1`` before the command (as root) shows what the page takes where nothing else wants the CPU.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def _changes(server: subprocess.Popen[str], address: str, times: int) -> None:
     print(f"an idle page: {idle:.3f} CPU-seconds a second")
     print(f"a change of the precision: {statistics.mean(spent):.3f} CPU-seconds of the server (mean of {times})")
     print(f"  wall time to the new plan: median {statistics.median(walls):.2f} s, largest {max(walls):.2f} s")
+    print(f"  load of the machine: {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores")
     print(f"  requests: {statistics.median(requests):.0f}")
 
 
