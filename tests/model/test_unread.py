@@ -107,6 +107,20 @@ def test_a_weight_under_another_name_is_told() -> None:
     assert unread.lacks(model) == "extra"
 
 
+def test_experts_of_other_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unread, read = Unread(), []
+    model = load_model(section(written("mixtral", tmp_path / "model")), plan("fp32"), unread=unread)
+    add = core_model_loading.WeightTransform.add_tensor
+    monkeypatch.setattr(
+        core_model_loading.WeightTransform, "add_tensor", lambda self, *rest: read.append(rest[1]) or add(self, *rest)
+    )
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    with unread.opened():
+        unread.read(name, torch.empty_like(model.get_parameter(name)[1:], device=CPU), 1)
+    expert = "model.layers.1.block_sparse_moe.experts"
+    assert sorted(read) == [f"{expert}.{number}.{which}.weight" for number in (1, 2) for which in ("w1", "w3")]
+
+
 def test_of_two_tensors_for_one_weight_the_same_is_read(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

@@ -62,6 +62,20 @@ class _Made:
     first: str
     parts: tuple[tuple[str, str], ...]
 
+    def of_rows(self, rows: slice, count: int) -> tuple[tuple[str, str], ...] | None:
+        """The parts that some rows of ``count`` are made of; None where a row is not made of tensors of its own."""
+        stack, *rest = self.by.operations
+        if not isinstance(stack, core_model_loading.MergeModulelist) or stack.dim != 0:
+            return None
+        if not all(isinstance(one, core_model_loading.Concatenate) and one.dim > 0 for one in rest):
+            return None
+        stacks: dict[str, list[tuple[str, str]]] = {}
+        for part in self.parts:
+            stacks.setdefault(part[0], []).append(part)
+        if any(len(parts) != count for parts in stacks.values()):
+            return None
+        return tuple(part for parts in stacks.values() for part in parts[rows])
+
 
 @dataclass
 class Unread:
@@ -77,8 +91,8 @@ class Unread:
     _places: dict[str, str | _Made] = field(default_factory=dict)
     _files: dict[str, Any] = field(default_factory=dict)
     _found: frozenset[str] = frozenset()
-    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    _newest: tuple[_Made, dict[str, torch.Tensor]] | None = None
+    _loaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    _newest: tuple[tuple[tuple[str, str], ...], dict[str, torch.Tensor]] | None = None
 
     @contextmanager
     def recording(self, folder: Path) -> Iterator[None]:
@@ -113,7 +127,7 @@ class Unread:
         A module may compute what another one holds, so all are asked to begin anew; weights stay where they are.
         """
         self.model = model
-        self._dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
+        self._loaded = {name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)}
         model._move_missing_keys_from_meta_to_device(set(), None, None, None)
         for module in model.modules():
             module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
@@ -159,36 +173,43 @@ class Unread:
     def read(self, name: str, into: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """Reads a weight, or its rows from ``first`` on, into a tensor of that shape and returns it.
 
-        Nothing else is read, but for a weight that is put together from others: those are read whole and let go.
+        Nothing else is read: of experts that lie apart, those in these rows. Only what is put together in another way
+        is read whole and let go.
 
         Raises:
             ValueError: it has another shape than when the model was made.
         """
         plain = plain_name(name)
-        place, loaded = self._places[plain], self._dtypes.get(plain, into.dtype)
+        place, loaded = self._places[plain], self._loaded.get(plain, into)
+        rows = slice(None) if first is None else slice(first, first + into.shape[0])
+        if not into.numel():
+            return into
         if isinstance(place, _Made):
-            whole = self._made(place, loaded)[plain]
+            found = self._made(place, plain, loaded, rows)
         else:
-            whole = self._files[place].get_slice(place)
-            if not whole.get_shape():
-                whole = self._files[place].get_tensor(place)
-        rows = whole[...] if first is None else whole[first : first + into.shape[0]]
-        if rows.shape != into.shape:  # somebody has written the files anew
-            raise ValueError(f"{name} is {tuple(rows.shape)} now, and was {tuple(into.shape)}")
+            found = self._files[place].get_slice(place)
+            found = found[rows] if found.get_shape() else self._files[place].get_tensor(place)
+        if found.shape != into.shape:  # somebody has written the files anew
+            raise ValueError(f"{name} is {tuple(found.shape)} now, and was {tuple(into.shape)}")
         # A copy that is trained in fp32 begins with what the model computes with.
-        return into.copy_(rows if into.dtype == loaded else rows.to(loaded))
+        return into.copy_(found if into.dtype == loaded.dtype else found.to(loaded.dtype))
 
-    def _made(self, place: _Made, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """All that comes of one putting together; kept until another one is asked for."""
-        if self._newest is None or self._newest[0] is not place:
+    def _made(self, place: _Made, name: str, loaded: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Rows of what comes of putting together; all that does is kept until something else is asked for."""
+        parts = place.of_rows(rows, loaded.shape[0])
+        if parts is None:
+            parts, wanted = place.parts, rows
+        else:
+            wanted = slice(None)
+        if self._newest is None or self._newest[0] != parts:
             self._newest = None  # the one before goes first
-            for pattern, source in place.parts:
-                tensor = self._files[source].get_tensor(source).to(dtype)
+            for pattern, source in parts:
+                tensor = self._files[source].get_tensor(source).to(loaded.dtype)
                 place.by.add_tensor(place.first, source, pattern, tensor)  # pyright: ignore[reportArgumentType]
             made = place.by.convert(place.first, model=self.model, config=getattr(self.model, "config", None))
             flat = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-            self._newest = place, flat
-        return self._newest[1]
+            self._newest = parts, flat
+        return self._newest[1][name][wanted]
 
 
 def _weight_files(folder: Path) -> list[Path]:
