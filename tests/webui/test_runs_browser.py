@@ -147,6 +147,11 @@ def test_a_run_from_start_to_export(board: Any, start_board: Callable[..., Any],
 
     tab(page, "Chat")
     page.wait_for_function("document.querySelector('#chat-run input').value")  # the list is read when the tab opens
+    page.locator("#chat-text textarea").fill("Anybody there?")
+    page.locator("#chat-send").click()
+    page.get_by_text("Load a model first.").wait_for()
+    assert page.locator("#chat-text textarea").input_value() == "Anybody there?"
+    assert page.locator(".talk").count() == 2
     page.locator("#chat-load").click()
     page.locator("#chat-ready, #chat-loaded .cause").wait_for(timeout=LONG)
     assert page.locator("#chat-ready").count(), page.locator("#chat-loaded").inner_text()

@@ -87,11 +87,12 @@ function figure(chart) {
     svg.append(make('text', {x: LEFT - 6, y: y(mark) + 4, class: 'mark', 'text-anchor': 'end'}, spell(mark)));
   }
   for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 4)) {
-    if (mark !== Math.round(mark) || x(mark) > width - 14) continue;
-    svg.append(make('text', {x: x(mark), y: HEIGHT - 6, class: 'mark', 'text-anchor': 'middle'}, mark.toLocaleString('en')));
+    if (mark !== Math.round(mark)) continue;
+    const last = x(mark) > width - 14;  // it would be cut in the middle
+    svg.append(make('text', {x: last ? width : x(mark), y: HEIGHT - 6, class: 'mark', 'text-anchor': last ? 'end' : 'middle'}, mark.toLocaleString('en')));
   }
   const clip = `ht-clip-${chart.name}`, hole = make('clipPath', {id: clip});
-  hole.append(make('rect', {x: LEFT, y: 0, width: width - LEFT - RIGHT, height: HEIGHT - BOTTOM + 1}));
+  hole.append(make('rect', {x: LEFT - 3, y: 0, width: width - LEFT - RIGHT + 6, height: HEIGHT - BOTTOM + 1}));
   svg.append(hole);
   for (const line of lines) {
     let path = '', pen = false;

@@ -11,7 +11,7 @@ from halftune_webui.paths import inside
 from halftune_webui.runs.detached import launch
 from halftune_webui.runs.queue import BOARD
 from halftune_webui.runs.started import note_job, read_started
-from halftune_webui.runs.state import RunState, look
+from halftune_webui.runs.state import FINAL, RunState, look
 from halftune_webui.runs.stored import check_model
 from halftune_webui.settings import Settings
 
@@ -21,7 +21,7 @@ _SHOWN = 8
 
 def finished(runs: list[RunState]) -> list[Path]:
     """The runs that have a result."""
-    return [state.folder for state in runs if (state.folder / "final").is_dir() and not state.live]
+    return [state.folder for state in runs if (state.folder / FINAL).is_dir() and not state.live]
 
 
 def start(settings: Settings, run: Path, output: str, dtype: str | None, *, force: bool) -> Path:

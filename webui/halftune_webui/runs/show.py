@@ -11,7 +11,7 @@ from pathlib import Path
 from halftune.plan.duration import clock
 from halftune_webui.labels import Words
 from halftune_webui.runs.metrics import Alarm
-from halftune_webui.runs.state import RunState
+from halftune_webui.runs.state import FINAL, RunState
 
 REPORT = "report.html"
 
@@ -77,6 +77,8 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
     if reason := ending(state, words):
         calm = " calm" if state.state == "stopped" else ""
         parts.append(f'<p class="cause{calm}">{escape(reason)}</p>')
+    if state.state == "finished" and (state.folder / FINAL).is_dir():
+        parts.append(f'<p class="help">{escape(words("runs.next"))}</p>')
     if log:
         key = escape(f"log {state.folder}")
         opened = " open" if state.state == "died" or output else ""  # an export says there what was checked

@@ -18,7 +18,7 @@ from halftune_webui.runs.started import Started, read_started
 
 State = Literal["queued", "starting", "running", "stopping", "finished", "stopped", "died", "unreadable"]
 LIVE = ("starting", "running", "stopping")
-RESOLVED, FINISHED, PLAN = "resolved.yaml", "finished.json", "plan.json"
+RESOLVED, FINISHED, PLAN, FINAL = "resolved.yaml", "finished.json", "plan.json", "final"
 _SILENT = 120.0  # seconds after which a run on another machine counts as gone
 _STOP_CODES = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, 129, 130, 143}
 

@@ -123,6 +123,7 @@ def _wire(
         yield from _load(context, chats, name, str(request.session_hash))
 
     def asked(request: gr.Request, *values: Any) -> Iterator[Any]:
+        yield [gr.skip() for _ in (parts.text, *sides)]  # a question that is not put empties nothing
         yield from _ask(context, chats.of.get(str(request.session_hash)), *values)
 
     def stopped(request: gr.Request) -> None:
