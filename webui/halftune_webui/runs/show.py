@@ -177,7 +177,8 @@ def _acts(state: RunState, name: str, words: Words, *, resumes: bool) -> str:
     if (state.folder / REPORT).is_file():
         acts.append(("report", "report", ""))
     if not state.live and state.state != "queued":
-        acts.append(("delete", "delete", words("runs.ask_delete" if resumes else "runs.ask_forget", name=name)))
+        label = "delete" if resumes else "forget"
+        acts.append(("delete", label, words(f"runs.ask_{label}", name=name)))
     path = escape(str(state.folder))
     bad = ("stop", "stop_at_once", "delete")
     return "".join(
