@@ -93,3 +93,14 @@ def test_what_is_saved_and_copied_does_not_depend_on_us(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
     assert torch.equal(copy.deepcopy(model)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(("asked", "routed"), [("batched_mm", NAME), ("eager", "eager")])
+def test_what_a_checkpoint_asks_for_gives_way_but_a_loop_is_left(
+    asked: str, routed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = made("qwen3_moe", experts_implementation=asked)
+    with caplog.at_level("INFO", "halftune"):
+        assert route_experts(model, plan("bf16", "fp32")) == (2 if routed == NAME else 0)
+    assert model.config._experts_implementation == routed
+    assert f"compute by {'grouped_mm' if routed == NAME else 'a loop'} in bf16" in caplog.text

@@ -244,3 +244,17 @@ def test_a_known_pace_gives_a_duration() -> None:
     assert duration(steps, planned("cpu"), pace).startswith("Time: 9 min for 1,000 steps")
     assert pace_of(["", "{}", "[]"]) is None
     assert [clock(s) for s in (0.2, 89, 91, 5400, 12_000)] == ["1 s", "89 s", "2 min", "1 h 30 min", "3 h 20 min"]
+
+
+def test_experts_are_planned_where_there_are_any() -> None:
+    sparse = qwen(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    trained = planned("a100", sparse, precision="bf16", adapter="none")
+    assert trained.precision.experts is not None
+    assert trained.precision.experts.value == "grouped_mm in bf16"
+    assert "one matmul for all experts: autocast has no rule for it" in trained.precision.experts.reason
+    assert "fp32 weights are cast" in " ".join(explain(trained, width=300).split())
+    old = planned("t4", sparse, precision="fp16").precision.experts
+    assert old is not None
+    assert old.reason.startswith("expert by expert, the device has no kernel")
+    assert ": autocast" not in old.reason, "LoRA's base is in fp16"
+    assert planned("a100").precision.experts is None

@@ -17,24 +17,27 @@ from halftune.plan import Plan
 
 log = get_logger(__name__)
 
-NAME, GROUPED = "halftune_grouped_mm", "grouped_mm"
+NAME, GROUPED, LOOP = "halftune_grouped_mm", "grouped_mm", "eager"
 
 
 def route_experts(model: nn.Module, plan: Plan) -> int:
     """Sees to it that grouped experts of ``model`` compute in autocast's dtype; returns how many layers have such.
 
-    Nothing is changed where the plan has no autocast, or the model another implementation. Takes one entry in
-    transformers' table of experts; models that others make do not name it.
+    Nothing is changed where the plan has no autocast. A loop over experts is made of linear layers, which autocast
+    casts; what else a checkpoint's config.json may ask for (``experts_implementation``) gives way to the plan's. Takes
+    one entry in transformers' table of experts; models that others make do not name it.
     """
     if not plan.precision.autocast.value:
         return 0
     experts: list[Any] = [module for module in model.modules() if "_is_expert_parallel" in vars(module)]
-    grouped = [module for module in experts if module.config._experts_implementation == GROUPED]
+    grouped = [module for module in experts if module.config._experts_implementation not in (NAME, LOOP)]
     if grouped:
         ALL_EXPERTS_FUNCTIONS.register(NAME, in_autocast)
         for config in {id(module.config): module.config for module in grouped}.values():
             config._experts_implementation = NAME
-        log.info("experts of %d layers compute in %s, as autocast would", len(grouped), plan.precision.compute.value)
+    if experts:
+        how, dtype = GROUPED if grouped else "a loop", plan.precision.compute.value
+        log.info("experts of %d layers compute by %s in %s, as autocast would", len(experts), how, dtype)
     return len(grouped)
 
 

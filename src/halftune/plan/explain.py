@@ -85,6 +85,8 @@ def _formats(plan: Plan) -> list[Row]:
     names = ("compute", "storage", "trainable", "optimizer_state", "reduce", "saved")
     rows = [_row(name.replace("_", " "), getattr(precision, name)) for name in names]
     rows += [_row(name.replace("_", " "), getattr(precision, name)) for name in ("autocast", "grad_scaler", "tf32")]
+    if precision.experts is not None:
+        rows.append(_row("experts", precision.experts))
     kept = precision.keep_fp32
     return [*rows, ("keep fp32", ", ".join(kept.value) or "-", kept.reason)]
 

@@ -23,6 +23,7 @@ class PrecisionPlan:
         saved: dtype in which the final adapter or model is written, and that its config.json names.
         keep_fp32: regular expressions; a parameter whose name one of them finds stays fp32 through load and save.
         tf32: whether fp32 matmuls may use TF32.
+        experts: how experts that are held as one parameter are multiplied, and in which dtype; None in a dense model.
         warnings: full sentences that the user must see before training.
     """
 
@@ -36,4 +37,5 @@ class PrecisionPlan:
     saved: Choice[Format]
     keep_fp32: Choice[tuple[str, ...]]
     tf32: Choice[bool]
+    experts: Choice[str] | None = None
     warnings: tuple[str, ...] = ()

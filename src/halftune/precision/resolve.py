@@ -62,6 +62,7 @@ def resolve_precision(
         saved=_saved(compute.value, trainable.value, full),
         keep_fp32=kept,
         tf32=_tf32(section, hardware, compute.value),
+        experts=_experts(compute, storage.value) if facts.num_experts else None,
         warnings=(
             *compute.warnings,
             *_family_warnings(compute, facts),
@@ -69,6 +70,14 @@ def resolve_precision(
             *_tf32_warnings(section, hardware),
         ),
     )
+
+
+def _experts(compute: _Compute, storage: Format) -> Choice[str]:
+    """transformers multiplies by ``grouped_mm``; its kernel needs compute capability 8.0 on CUDA devices."""
+    cast = f": autocast has no rule for it, so {storage} weights are cast for it" if storage != compute.value else ""
+    old = compute.device.capability is not None and compute.device.capability < (8, 0)
+    how = "expert by expert, the device has no kernel for all" if old else "one matmul for all experts"
+    return Choice(f"grouped_mm in {compute.value}", f"{how}{cast}; code that loops over experts stays in autocast")
 
 
 def weakest(hardware: Hardware) -> tuple[Device, Row]:
