@@ -18,6 +18,7 @@ from halftune.hardware.catalogue import lookup
 from halftune.model.generate import generate_reply
 from halftune.model.load import load_model
 from halftune.model.tokenizer import load_tokenizer
+from halftune.model.vocabulary import padding_id
 from halftune.plan import resolve
 from halftune.train.setup import build
 
@@ -56,3 +57,13 @@ def test_nothing_is_answered(model: ModelSection) -> None:
     loaded = load_model(model, settled, for_training=False)
     with pytest.raises(ModelError, match="the model has 64 embeddings"):
         generate_reply(loaded, load_tokenizer(model), asked, generation, settled)
+
+
+def test_a_padding_token_that_came_after_training_needs_no_embedding(model: ModelSection) -> None:
+    loaded, tokenizer = load_model(model, plan("fp32", "fp32")), load_tokenizer(model)
+    assert padding_id(loaded, tokenizer) == tokenizer.pad_token_id == 0
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id >= 64
+    assert padding_id(loaded, tokenizer) == tokenizer.eos_token_id == 2
+    tokenizer.eos_token = "<pad>"
+    assert padding_id(loaded, tokenizer) == 0

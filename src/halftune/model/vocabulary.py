@@ -9,6 +9,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
+
+log = get_logger(__name__)
 
 
 def check_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Iterable[int]], where: str) -> None:
@@ -35,6 +38,23 @@ def check_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Iterab
             what = f"{token!r} is token {highest} of the tokenizer, and the model has {embeddings} embeddings"
             remedy = "model.tokenizer names the tokenizer that the model was trained with; an embedding is not enlarged"
             raise ModelError(what, where=where, remedy=remedy)
+
+
+def padding_id(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that rows are filled up with: the padding token's, or another where the model has no embedding for it.
+
+    Families whose tokenizers got ``<pad>`` after training, and their models no row for it, are many. Filled places are
+    neither attended to nor labelled, so that any row of the table does: the end token's, or the first.
+    """
+    padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert isinstance(padding, int), "load_tokenizer sees to a padding token"
+    embeddings = _embeddings(model)
+    if embeddings is None or padding < embeddings:
+        return padding
+    instead = end if isinstance(end, int) and end < embeddings else 0
+    name, known = tokenizer.pad_token, tokenizer.convert_ids_to_tokens(instead)
+    log.info("%r is token %d, the model has %d embeddings: rows are padded with %r", name, padding, embeddings, known)
+    return instead
 
 
 def _embeddings(model: Any) -> int | None:

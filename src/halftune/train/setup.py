@@ -21,7 +21,7 @@ from halftune.model.fused import fuse
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
-from halftune.model.vocabulary import check_ids
+from halftune.model.vocabulary import check_ids, padding_id
 from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase, Run
@@ -82,6 +82,7 @@ def build(
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
     model, unread = make_model(config, plan)
     check_tokens(model, tokenizer, data)
+    pad_token_id = padding_id(model, tokenizer)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
@@ -93,8 +94,6 @@ def build(
         model.compile()
     wrapped = strategy.wrap(model, unread)
     rank, world = accelerator.process_index, accelerator.num_processes
-    pad_token_id = tokenizer.pad_token_id
-    assert isinstance(pad_token_id, int), "load_tokenizer sees to a padding token"
     device = accelerator.device if accelerator.device.type == "cuda" else None
     feed = Feed(data.train, config, plan.batch, plan.batch.packing.value, pad_token_id, rank, world, device)
     eval_feed = feed.for_evaluation(data.eval, config.training.per_device_eval_batch_size) if data.eval else None
@@ -119,9 +118,6 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Pre
     Raises:
         ModelError: one has none.
     """
-    padding = tokenizer.pad_token_id
-    assert isinstance(padding, int), "load_tokenizer sees to a padding token"
-    check_ids(model, tokenizer, [[padding]], "the padding token")
     for split, key in ((data.train, "data.train"), (data.eval, "data.eval")):
         if split is not None:
             check_ids(model, tokenizer, (split.sample(index).input_ids for index in range(len(split))), key)
