@@ -47,6 +47,8 @@ def rebind(replacements: Mapping[Function, Function]) -> list[str]:
     by_id = {id(original): replacement for original, replacement in replacements.items()}
     places = []
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        if by_id.keys().isdisjoint(map(id, list(vars(module).values()))):  # thousands of modules know none of them
+            continue
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
