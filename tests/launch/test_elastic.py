@@ -8,12 +8,18 @@ import os
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from halftune.core.errors import DataError, TrainingError
 from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message, leave
-from halftune.launch.elastic import Failure, interface_of, main, own_address, prepare, summary
+from halftune.launch.agent import Agent
+from halftune.launch.elastic import interface_of, main, own_address, prepare
+from halftune.launch.summary import Failure, summary
 
 KILLED = -signal.SIGKILL
 
@@ -39,6 +45,19 @@ def test_a_killed_process_leaves_nothing_and_is_named() -> None:
     assert code == 5
 
 
+def test_a_failure_before_a_restart_is_told_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    failed = RunResult(WorkerState.FAILED, failures={1: ProcessFailure(1, 11, KILLED, "<N/A>")})
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: failed)
+    agent, group = Agent.__new__(Agent), SimpleNamespace(spec=SimpleNamespace(max_restarts=3))
+    agent._pcontext, agent.ended, agent.killed = None, {}, set()
+    for left in (2, 0):
+        agent._remaining_restarts = left
+        agent._monitor_workers(group)  # pyright: ignore[reportArgumentType]
+    told = capsys.readouterr().err.splitlines()  # of the last one by the summary
+    assert told[0].startswith("halftune: rank 1 on ")
+    assert told[1:] == ["  started again from the newest checkpoint, 1 of 3 restarts left"]
+
+
 def test_a_stopped_process_that_torchrun_kills_later_is_blamed_by_the_one_that_waited() -> None:
     told = "rank 1 on b is gone or stopped: it gives no sign of life"
     text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0, killed=True), 0: lost(0, 100.0, told, names=True)}, 0)
@@ -54,8 +73,6 @@ def test_those_that_torchrun_ends_are_never_first() -> None:
 
 
 def test_a_process_writes_once_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
     file = tmp_path / "error.json"
     monkeypatch.setenv(FILE, str(file))
     monkeypatch.delenv(SUMMARY, raising=False)

@@ -152,5 +152,7 @@ def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(pl
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
     assert "killing process" in done.stdout
+    assert "was killed by SIGKILL" in done.stderr
+    assert "0 of 1 restarts left" in done.stderr
     assert "going on from" in done.stderr
     assert same(undisturbed, place / "machines")

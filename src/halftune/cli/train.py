@@ -101,7 +101,7 @@ def train_one(loaded: LoadedConfig) -> None:
     plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
     check_folders(loaded.run.model)
     look_over(loaded.run)
-    if main:
+    if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # of a job that comes back it has been read
         print(explain(plan))
 
     with quick_imports():  # of torch, after every check that needs none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +14,12 @@ import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
-from halftune.core.failures import NAMED, read
+from halftune.core.failures import NAMED, from_message, read
 from halftune.launch.machines import Machines
+from halftune.launch.summary import Failure, say, summary
 
 NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed, and end by themselves
 _POLL = 0.1  # seconds
@@ -72,7 +75,12 @@ class Agent(LocalElasticAgent):
             while self._some_will_end(worker_group) and time.monotonic() < deadline:
                 time.sleep(_POLL)
             self.kill()
-        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
+        if result.is_failed() and self._remaining_restarts:
+            text, code = summary(self.failures(result.failures), 0)
+            left = f"{self._remaining_restarts - 1} of {worker_group.spec.max_restarts} restarts left"
+            say(f"{text}\n  started again from the newest checkpoint, {left}", code)
+        return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._shutdown(timeout=int(NOTICE))
@@ -90,6 +98,16 @@ class Agent(LocalElasticAgent):
         """Whether rank 0 was here and left with this exit code by itself: it has said what was saved."""
         ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers}
         return any(ranks.get(each.pid) == 0 and each.poll() == code for each in self._processes())
+
+    def failures(self, found: Mapping[int, ProcessFailure]) -> dict[int, Failure]:
+        """What torchrun found, by rank, and what it did not see: who ended when, and because of whom."""
+
+        def one(rank: int, failure: ProcessFailure) -> Failure:
+            seen = self.ended.get(failure.pid, float(failure.timestamp))
+            record = from_message(failure.message)
+            return Failure(rank, failure.pid, failure.exitcode, record, seen, failure.pid in self.killed)
+
+        return {rank: one(rank, failure) for rank, failure in found.items()}
 
     def kill(self) -> None:
         """Ends the processes that are left, with all that they have started."""

@@ -13,20 +13,15 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from halftune.core.errors import HalftuneError
-from halftune.core.failures import NAMED, SUMMARY, Record, from_message
+from halftune.core.failures import SUMMARY
 from halftune.hardware.host import cpu_cores
 from halftune.launch.machines import Machine, Machines, gather
+from halftune.launch.summary import FAILED, say, summary
 
-if TYPE_CHECKING:
-    from halftune.launch.agent import Agent
-
-FAILED = 5  # as TrainingError
 _PORT = "HALFTUNE_STORE_PORT"
 
 
@@ -49,28 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             machines = gather(machine)
         prepare(args)
         if (taken := _taken(args)) is not None:
-            return _say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
+            return say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
         install(machines)
         _silence()
         run(args)
     except ChildFailedError as error:
         assert Agent.latest is not None
-        found = {rank: _failure(rank, one, Agent.latest) for rank, one in error.failures.items()}
-        text, code = summary(found, int(args.max_restarts))
-        return code if code > 128 and Agent.latest.has_told(code) else _say(text, code)
+        text, code = summary(Agent.latest.failures(error.failures), int(args.max_restarts))
+        return code if code > 128 and Agent.latest.has_told(code) else say(text, code)
     except HalftuneError as error:
-        return _say(str(error), error.exit_code)
+        return say(str(error), error.exit_code)
     except SignalException as error:
         code = 128 + error.sigval
         if Agent.latest is not None:
             Agent.latest.kill()  # a third signal: nobody waits any more
             if Agent.latest.has_told(code):
                 return code
-        return _say(f"stopped by {signal.Signals(error.sigval).name}", code)
+        return say(f"stopped by {signal.Signals(error.sigval).name}", code)
     except (RendezvousError, DistError, OSError) as error:
-        return _say(
-            _apart(error, args, machines, begun=Agent.latest is not None and Agent.latest.has_started()), FAILED
-        )
+        return say(_apart(error, args, machines, begun=Agent.latest is not None and Agent.latest.has_started()), FAILED)
     return 0
 
 
@@ -82,7 +74,7 @@ def run_module() -> int:
         return main()
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
-        return _say(f"stopped by {number.name} before any process was started", 128 + number)
+        return say(f"stopped by {number.name} before any process was started", 128 + number)
 
 
 def _leave(number: int, _frame: object) -> None:
@@ -146,8 +138,10 @@ def prepare(args: argparse.Namespace) -> None:
 def own_address(host: str) -> str | None:
     """The address of this machine in the network through which it reaches ``host``; nothing is sent."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # IPv6 where there is nothing else
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
             return probe.getsockname()[0]
     except OSError:
         return None
@@ -161,68 +155,6 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return name
     return None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a process ended.
-
-    Attributes:
-        rank, pid: which one.
-        code: exit code; the negative number of a signal.
-        record: what it left; None where it had no time to.
-        seen: when it was seen to have ended, in seconds since the epoch.
-        killed: the launcher ended it, because another one had failed.
-    """
-
-    rank: int
-    pid: int
-    code: int
-    record: Record | None
-    seen: float = 0.0
-    killed: bool = False
-
-
-def first_of(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others followed from.
-
-    What went wrong by itself comes first, then a process that was killed, then what only lost another process, then
-    those that the launcher ended because of it.
-    """
-
-    def order(one: Failure) -> tuple[int, float, int]:
-        if one.record is not None:
-            return (2 if one.record.lost else 0), one.record.time, one.rank
-        ended = one.killed or one.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return (3 if ended else 1), one.seen, one.rank
-
-    return min(failures, key=order)
-
-
-def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, int]:
-    """What to tell of several processes that failed, and the exit code."""
-    first = first_of(list(failures.values()))
-    if first.record is not None:
-        text, code = first.record.text, first.code if first.code > 0 else FAILED
-        head = text if first.record.names_rank else f"rank {first.rank} on {socket.gethostname()}: {text}"
-    else:
-        code = FAILED
-        how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"left with {first.code}"
-        why = " (out of memory?)" if first.code == -signal.SIGKILL else ""
-        head = f"rank {first.rank} on {socket.gethostname()} (process {first.pid}) {how}{why}"
-    named = NAMED.match(head)  # another one than the first that told, where that one was to blame
-    lines = [head]
-    if others := sorted(set(failures) - ({int(named[1])} if named else set())):
-        lines.append(f"  ended because of it: rank {', '.join(map(str, others))}")
-    if max_restarts:
-        lines.append(f"  started again {max_restarts} times (distributed.max_restarts), each time it failed")
-    return "\n".join(lines), code
-
-
-def _failure(rank: int, failure: Any, agent: Agent) -> Failure:
-    record = from_message(failure.message)
-    seen = agent.ended.get(failure.pid, float(failure.timestamp))
-    return Failure(rank, failure.pid, failure.exitcode, record, seen, failure.pid in agent.killed)
 
 
 def _taken(args: argparse.Namespace) -> int | None:
@@ -256,11 +188,6 @@ def _silence() -> None:
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _say(text: str, code: int) -> int:
-    print(f"halftune: {text}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":
