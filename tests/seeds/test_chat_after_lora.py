@@ -46,8 +46,17 @@ def test_an_fp32_checkpoint_without_a_dtype_fails_on_the_raw_kernel(raw_kernel, 
     assert str(caught.value) == "FlashAttention only support fp16 and bf16 data type"
 
 
-@pytest.mark.parametrize("own", [F32, torch.float16, BF16])
-@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize(
+    ("adapter", "own"),
+    [
+        ("lora", F32),
+        ("none", torch.float16),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("lora", torch.float16), ("lora", BF16), ("none", F32), ("none", BF16))
+        ],
+    ],
+)
 def test_a_run_of_halftunes_chats_in_the_plans_format(
     flash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: torch.dtype, adapter: str
 ) -> None:
