@@ -28,6 +28,18 @@ VERBS: dict[str, tuple[str, str]] = {
     "schema": ("halftune.cli.schema", "print the JSON Schema of the configuration"),
 }
 
+# What torch and its libraries read from the environment as they are imported, unless the user has said otherwise.
+BEFORE_TORCH = {
+    # Threads that wait for each other by spinning make a CPU run many times slower as soon as anything else uses the
+    # cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN keeps a compiled product with its workspace for each shape that it has met, 1,024 of them, and torch its
+    # own objects beside those. Batches of different lengths bring new shapes at every step: in bf16 on a CPU a small
+    # model's process doubled in 80 steps and went on growing. Making them anew was not measurably slower.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+
 
 def _overview() -> str:
     width = max(map(len, VERBS))
@@ -66,9 +78,8 @@ def train_main() -> None:
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
-    # Threads that wait for each other by spinning make a CPU run many times slower as soon as anything else uses the
-    # cores; OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in BEFORE_TORCH.items():
+        os.environ.setdefault(name, value)
     module_name, line = VERBS[verb]
     show = wants_traceback("--traceback" in arguments)
     try:

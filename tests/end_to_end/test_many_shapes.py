@@ -1,0 +1,29 @@
+"""Batches of different lengths bring new shapes at every step: what a CPU keeps of each does not fill the memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halftune.cli import BEFORE_TORCH
+
+SHAPES = """
+import torch
+def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+weight = torch.randn(256, 256, dtype=torch.bfloat16)
+for rows in range(1, 301):
+    torch.randn(rows + 64, 256, dtype=torch.bfloat16) @ weight
+    if rows == 100:
+        before = resident()
+print((resident() - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
+def test_products_of_many_shapes() -> None:
+    done = subprocess.run([sys.executable, "-c", SHAPES], env=os.environ, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50, "MiB for 200 further shapes; about 200 where each is kept"
