@@ -36,9 +36,9 @@ DOWNLOAD = """(text) => {
   link.click();
   URL.revokeObjectURL(link.href);
 }"""
-# A recipe of somebody's own is replaced only when they say so.
+# A recipe of somebody's own is replaced only when they say so. (The editor leaves out the last line break.)
 PICK = """(name, text, machine) => {
-  const kept = name && text.trim() && !SHIPPED.includes(text) && !window.confirm(QUESTION);
+  const kept = name && text.trim() && !SHIPPED.includes(text.trim()) && !window.confirm(QUESTION);
   return [kept ? null : name, text, machine];
 }"""
 OPEN = """(text) => new Promise((done) => {
@@ -136,13 +136,16 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
 
     def loaded(text: str, machine_name: str) -> tuple[Any, ...]:
         text = text or shipped(FIRST)
-        name = next((name for name in recipes() if shipped(name) == text), None)
+        name = next((name for name in recipes() if shipped(name).strip() == text.strip()), None)
         return name, text, *_react(context, text, machine_name)
 
     parts.form.submit(form_changed, [recipe, machine], [recipe, *reactions], trigger_mode="multiple", **quiet)
     recipe.input(react, [recipe, machine], reactions, trigger_mode="always_last", **quiet)
     machine.input(react, [recipe, machine], reactions, **quiet)
-    known, question = json.dumps(list(map(shipped, recipes()))), json.dumps(context.words("train.replace"))
+    known, question = (
+        json.dumps([shipped(name).strip() for name in recipes()]),
+        json.dumps(context.words("train.replace")),
+    )
     ask = PICK.replace("SHIPPED", known).replace("QUESTION", question)
     pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
     context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
