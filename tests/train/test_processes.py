@@ -84,17 +84,17 @@ def test_one_two_and_four_processes_follow_the_same_curve(recipe, tmp_path: Path
 @pytest.mark.slow
 def test_half_precision_by_shards_rounds_as_whole_models_do(recipe, tmp_path: Path) -> None:
     """Linear layers are gathered in bf16, which is what autocast makes of them; all else in fp32."""
-    common = (*FULL, "training.max_steps=6", "precision=bf16")
+    common = (*FULL, "training.max_steps=6")
 
-    def run(name: str, strategy: str, processes: int, *more: str) -> tuple:
+    def run(name: str, strategy: str, processes: int, precision: str = "bf16") -> tuple:
         rows = f"training.per_device_train_batch_size={ROWS // processes}"
         where = (f"distributed.strategy={strategy}", rows, f"training.output_dir={tmp_path / name}")
-        return recipe(*common, *more, *where, machine="cpu-amx", world_size=processes)
+        return recipe(*common, f"precision={precision}", *where, machine="cpu-amx", world_size=processes)
 
     made = [run("ddp", "ddp", 2), run("fsdp2", "fsdp2", 2)]
     assert made[1][1].parallel.param.value == "bf16"
     assert in_processes(2, train_all(made)) == [0, 0]
-    assert in_processes(1, train_all([run("one", "auto", 1), run("exact", "auto", 1, "precision=fp32")])) == [0]
+    assert in_processes(1, train_all([run("one", "auto", 1), run("exact", "auto", 1, "fp32")])) == [0]
     curves = {name: curve(tmp_path / name) for name in ("ddp", "fsdp2", "one", "exact")}
     assert apart(curves["fsdp2"][:3], curves["ddp"][:3]) < 1e-4
     rounding = apart(curves["one"], curves["exact"])

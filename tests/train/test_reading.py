@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,13 @@ KEPT = "shared_expert_gate"  # one row: with two processes one has none of it
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three experts that lie apart in the files, a head that is the embedding, a weight of one row."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    routed = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    routed: dict[str, Any] = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     folder = tmp_path_factory.mktemp("experts")
     config = Qwen2MoeConfig(**sizes, **routed, num_key_value_heads=1, vocab_size=513, tie_word_embeddings=True)
     with quiet():

@@ -99,7 +99,8 @@ class Unread:
         """Inside, what ``from_pretrained`` reads for each weight is written down."""
         self.folder = folder
         parts: dict[int, list[tuple[str, str]]] = {}
-        transform, converter = core_model_loading.WeightTransform, core_model_loading.WeightConverter
+        transform: Any = core_model_loading.WeightTransform
+        converter: Any = core_model_loading.WeightConverter
         add, convert = transform.add_tensor, converter.convert
 
         def adding(mapping: Any, target: str, source: str, pattern: str, tensor: Any) -> None:
@@ -128,7 +129,7 @@ class Unread:
         """
         self.model = model
         self._loaded = {name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)}
-        model._move_missing_keys_from_meta_to_device(set(), None, None, None)
+        model._move_missing_keys_from_meta_to_device(set(), None, None, None)  # pyright: ignore[reportArgumentType]
         for module in model.modules():
             module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
         model.initialize_weights()
