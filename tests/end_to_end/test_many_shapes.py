@@ -25,5 +25,7 @@ print((resident() - before) // 2**20)
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
 def test_products_of_many_shapes() -> None:
-    done = subprocess.run([sys.executable, "-c", SHAPES], env=os.environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SHAPES], env=os.environ | BEFORE_TORCH, capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 50, "MiB for 200 further shapes; about 200 where each is kept"
