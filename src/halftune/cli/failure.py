@@ -65,7 +65,8 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
     if isinstance(error, MemoryError):
         return TrainingError("the main memory is full", remedy="`halftune plan` estimates what a run needs")
     if "torch._dynamo" in sys.modules and isinstance(error, sys.modules["torch._dynamo"].exc.TorchDynamoException):
-        first = (str(error).strip().splitlines() or ["no message"])[0][:200]
+        lines = str(error).strip().splitlines() or ["no message"]
+        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]  # "backend='inductor' raised:" says nothing
         remedy = "training.torch_compile: false, or a compiler that works (g++, or CXX; building takes memory, too)"
         return TrainingError(f"torch.compile fails: {type(error).__name__}: {first}", remedy=remedy)
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
