@@ -142,10 +142,8 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     parts.form.submit(form_changed, [recipe, machine], [recipe, *reactions], trigger_mode="multiple", **quiet)
     recipe.input(react, [recipe, machine], reactions, trigger_mode="always_last", **quiet)
     machine.input(react, [recipe, machine], reactions, **quiet)
-    known, question = (
-        json.dumps([shipped(name).strip() for name in recipes()]),
-        json.dumps(context.words("train.replace")),
-    )
+    known = json.dumps([shipped(name).strip() for name in recipes()])
+    question = json.dumps(context.words("train.replace"))
     ask = PICK.replace("SHIPPED", known).replace("QUESTION", question)
     pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
     context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
