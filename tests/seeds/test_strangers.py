@@ -17,8 +17,9 @@ from transformers import dynamic_module_utils
 from halftune.cli.failure import tell
 from halftune.config.load import load_config
 from halftune.config.model_facts import read_model_facts
-from halftune.core.errors import DtypeContractError
+from halftune.core.errors import DtypeContractError, ModelError
 from halftune.doctor.examine import examine
+from halftune.doctor.render import render_examination
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
@@ -168,6 +169,55 @@ def test_the_doctor_names_the_same_lines(tmp_path: Path, code: dict) -> None:
         found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
         assert found.calls == {"attention, train": 2, "attention, chat": 2}
         assert {one.operand: f"{one.file}:{one.line}" for one in found.broken} == model.marks
+
+
+OUTSIDE: dict[str, Any] = {
+    "imports": "from flash_attn import flash_attn_func",
+    "made": "self.index, self.inner = index, nn.MultiheadAttention(width, self.heads, batch_first=True)",
+    "attended": """
+        if self.index == 0:
+            q = q.float()  # promotes query
+            scores = torch.einsum("bthd,bshd->bhts", q, k) * self.size**-0.5
+            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+            out = torch.einsum("bhts,bshd->bthd", F.dropout(scores.softmax(-1), 0.1), v)
+        elif self.index == 1:
+            k = k.pow(1)  # promotes key
+            turned = (t.transpose(1, 2) for t in (q, k, v))
+            out = F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+        elif self.index == 2:
+            v = F.softplus(v)  # promotes v
+            out = checkpoint(lambda q, k, v: flash_attn_func(q=q, k=k, v=v), q, k, v, use_reentrant=True)
+        else:
+            pooled = (x @ self.o_proj.weight[:, :4]).softmax(1).transpose(1, 2) @ x  # a softmax that is no attention
+            out = self.inner(x + pooled.mean(), x, x, need_weights=False)[0].view_as(q)
+    """,
+}
+
+
+def test_attention_outside_of_the_guard_is_seen_and_once(tmp_path: Path) -> None:
+    model = stranger(tmp_path / "model", **OUTSIDE, layers=4)
+    config = load_config(recipe(tmp_path, model.folder)).run
+    found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+    assert found.calls == {"attention, train": 4, "attention, chat": 4}, "what backward computes again is no call"
+    named = {one.operand: f"{one.file}:{one.line}" for one in found.findings if one.target == "attention"}
+    assert named == model.marks
+    assert [(one.operand, one.guard) for one in found.broken] == [("v", "casts v to bf16")]
+    guards = {one.guard for one in found.findings if one.operand in ("query", "key")}
+    assert guards == {"nothing: autocast casts it at this call"}
+    said = render_examination(found, 400)
+    assert "! query arrives in fp32 at the model's own attention in blocks.*: 1 layer in train, 1 layer in chat" in said
+
+
+def test_formats_that_torch_refuses_are_refused_without_numbers(tmp_path: Path) -> None:
+    code = """
+        with torch.autocast(x.device.type, enabled=False):
+            out = F.linear(x.float(), self.q_proj.weight.bfloat16()).view_as(q)  # promotes nothing
+    """
+    model = stranger(tmp_path / "model", code)
+    config = load_config(recipe(tmp_path, model.folder)).run
+    with pytest.raises(ModelError, match="to have the same dtype, but got: float32 != bfloat16") as caught:
+        examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+    assert caught.value.where == model.marks["nothing"]
 
 
 OLD = {

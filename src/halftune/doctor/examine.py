@@ -132,6 +132,9 @@ def objection(arrival: Arrival) -> str:
     """What flash-attn would raise if these operands reached it as they are; empty where it takes them."""
     if arrival.target != "attention" or len(arrival.operands) < 3:
         return ""
+    if not arrival.guarded:  # torch's own words
+        sdpa = arrival.function == "scaled_dot_product_attention"
+        return f"{'Expected query, key, and value' if sdpa else 'expected m1 and m2'} to have the same dtype"
     shape = (1, 8, 1, 8)
     q, k, v = (Operand(str(each.dtype).removeprefix("torch."), shape) for each in arrival.operands[:3])
     return next(violations(Call(q, k, v)), "")

@@ -50,7 +50,7 @@ def render_examination(found: Examination, width: int | None = None) -> str:
         lines.append("Every tensor arrives at attention in the plan's format." if found.calls else "")
     for number, finding in enumerate(found.broken, 1):
         lines += [*_block(number, finding), ""]
-    lines += [line for finding in found.findings if not finding.breaks for line in _at_loss(finding)]
+    lines += [line for finding in found.findings if not finding.breaks for line in _harmless(finding)]
     lines += [f"! {note}" for note in found.notes]
     if found.broken:
         total = sum(finding.bytes_per_step for finding in found.broken)
@@ -79,9 +79,16 @@ def _block(number: int, finding: Finding) -> Iterator[str]:
     yield f"   guard: {finding.guard}{cost}"
 
 
-def _at_loss(finding: Finding) -> Iterator[str]:
+def _harmless(finding: Finding) -> Iterator[str]:
     place = f"{short(finding.file)}:{finding.line}"
-    yield f"Loss: {finding.operand} arrive in {finding.arrives}: {finding.op} at {place}, {finding.cause}. As meant."
+    if finding.target == "loss":
+        why = f"{finding.op} at {place}, {finding.cause}"
+        yield f"Loss: {finding.operand} arrive in {finding.arrives}: {why}. As meant."
+        return
+    layers = ", ".join(f"{count} layer{'s' * (count > 1)} in {phase}" for phase, count in finding.layers.items())
+    made = f"{finding.op} at {place}, {finding.cause}" if finding.file else f"{finding.op}, {finding.cause}"
+    yield f"! {finding.operand} arrives in {finding.arrives} at the model's own attention in {finding.site}: {layers}"
+    yield f"    {made}. The guard does not see this call: {finding.guard.removeprefix('nothing: ')}."
 
 
 def short(file: str) -> str:

@@ -32,7 +32,8 @@ class Finding:
         module: path of the module in which it ran.
         layers: how many modules, by phase.
         passes: ``forward``, and ``backward`` where gradients flow back through it.
-        breaks: whether the contract is broken: True everywhere but at the loss.
+        breaks: whether the contract is broken: True everywhere but at the loss and where autocast, or the code as it is
+            written, brings the operands of attention outside of the guard into one format.
         raw: what the unguarded kernel raises, empty where it takes it.
         guard: what halftune's guard does.
         bytes_per_step: written by the guard's casts, forward and backward, on one device.
@@ -108,6 +109,7 @@ def _finding(
         sites.setdefault(each.phase, set()).add(each.site)
     trains = training in sites
     to_loss = arrival.target == "loss"
+    harmless = to_loss or bool(arrival.settled)
     written = sum(_cast_bytes(each, stray) for each, stray, _ in group if each.phase == training)
     place = step.place if step is not None else None
     return Finding(
@@ -126,10 +128,10 @@ def _finding(
         module=starred(step.module) if step is not None else "",
         layers={phase: len(modules) for phase, modules in sites.items()},
         passes=("forward", "backward") if trains else ("forward",),
-        breaks=not to_loss,
-        raw="" if to_loss else objection(arrival),
+        breaks=not harmless,
+        raw="" if harmless else objection(arrival),
         guard="nothing: the loss sums in fp32" if to_loss else _action(arrival, operand, mode),
-        bytes_per_step=0 if to_loss or mode != "cast" else round(written * scale),
+        bytes_per_step=0 if to_loss or mode != "cast" or not arrival.guarded else round(written * scale),
     )
 
 
@@ -146,6 +148,8 @@ def _cause(step: Step | None, operand: Operand) -> str:
 
 
 def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
+    if arrival.settled:
+        return f"nothing: {arrival.settled}"
     if not arrival.guarded:
         return "nothing: the model's own call, which the guard does not see"
     if arrival.dtype is None:

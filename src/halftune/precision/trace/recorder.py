@@ -25,6 +25,12 @@ _STEP = "halftune_step"  # a tensor's attribute: the call that made it; it goes 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _OUTSIDE = (_TORCH, _OURS, "<")
+# Torch's own attention; the second and third project as well.
+_ATTENTION = (
+    nn.functional.scaled_dot_product_attention,
+    nn.functional.multi_head_attention_forward,
+    vars(torch)["_native_multi_head_attention"],
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -32,12 +38,18 @@ class Recorder(TorchFunctionMode):
 
     Args:
         model: names its parameters, buffers and modules.
-        on_attention: called with the arguments of every ``scaled_dot_product_attention`` before it runs.
+        on_attention: called with function and arguments of every call of torch's own attention before it runs.
+        on_step: called with every record of a call with a single result.
     """
 
-    def __init__(self, model: nn.Module, on_attention: Callable[[Any, Mapping[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_attention: Callable[[Any, Any, Mapping[str, Any]], None] | None = None,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self.on_attention = model, on_attention
+        self.model, self.on_attention, self.on_step = model, on_attention, on_step
         self.count = 0
         self._leaves: dict[int, str] = {}
         self._stack: list[str] = []
@@ -65,8 +77,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.on_attention is not None and func is nn.functional.scaled_dot_product_attention:
-            self.on_attention(args, kwargs)
+        if self.on_attention is not None and func in _ATTENTION:
+            self.on_attention(func, args, kwargs)
         result = func(*args, **kwargs)
         made = list(_floating(args[0] if _name(func) == "__setitem__" else result))
         if made:
@@ -111,6 +123,8 @@ class Recorder(TorchFunctionMode):
                 self._autocast and autocast is None,
             )
             setattr(tensor, _STEP, step)
+            if self.on_step is not None and len(made) == 1:
+                self.on_step(step)
         self.count += 1
 
     def _enter_module(self, name: str) -> Any:

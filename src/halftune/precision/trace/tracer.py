@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.plan import PrecisionPlan
 from halftune.precision.rebind import EntryPoint, gated, installed, rebound
+from halftune.precision.trace.by_hand import written_attention
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.flash_sinks import SINKS
 from halftune.precision.trace.recorder import Recorder
@@ -49,6 +50,7 @@ class Arrival:
         operands: those that share a dtype.
         dtype: what the call computes in; None where two half dtypes contradict each other.
         guarded: whether halftune's guard stands in front of this call.
+        settled: why an operand in another dtype breaks nothing; empty where it does.
     """
 
     target: str
@@ -58,6 +60,7 @@ class Arrival:
     operands: tuple[Operand, ...]
     dtype: torch.dtype | None
     guarded: bool = True
+    settled: str = ""
 
     @property
     def strays(self) -> list[Operand]:
@@ -84,6 +87,7 @@ class Tracer:
     _phase: str = ""
     _recorder: Recorder | None = None
     _inside: bool = False  # a site's own work is no news
+    _backward: bool = False  # nor is what is computed again for it
 
     def attention(
         self,
@@ -122,27 +126,21 @@ class Tracer:
             half = self.precision.autocast.value
             dtype = torch_dtype(self.precision.compute.value)
             stack.enter_context(torch.autocast("cpu", enabled=half, dtype=dtype if half else None, cache_enabled=False))
-            self._phase, self._recorder = name, Recorder(model, self._direct)
+            self._phase, self._backward = name, False
+            self._recorder = Recorder(model, self._direct, self._written)
             yield stack.enter_context(self._recorder)
 
     def loss(self, logits: torch.Tensor) -> None:
-        """Notes in which dtype logits arrive at the loss, which sums in fp32 whatever they are."""
+        """Notes in which dtype logits arrive at the loss, which sums in fp32 whatever they are; backward follows."""
         assert self._recorder is not None, "inside a phase"
-        operand = Operand(
-            "logits", logits.dtype, tuple(logits.shape), self._recorder.step_of(logits), self._recorder.leaf_of(logits)
-        )
+        operand = self._operand("logits", logits)
         self.arrivals.append(Arrival("loss", "", "cross-entropy", self._phase, (operand,), logits.dtype))
+        self._backward = True
 
-    def _arrive(
-        self, target: str, function: str, operands: Mapping[str, torch.Tensor], *, guarded: bool = True
-    ) -> torch.dtype:
+    def _arrive(self, target: str, function: str, operands: Mapping[str, torch.Tensor]) -> torch.dtype:
         """Notes a call; returns what it computes in, the first operand's where two half dtypes contradict."""
         assert self._recorder is not None, "inside a phase"
-        step_of, leaf_of = self._recorder.step_of, self._recorder.leaf_of
-        named = [
-            Operand(name, tensor.dtype, tuple(tensor.shape), step_of(tensor), leaf_of(tensor))
-            for name, tensor in operands.items()
-        ]
+        named = [self._operand(name, tensor) for name, tensor in operands.items()]
         tensors = list(operands.values())
         planned = torch_dtype(self.precision.compute.value)
         plain = target == "linear attention" and not any(tensor.dtype in HALF for tensor in tensors)
@@ -154,17 +152,51 @@ class Tracer:
             # they differ, it is the wide operand whose promotion tells why.
             alike = len({tensor.dtype for tensor in tensors}) == 1
             dtype = tensors[0].dtype if alike else next((t.dtype for t in tensors if t.dtype in HALF), tensors[0].dtype)
-        self.arrivals.append(
-            Arrival(target, self._recorder.module, function, self._phase, tuple(named), dtype, guarded)
-        )
+        self._note(Arrival(target, self._recorder.module, function, self._phase, tuple(named), dtype))
         return dtype or tensors[0].dtype
 
-    def _direct(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A model's own call of scaled_dot_product_attention, which autocast brings into one dtype by itself."""
-        if not self._inside and not torch.is_autocast_enabled("cpu"):
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-            operands = {name: named[name] for name in ("query", "key", "value")}
-            self._arrive("attention", "scaled_dot_product_attention", operands, guarded=False)
+    def _direct(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A model's own call of torch's attention."""
+        if self._inside:
+            return
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        operands = {name: self._operand(name, named[name]) for name in ("query", "key", "value")}
+        if function is nn.functional.scaled_dot_product_attention:
+            dtypes = {operand.dtype for operand in operands.values()}
+            self._by_itself(function.__name__, operands, contradict=len(dtypes) > 1)
+        else:  # its projections bring what arrives into their own format
+            (first, *_), phase = operands.values(), self._phase
+            every = tuple(replace(operand, dtype=first.dtype) for operand in operands.values())
+            site = self._recorder.module if self._recorder is not None else ""
+            self._note(Arrival("attention", site, "multi-head attention", phase, every, first.dtype, False))
+
+    def _written(self, step: Step) -> None:
+        """Looks whether a call ends an attention that the model writes out itself."""
+        found = written_attention(step) if not self._inside else None
+        if found is not None:
+            sources = found.operands.items()
+            operands = {name: Operand(name, each.dtype, (), each.step, each.leaf) for name, each in sources}
+            self._by_itself("softmax of a product", operands, contradict=found.contradict)
+
+    def _by_itself(self, function: str, operands: Mapping[str, Operand], *, contradict: bool) -> None:
+        """Notes attention outside of the guard: autocast brings it into one dtype, and without it torch wants one."""
+        assert self._recorder is not None, "inside a phase"
+        on = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if on else torch_dtype(self.precision.compute.value)
+        settled = (
+            "autocast casts it at this call" if on else "" if contradict else "the call computes in it, as written"
+        )
+        every = tuple(operands.values())
+        self._note(Arrival("attention", self._recorder.module, function, self._phase, every, dtype, False, settled))
+
+    def _note(self, arrival: Arrival) -> None:
+        if not self._backward:
+            self.arrivals.append(arrival)
+
+    def _operand(self, name: str, tensor: torch.Tensor) -> Operand:
+        assert self._recorder is not None, "inside a phase"
+        step, leaf = self._recorder.step_of(tensor), self._recorder.leaf_of(tensor)
+        return Operand(name, tensor.dtype, tuple(tensor.shape), step, leaf)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

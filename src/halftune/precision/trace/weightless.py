@@ -36,6 +36,8 @@ class Weightless(FakeTensorMode):
         kwargs = kwargs or {}
         if _is_real(func, args, kwargs):
             return func(*args, **kwargs)
+        if func in _PRODUCTS:
+            _alike(args)
         if func in _INDEXED:
             args = (args[0], _as_numbers(args[1]), *args[2:])
         if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
@@ -68,8 +70,22 @@ class Weightless(FakeTensorMode):
                     )
 
 
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 _EXPERTS = torch.ops.aten._grouped_mm.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+def _alike(args: Any) -> None:
+    """Products of tensors without numbers take any formats together; those of tensors with numbers do not.
+
+    Raises:
+        RuntimeError: as torch does.
+    """
+    formats = list(
+        dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor))
+    )
+    if len(formats) > 1:
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {' != '.join(formats)}")
 
 
 def _as_numbers(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
