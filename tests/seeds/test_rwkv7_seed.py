@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from halftune.attention.contract import EntryPoint
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.load import load_config
+from halftune.config.model_facts import read_model_facts
+from halftune.doctor import inputs
+from halftune.doctor.examine import examine
+from halftune.hardware.catalogue import lookup
+from halftune.plan import resolve
 from halftune.precision.guard import Guard
 from halftune.precision.rebind import rebound
 
@@ -62,3 +72,21 @@ def test_all_in_fp32_without_autocast_is_legal_there() -> None:
     guard = Guard("strict", "bf16")
     guard.operator(rule)(*[torch.randn(1, 2, 2, 4)] * 3)
     assert seen == [(torch.float32,) * 3]
+
+
+def test_the_doctor_looks_at_the_operands_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "TOKENS", 4)  # the operator is run in full
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**BUILTIN_MODELS["rwkv7-tiny"], **sizes}))
+    recipe = {
+        "model": {"name_or_path": str(tmp_path), "tokenizer": "builtin:qwen2-tiny"},
+        "precision": "bf16",
+        "adapter": "none",
+        "data": {"train": "builtin:python-docs"},
+        "training": {"output_dir": "run"},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(recipe))
+    config = load_config(tmp_path / "x.yaml").run
+    found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+    assert found.calls == {"linear attention, train": 2, "linear attention, chat": 4}
+    assert found.broken == []
