@@ -63,15 +63,6 @@ def test_form_text_and_plan_follow_each_other(board: Any, open_page: Callable[..
         """text => document.querySelector('.row[data-path="data.max_length"] input').value === text""", arg=shorter
     )
 
-    answers = ["dismiss", "accept"]  # a recipe of somebody's own is not replaced unasked
-    page.on("dialog", lambda box: getattr(box, answers.pop(0))())
-    pick(page, "quickstart.yaml")
-    page.wait_for_function("document.querySelector('#recipes input').value === ''")
-    assert "rank: 12" in recipe_text(page)
-    pick(page, "quickstart.yaml")
-    page.wait_for_function("!document.querySelector('#recipe .cm-content').innerText.includes('rank: 12')")
-    assert answers == []
-
 
 def test_problems_stand_beside_their_fields_all_at_once(board: Any, open_page: Callable[..., Any]) -> None:
     page = opened(open_page, board)
