@@ -2,7 +2,7 @@
 
 Rows are taken in chunks, and chunks that do not depend on each other (heads, samples) together: few enough to stay in
 the processor's cache, so that memory sees inputs, outputs and one state per chunk only. Everything else is recomputed
-in the backward pass, but for the first `KEPT_BYTES` of it: short rows then cost no second forward pass. An operator may
+in the backward pass, but for what fits into `KEPT_BYTES`: short rows then cost no second forward pass. An operator may
 be handed several chunks that follow each other, and do at once for all of them what does not depend on the state: few
 large calls in place of many small ones, which torch's threads cannot share.
 
@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
+from halftune_kernels.memory import KEPT_BYTES
 from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.segments import Segments
 
 Tensors = Sequence[torch.Tensor]
 LEAST_DECAY = -1e4  # exp of it is 0; logarithms below it, -inf among them, would only cost digits of the others
-KEPT_BYTES = 16 << 20  # of one call, beside inputs and states
 
 
 class ChunkOperator(Protocol):

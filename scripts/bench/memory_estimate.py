@@ -19,6 +19,12 @@ from typing import Any
 
 BF16 = {"precision": "bf16"}
 DORA = {"use_dora": True}
+FULL = {"adapter": "none"}
+# Qwen3.5's head sizes, half of its heads
+WIDE = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "hidden_size": 512},
+}
 # The cases that the constants of hardware/memory.py were fitted to: their error says how well the fit is, no more.
 CASES: dict[str, dict[str, Any]] = {
     "small lora fp32, 8×256": {},
@@ -55,14 +61,32 @@ HELD_OUT: dict[str, dict[str, Any]] = {
     "llama tiny dora fp32, 12×384": {"model": "llama-tiny", "length": 384, "rows": 12, "lora": DORA},
     "small dora bf16, 12×256": {"rows": 12, "lora": DORA, **BF16},
     "qwen3_5 tiny lora bf16, 6×384": {"model": "qwen3_5-tiny", "length": 384, "rows": 6, **BF16},
+    "qwen3_5 wide full fp32, 1×2048": {"model": "qwen3_5-tiny", "changes": WIDE, "rows": 1, "length": 2048, **FULL},
+    "qwen3_5 wide lora fp32, 1×512": {"model": "qwen3_5-tiny", "changes": WIDE, "rows": 1, "length": 512},
 }
+
+
+def changed(name: str, changes: dict[str, int], folder: Path) -> Path:
+    """A builtin model in other sizes, with fresh weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from halftune.model.builtin import materialize
+
+    config = AutoConfig.from_pretrained(materialize(name))
+    config.update(changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(materialize(name)).save_pretrained(folder)
+    return folder
 
 
 def recipe(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The configuration of a case: plain text cut into rows of exactly the planned length."""
     adapter = case.get("adapter", "lora")
+    model = f"builtin:{case.get('model', 'qwen2-small')}"
+    if "changes" in case:
+        model = str(changed(case["model"], case["changes"], folder.parent / "model"))
     return {
-        "model": {"name_or_path": f"builtin:{case.get('model', 'qwen2-small')}"},
+        "model": {"name_or_path": model},
         "precision": case.get("precision", "fp32"),
         "attention": case.get("attention", "auto"),
         "adapter": adapter if adapter == "none" else {"type": "lora", **case.get("lora", {})},

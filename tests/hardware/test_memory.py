@@ -123,3 +123,18 @@ def test_dora_keeps_two_outputs_of_every_adapted_layer() -> None:
     assert more >= LORA.tokens * 1000 * 2 * LORA.compute
     once = estimate(replace(saving, dora_outputs=1000), facts()).activations - estimate(saving, facts()).activations
     assert once == pytest.approx(2 * more / facts().num_layers, rel=1e-3)  # of one layer, and their gradients
+
+
+def test_what_scans_keep_and_work_with() -> None:
+    """Every linear layer keeps; one works, where the tensors of the layer behind it are gone already."""
+    hybrid = replace(facts(), linear_layers=4)
+    plain = replace(LORA, tokens=128)
+
+    def activations(**changes: Any) -> int:
+        return estimate(replace(plain, **changes), hybrid).activations
+
+    assert activations(scan_kept=1 << 20) == activations() + (4 << 20)
+    recomputed = {"checkpointing": True}
+    assert activations(scan_kept=1 << 20, **recomputed) == activations(**recomputed) + (1 << 20)
+    assert activations(scan_workspace=1 << 10) == activations()
+    assert activations(scan_workspace=1 << 30) > activations() + (1 << 29)

@@ -106,6 +106,11 @@ def _own_objection(facts: ModelFacts) -> str:
     return ""
 
 
+def runs_in_torch(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Whether our operators, where they are chosen, are computed by torch's operations: on a CPU or an old GPU."""
+    return hardware.kind == "cpu" or bool(_slow(hardware, facts))
+
+
 def _slow(hardware: Hardware, facts: ModelFacts) -> str:
     """Why our operators would run without Triton kernels on a GPU; empty where they need none or have them."""
     if hardware.kind == "cpu":

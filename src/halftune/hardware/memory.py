@@ -35,6 +35,8 @@ LOSS_SCRATCH: dict[Kind, int] = {
 }
 # Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32: transformers' own code, operators.
 LINEAR_COPIES = {"torch": 14, "halftune": 2, "fla": 2}
+# Where our operators run in torch, they say themselves what they keep beside their inputs (``scan_kept``).
+LINEAR_COPIES_BESIDE_KEPT = 1
 # A model whose logits are scaled or capped after the head's product holds them; its loss cannot be taken in parts.
 TOUCHED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # Where activations are computed again, the gradients of one layer's inner tensors exist beside them: that much of a
@@ -68,6 +70,8 @@ class Workload:
         packed: whether rows are packed and computed sample by sample.
         fused: whether the gated feed-forward block keeps its two inner products only (frozen weights, no dropout).
         linear: what computes linear-attention layers: ``halftune | fla | torch | none``.
+        scan_kept: bytes that each of them keeps for its backward pass beside its inputs.
+        scan_workspace: bytes of its backward pass.
         strategy: how processes share the model: ``single``, ``ddp`` or ``fsdp2``.
         processes: that share it.
         offload: with fsdp2, shards live in main memory.
@@ -95,6 +99,8 @@ class Workload:
     half_range: bool = False
     fused: bool = False
     linear: str = "torch"
+    scan_kept: int = 0
+    scan_workspace: int = 0
     strategy: str = "single"
     processes: int = 1
     offload: bool = False
@@ -200,7 +206,10 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
         casts = (facts.num_parameters - _ends(facts)) * work.compute
         if work.checkpointing or work.strategy == "fsdp2":  # there they are gathered as such, and let go
             casts //= facts.num_layers
-    return round(work.tokens * (kept + ends)) + casts
+    # at the first layer whose backward pass needs a workspace, the tensors of the one behind it are gone already
+    scans = work.scan_kept * (1 if work.checkpointing else facts.linear_layers)
+    scans += max(0, work.scan_workspace - round(work.tokens * layer))
+    return round(work.tokens * (kept + ends)) + casts + scans
 
 
 def _norms(work: Workload, facts: ModelFacts) -> float:
@@ -231,7 +240,8 @@ def _linear_attention(work: Workload, facts: ModelFacts) -> float:
     keys = int(raw.get("linear_num_key_heads", 0)) * int(raw.get("linear_key_head_dim", 0))
     values = int(raw.get("linear_num_value_heads", 0)) * int(raw.get("linear_value_head_dim", 0))
     width = 2 * keys + values or 4 * facts.hidden_size
-    return width * (3 * work.compute + 4 * LINEAR_COPIES[work.linear])
+    copies = LINEAR_COPIES_BESIDE_KEPT if work.scan_workspace else LINEAR_COPIES[work.linear]
+    return width * (3 * work.compute + 4 * copies)
 
 
 def _feed_forward(work: Workload, facts: ModelFacts) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from halftune.attention.linear_memory import held_by_layer
 from halftune.attention.plan import AttentionPlan
 from halftune.config.adapter import LoraAdapter
 from halftune.config.method import PretrainMethod
@@ -91,6 +92,8 @@ def workload(
     if budget is not None and not packing:
         labelled = 1.0  # many short rows: at nearly every position some row has a label
     dropout = adapter.dropout if isinstance(adapter, LoraAdapter) else 0.0
+    tokens = rows * length if budget is None or packing else budget
+    held = held_by_layer(hardware, facts, attention.linear.value, max(1, tokens // length), min(tokens, length))
     return Workload(
         kind=hardware.kind,
         storage=BYTES[precision.storage.value],
@@ -102,7 +105,7 @@ def workload(
         trained=adapted.count.value,
         adapter=adapted.adapter + adapted.saved_whole,
         optimizer=training.optim,
-        tokens=rows * length if budget is None or packing else budget,
+        tokens=tokens,
         length=length,
         labelled=labelled,
         accumulation=training.gradient_accumulation_steps,
@@ -112,6 +115,8 @@ def workload(
         packed=packing,
         fused=fused and isinstance(adapter, LoraAdapter) and dropout == 0 and not adapter.use_dora,
         linear=attention.linear.value if facts.linear_layers else "torch",
+        scan_kept=held.kept,
+        scan_workspace=held.workspace,
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )
 

@@ -19,13 +19,12 @@ from dataclasses import dataclass, fields
 import torch
 
 from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
+from halftune_kernels.memory import CUTS
 from halftune_kernels.normalise import EPSILON
 from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
 
-CHUNK = 64
-UNITS = 16  # value heads × samples at once
-TOGETHER = 8  # chunks at once: more leave torch's threads fewer small calls, and take more memory
+CUT = CUTS["gated_delta_rule"]
 
 
 def gated_delta_rule(
@@ -49,6 +48,7 @@ def gated_delta_rule(
     state = None
     if initial_state is not None:  # [N, HV, K, V] -> [N, H, K, G * V]
         state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
+    units, together = CUT.of_groups(each)
     o, final = chunk_scan(
         _GatedDeltaRule(scale, normalise),
         inputs,
@@ -56,10 +56,10 @@ def gated_delta_rule(
         ((each, width), v.dtype),
         (q.shape[3], each * width),
         segments,
-        chunk=CHUNK,
-        units=max(1, UNITS // each),
+        chunk=CUT.chunk,
+        units=units,
         want_final=want_final,
-        together=TOGETHER,
+        together=together,
     )
     if final is not None:
         final = final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)

@@ -16,12 +16,12 @@ import torch
 
 from halftune_kernels.channel_decay import ChannelDecay
 from halftune_kernels.chunk_scan import Tensors, chunk_scan
+from halftune_kernels.memory import CUTS
 from halftune_kernels.normalise import l2_normalise, l2_normalise_backward
 from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
 
-CHUNK = 64
-UNITS = 16  # heads × samples at once
+CUT = CUTS["kda"]
 
 
 def kda(
@@ -48,8 +48,8 @@ def kda(
         (tuple(v.shape[3:]), v.dtype),
         (k.shape[3], v.shape[3]),
         segments,
-        chunk=CHUNK,
-        units=UNITS,
+        chunk=CUT.chunk,
+        units=CUT.units,
         want_final=want_final,
         power_of_two=True,
     )

@@ -19,11 +19,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
+from halftune_kernels.memory import CUTS
 from halftune_kernels.segments import Segments
 
-CHUNK = 64
-UNITS = 16  # value heads x samples at once
-TOGETHER = 128  # value heads x samples x chunks at once
+CUT = CUTS["ssd"]
 
 
 def simple_decay(
@@ -43,6 +42,7 @@ def simple_decay(
     state = None
     if initial_state is not None:  # [N, H, K, V] -> [N, G, K, R * V]
         state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
+    units, together = CUT.of_groups(each)
     o, final = chunk_scan(
         _SimpleDecay(scale),
         (q.flatten(0, 1), k.flatten(0, 1), *by_group),
@@ -50,10 +50,10 @@ def simple_decay(
         ((each, width), v.dtype),
         (q.shape[3], each * width),
         segments,
-        chunk=CHUNK,
-        units=max(1, UNITS // each),
+        chunk=CUT.chunk,
+        units=units,
         want_final=True,
-        together=max(1, TOGETHER // max(each, UNITS)),
+        together=together,
     )
     assert final is not None
     return o.view(batch, length, heads, width), final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)

@@ -1,0 +1,53 @@
+"""What linear-attention layers hold beside their inputs where our operators run in torch, from the model's sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halftune.attention.linear import operators_of, runs_in_torch
+from halftune.config.model_facts import ModelFacts
+from halftune.hardware.facts import Hardware
+from halftune_kernels.memory import CUTS, Held, held_in_torch
+
+# heads, groups, keys, values: config.json's names, family by family; the first that a model has counts
+_NAMES: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "gated_delta_rule": (
+        ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ),
+    "kda": (
+        ("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim"),
+        ("num_attention_heads", "num_attention_heads", "head_dim", "head_dim"),
+    ),
+    "ssd": (
+        ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head"),
+        ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim"),
+        ("n_mamba_heads", "mamba_ngroups", "mamba_d_state", "mamba_headdim"),
+        ("num_heads", "n_groups", "state_size", "head_dim"),
+    ),
+}
+
+
+def held_by_layer(hardware: Hardware, facts: ModelFacts, linear: str, samples: int, length: int) -> Held:
+    """Bytes that one layer holds between its passes and during its backward pass; zeros where nothing is known.
+
+    Args:
+        hardware: where it runs.
+        facts: the model.
+        linear: who computes the layers, as the plan says.
+        samples: of a micro-batch.
+        length: of each.
+    """
+    operator = next((name for name in operators_of(facts.model_type) if name in CUTS), None)
+    raw: dict[str, Any] = (facts.raw or {}).get("text_config") or facts.raw or {}
+    if linear != "halftune" or operator is None or not facts.linear_layers or not runs_in_torch(hardware, facts):
+        return Held(0, 0)
+    if operator == "rwkv7":
+        size = int(raw.get("head_dim") or 64)
+        sizes = [facts.hidden_size // size, facts.hidden_size // size, size, size]
+    else:
+        known = (names for names in _NAMES[operator] if all(raw.get(name) for name in names))
+        sizes = [int(raw[name]) for name in next(known, ())]
+    if not sizes or min(sizes) < 1 or sizes[0] % sizes[1]:
+        return Held(0, 0)
+    heads, groups, keys, values = sizes
+    return held_in_torch(operator, samples, length, heads=heads, groups=groups, keys=keys, values=values)
