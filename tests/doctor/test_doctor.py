@@ -159,7 +159,7 @@ SLOW = [pytest.param(kind, OTHER[adapter], marks=pytest.mark.slow) for kind, ada
 def test_clean_models_raise_no_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, adapter: str
 ) -> None:
-    sizes = {**SMALL, "num_hidden_layers": 3, "vocab_size": 64}
+    sizes = {**SMALL, "num_hidden_layers": 3, "vocab_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **CLEAN[kind]}))
     model = {"name_or_path": str(tmp_path), "tokenizer": "builtin:qwen2-tiny"}
     code, trace = traced(capsys, "--config", recipe(tmp_path, model, adapter={"type": adapter}), "--hardware", "a100")
