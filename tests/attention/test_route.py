@@ -225,7 +225,7 @@ FLA = {"flash-linear-attention": "0.6.0"}
     [
         ("a100", FLA, "halftune", "Triton kernels"),
         ("a100", {"triton": "3.7.1"}, "halftune", "Triton kernels"),
-        ("h200", {**FLA, "triton": "3.6.0"}, "halftune", "Triton kernels"),
+        ("h200", {**FLA, "triton": "3.6.0"}, "halftune", "prove themselves there"),
         ("a100", {**FLA, "triton": "3.5.1"}, "fla", "halftune: Triton 3.5.1 is older than 3.6.0"),
         ("h200", {**FLA, "triton": "3.5.1"}, "halftune", "torch's matmuls: Triton 3.5.1 is older"),
         ("t4", FLA, "halftune", "torch's matmuls: Tesla T4: Triton 3.6 to 3.9 emit no tensor-core"),

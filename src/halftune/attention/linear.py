@@ -14,7 +14,7 @@ from halftune.config.model_types import OWN
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
-from halftune_kernels.gate import OLDEST_TRITON, rows_for
+from halftune_kernels.gate import OLDEST_TRITON, Row, rows_for
 
 _DELTA, _KDA, _SSD = ("causal_conv1d", "gated_delta_rule"), ("causal_conv1d", "kda"), ("causal_conv1d", "ssd")
 # Families of transformers whose layers call functions that can be replaced, and our operators behind them. All of them
@@ -74,7 +74,7 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     if asked != "auto":
         chosen, why = asked, "asked for"
     elif not own and (fla or not slow):
-        chosen, why = "halftune", _speed(hardware, slow)
+        chosen, why = "halftune", _speed(hardware, facts, slow)
     elif not fla:
         chosen, why = "fla", f"flash-linear-attention is installed; halftune: {own or slow}"
     else:
@@ -83,10 +83,14 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     return LinearRoute(Choice(chosen, why), tuple(entry for entry in left if entry[0] != chosen))
 
 
-def _speed(hardware: Hardware, slow: str) -> str:
+def _speed(hardware: Hardware, facts: ModelFacts, slow: str) -> str:
     if hardware.kind == "cpu":
         return "own operators, in chunks, with backward passes of their own"
-    return f"own operators in torch's matmuls: {slow}" if slow else "own operators, Triton kernels"
+    if slow:
+        return f"own operators in torch's matmuls: {slow}"
+    doubts = [row.reason for _, row in _gate_rows(hardware, facts) if row.verdict == "prove"]
+    proof = f"; {doubts[0]}: they prove themselves there before training, or torch runs" if doubts else ""
+    return f"own operators, Triton kernels{proof}"
 
 
 def _not_taken(name: str, chosen: str, asked: str) -> str:
@@ -127,12 +131,18 @@ def _slow(hardware: Hardware, facts: ModelFacts) -> str:
     numbers = version_numbers(version)
     if numbers < OLDEST_TRITON:
         return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    refused = (f"{name}: {row.reason}" for name, row in _gate_rows(hardware, facts) if row.verdict == "refuse")
+    return next(refused, "")
+
+
+def _gate_rows(hardware: Hardware, facts: ModelFacts) -> list[tuple[str, Row]]:
+    """What is known of the GPUs with this Triton, for the operators of the model: (device, finding)."""
+    numbers, found = version_numbers(hardware.version("triton") or ""), []
     for device in hardware.devices:
         major, minor = device.capability or (0, 0)
-        for row in (row for operator in operators for row in rows_for(operator, 10 * major + minor, numbers)):
-            if row.verdict == "refuse":
-                return f"{device.name}: {row.reason}"
-    return ""
+        for operator in operators_of(facts.model_type):
+            found += [(device.name, row) for row in rows_for(operator, 10 * major + minor, numbers)]
+    return found
 
 
 def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
