@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama tiny full fp32, 16×512": {"model": "llama-tiny", "length": 512, "rows": 16, "adapter": "none"},
     "qwen3_5 tiny full fp32, 8×512": {"model": "qwen3_5-tiny", "length": 512, "adapter": "none"},
     "qwen3_5 tiny lora fp32, 8×512": {"model": "qwen3_5-tiny", "length": 512},
+    "qwen3_5 wide full fp32, 1×2048": {"model": "qwen3_5-tiny", "changes": WIDE, "rows": 1, "length": 2048, **FULL},
+    "qwen3_5 wide lora fp32, 1×512": {"model": "qwen3_5-tiny", "changes": WIDE, "rows": 1, "length": 512},
 }
 
 # Chosen afterwards; nothing was changed to suit them.
@@ -61,8 +63,6 @@ HELD_OUT: dict[str, dict[str, Any]] = {
     "llama tiny dora fp32, 12×384": {"model": "llama-tiny", "length": 384, "rows": 12, "lora": DORA},
     "small dora bf16, 12×256": {"rows": 12, "lora": DORA, **BF16},
     "qwen3_5 tiny lora bf16, 6×384": {"model": "qwen3_5-tiny", "length": 384, "rows": 6, **BF16},
-    "qwen3_5 wide full fp32, 1×2048": {"model": "qwen3_5-tiny", "changes": WIDE, "rows": 1, "length": 2048, **FULL},
-    "qwen3_5 wide lora fp32, 1×512": {"model": "qwen3_5-tiny", "changes": WIDE, "rows": 1, "length": 512},
 }
 
 
