@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halftune.config.load import LoadedConfig, load_config
+from halftune.config.model import ModelSection
 from halftune.config.model_facts import ModelFacts, read_model_facts
 
 
@@ -15,11 +16,19 @@ def dependencies(loaded: LoadedConfig) -> list[LoadedConfig]:
     return [load_config(loaded.path.parent / recipe) for recipe in loaded.run.depends_on]
 
 
-def model_facts(loaded: LoadedConfig) -> ModelFacts:
-    """Facts of ``model.name_or_path``; before it has been trained, those of the recipe that will make it."""
+def present_model(loaded: LoadedConfig) -> ModelSection:
+    """The recipe's model; before it has been trained, that of the recipe that makes it, of the same architecture."""
     name = loaded.run.model.name_or_path
     if not Path(name).exists():
         for recipe in dependencies(loaded):
             if Path(name).is_relative_to(os.path.normpath(recipe.run.training.output_dir)):
-                return replace(model_facts(recipe), name_or_path=name)
-    return read_model_facts(loaded.run.model)
+                return present_model(recipe)
+    return loaded.run.model
+
+
+def model_facts(loaded: LoadedConfig) -> ModelFacts:
+    """Facts of the present model, under the name of the recipe's."""
+    model = loaded.run.model
+    present = present_model(loaded)
+    facts = read_model_facts(present)
+    return facts if present is model else replace(facts, name_or_path=model.name_or_path)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.load import LoadedConfig
 from halftune.config.model import ModelSection
 from halftune.config.model_facts import ModelFacts, config_file, facts_from_config, read_model_facts
+from halftune.config.model_of import present_model
 from halftune.config.model_types import causal_types
 from halftune.core.errors import HalftuneError, PlanError
 from halftune.doctor.environment import Finding
@@ -29,8 +30,12 @@ def diagnose(
     Raises:
         HalftuneError: the machine cannot honour the recipe, or the model cannot be built.
     """
-    config = loaded.run
-    facts, checks = _facts(config.model)
+    model = present_model(loaded)
+    config = loaded.run.model_copy(update={"model": model})
+    facts, checks = _facts(model)
+    if model is not loaded.run.model:
+        missing = f"{loaded.run.model.name_or_path} has yet to be trained"
+        checks.append(Finding("model", "note", f"{missing}: {model.name_or_path}, which it is made of, stands for it"))
     if here is not None and here is not machine:
         try:
             resolve(config, here, facts)

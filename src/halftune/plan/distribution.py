@@ -151,7 +151,7 @@ def main_memory(config: RunConfig, hardware: Hardware, facts: ModelFacts, work: 
         said = (
             f"{each} processes on a machine keep their shares of weights, gradients and optimizer state in main memory"
         )
-    elif facts.dtype is not None and BYTES.get(facts.dtype) == work.storage:
+    elif facts.dtype in BYTES and BYTES[facts.dtype] == work.storage:
         return ""
     else:
         needed = each * facts.num_parameters * work.storage

@@ -72,11 +72,12 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs[2] else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         kept = None if all_labelled else (targets != _NO_LABEL).nonzero().squeeze(1)
+        if kept is not None and kept.numel() == targets.numel():
+            kept = None  # slices are views, an index copies
         count = targets.numel() if kept is None else kept.numel()
         step = _rows(weight.shape[0], hidden.device)
         for start in range(0, count, step):
-            everywhere = kept is None or count == targets.numel()
-            index = slice(start, start + step) if everywhere else kept[start : start + step]
+            index = slice(start, start + step) if kept is None else kept[start : start + step]
             rows, target = hidden[index], targets[index, None]
             chances = F.log_softmax(F.linear(rows, head, shift), dim=-1, dtype=wide)
             total -= chances.gather(1, target).sum(dtype=torch.float64)
