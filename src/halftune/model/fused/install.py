@@ -86,7 +86,7 @@ def fuse(model: nn.Module) -> FusedLayers:
             _try(done, module, forwards, proven, "norms", module.get_parameter("weight"))
         elif candidates := list(mlp.candidates(module)):
             if (weights := candidates[0].read()) is None:
-                done.left["feed-forward layers with unusual parts"] += 1
+                done.left["feed-forward layers with trained or unusual parts"] += 1
                 continue
             forwards = [candidate.forward for candidate in candidates]
             if _try(done, module, forwards, proven, "feed-forward layers", weights[0].weight):
