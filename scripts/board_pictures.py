@@ -43,6 +43,12 @@ PLACES = {
 }
 QUESTION = "What is the capital of Japan?"
 
+# Text that names the folder of these runs, which says nothing to a reader.
+HIDE_FOLDER = """([folder, instead]) => {
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(folder, instead);
+}"""
+
 PRETRAIN = """\
 model: {{name_or_path: {model}}}
 adapter: none
@@ -90,7 +96,7 @@ def main() -> None:
                 with _board(folder, language) as address:
                     page = browser.new_page(viewport={"width": max(args.width), "height": 900})
                     page.set_default_timeout(WAIT)
-                    _take(page, address, _shots(args, language), args.only, rows)
+                    _take(page, address, _shots(args, language, folder), args.only, rows)
                     page.close()
             browser.close()
     finally:
@@ -163,13 +169,14 @@ def _board(folder: Path, language: str) -> Iterator[str]:
 Shoot = Callable[[Any, str], None]
 
 
-def _shots(args: argparse.Namespace, language: str) -> Shoot:
+def _shots(args: argparse.Namespace, language: str, folder: Path) -> Shoot:
     def shoot(page: Any, name: str) -> None:
         for width in args.width:
             page.set_viewport_size({"width": width, "height": 900})
             for scheme in args.scheme:
                 page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
                 page.wait_for_timeout(400)
+                page.evaluate(HIDE_FOLDER, [str(folder.resolve()), "/home/me/board"])
                 page.screenshot(path=args.out / f"{name}-{language}-{width}-{scheme}.png", full_page=True)
                 if (wide := page.evaluate("document.documentElement.scrollWidth")) > width:
                     print(f"{name}-{language}-{width}-{scheme}: {wide} pixels wide", file=sys.stderr)
