@@ -127,7 +127,8 @@ def main() -> None:
     parser.add_argument("--processes", type=json.loads, default=[2, 4], help="how many, as a JSON list")
     parser.add_argument("--layers", type=int, default=18)
     options = parser.parse_args()
-    print("| method | processes | read | MiB held | MiB at most | MiB after | CPU-seconds |\n|---|--:|---|--:|--:|--:|--:|")
+    print("| method | processes | read | MiB held | MiB at most | MiB after | CPU-seconds |")
+    print("|---|--:|---|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory() as name:
         context = multiprocessing.get_context("fork")
         maker = context.Process(target=make, args=(Path(name) / "model", options.layers))
