@@ -29,6 +29,7 @@ from halftune.core.status import NAME, read_status
 
 HALFTUNE = (sys.executable, "-m", "halftune")
 CHROMIUM = "/usr/bin/chromium"
+WIDE = 1280  # pixels in which every tab has its button
 WAIT = 180_000  # milliseconds: each process imports torch, and the machine may be busy
 MODEL = "builtin:qwen2-tiny"
 PLACES = {
@@ -94,7 +95,7 @@ def main() -> None:
             browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
             for language in args.lang:
                 with _board(folder, language) as address:
-                    page = browser.new_page(viewport={"width": max(args.width), "height": 900})
+                    page = browser.new_page(viewport={"width": WIDE, "height": 900})
                     page.set_default_timeout(WAIT)
                     _take(page, address, _shots(args, language, folder), args.only, rows)
                     page.close()
@@ -180,7 +181,7 @@ def _shots(args: argparse.Namespace, language: str, folder: Path) -> Shoot:
                 page.screenshot(path=args.out / f"{name}-{language}-{width}-{scheme}.png", full_page=True)
                 if (wide := page.evaluate("document.documentElement.scrollWidth")) > width:
                     print(f"{name}-{language}-{width}-{scheme}: {wide} pixels wide", file=sys.stderr)
-        page.set_viewport_size({"width": max(args.width), "height": 900})
+        page.set_viewport_size({"width": WIDE, "height": 900})
 
     return shoot
 
