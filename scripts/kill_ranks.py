@@ -33,8 +33,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import yaml
 from kill_test import kill_at_call, outcome, slow_down, write_rows
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.core import log
 from halftune.core.errors import HalftuneError
 from halftune.hardware.probe import probe

@@ -55,8 +55,8 @@ def watch(folder: Path, stop: Event, verdict: Path) -> None:
 
 def soak(folder: Path, seconds: float, every: float) -> list[float]:
     """Trains until the time is over; returns the resident MiB after each save."""
+    from halftune.config.facts.model import read_model_facts
     from halftune.config.load import load_config
-    from halftune.config.model_facts import read_model_facts
     from halftune.hardware.probe import probe
     from halftune.plan import resolve
     from halftune.train import trainer

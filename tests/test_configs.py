@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config import model_facts as reader
+from halftune.config.facts import model as reader
+from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import load_config
-from halftune.config.model_of import model_facts
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve

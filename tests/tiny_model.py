@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.attention.plan import AttentionPlan
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.model import ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice
 from halftune.model.quiet import quiet
 from halftune.plan import BatchPlan, MemoryPlan, Plan
@@ -106,8 +106,8 @@ def finished_run(
     folder: Path, base: Path | str, *, adapter: str = "lora", precision: str = "fp32", **sections: Any
 ) -> Path:
     """A run folder as training leaves it: a recipe, and a result whose weights have moved."""
+    from halftune.config.facts.model import read_model_facts
     from halftune.config.load import load_config
-    from halftune.config.model_facts import read_model_facts
     from halftune.hardware.catalogue import lookup
     from halftune.model.adapters.attach import attach_adapter
     from halftune.model.load import load_model

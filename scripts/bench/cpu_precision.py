@@ -19,7 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from halftune.config.model_facts import read_model_facts
+from halftune.config.facts.model import read_model_facts
 from halftune.config.run import RunConfig
 from halftune.hardware.probe import probe
 from halftune.model.adapters.attach import attach_adapter

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from transformers import AutoConfig
 
-from halftune.config.model_facts import read_model_facts
+from halftune.config.facts.model import read_model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor import examine, subject

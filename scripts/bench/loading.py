@@ -26,8 +26,8 @@ import torch
 from scaling import METHODS
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.train.parallel import make_strategy, reading

@@ -31,8 +31,8 @@ from scaling_paper import ETHERNET, all_reduced, gathered, tables
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.hardware.probe import probe
 from halftune.plan import resolve
 from halftune.train import setup

@@ -26,8 +26,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from halftune.attention import segments
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.hardware.probe import probe
 from halftune.model.fused import fuse
 from halftune.plan import resolve

@@ -6,7 +6,7 @@ import pytest
 
 from halftune.attention.linear_memory import held_by_layer
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.hardware.catalogue import lookup
 from halftune_kernels.memory import held_in_torch
 

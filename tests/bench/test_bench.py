@@ -19,8 +19,8 @@ from halftune.bench.meter import Step
 from halftune.bench.peak import peak_flops
 from halftune.bench.table import text
 from halftune.cli import main
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import facts_from_config, read_model_facts
+from halftune.config.facts.model import facts_from_config, read_model_facts
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 
 TINY = ModelSection(name_or_path="builtin:qwen2-tiny")

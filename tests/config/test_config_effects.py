@@ -11,7 +11,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "halftune"
 # The tag of a union decides the class of its section, which code may ask for with isinstance.
 TAGS = {"adapter.type", "method.type"}
 # Loads the recipes that a recipe builds on; the verbs ask it.
-READER = "model_of.py"
+READER = "of_recipe.py"
 # Further names under which code holds a section.
 ALIASES = {"", "config", "run"}, {"section", "source"}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.config.adapter import LoraAdapter, NoAdapter
 from halftune.config.load import LoadedConfig, load_config, load_run
-from halftune.config.render import resolved_yaml
+from halftune.config.render.text import resolved_yaml
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]

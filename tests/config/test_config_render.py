@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from halftune.config.load import LoadedConfig, load_config
-from halftune.config.render import inline, resolved_yaml
-from halftune.config.render_docs import explained_yaml, markdown
-from halftune.config.render_schema import DRAFT, json_schema
+from halftune.config.reading.yaml_source import parse
+from halftune.config.render.docs import explained_yaml, markdown
+from halftune.config.render.schema import DRAFT, json_schema
+from halftune.config.render.text import inline, resolved_yaml
 from halftune.config.shape import walk
-from halftune.config.yaml_source import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 Load = Callable[..., LoadedConfig]

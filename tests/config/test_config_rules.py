@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config.check import RULES, check
-from halftune.config.check_files import DATA_ENDINGS
-from halftune.config.finding import Context
 from halftune.config.load import LoadedConfig, load_config
+from halftune.config.rules.files import DATA_ENDINGS
+from halftune.config.rules.finding import Context
+from halftune.config.rules.keys import RULES, check
 from halftune.core.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]

@@ -9,7 +9,7 @@ import pytest
 
 from halftune.config import shipped
 from halftune.config.load import LoadedConfig, load_config
-from halftune.config.yaml_source import parse, scalar
+from halftune.config.reading.yaml_source import parse, scalar
 from halftune.core.errors import ConfigError
 
 CASES = {

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import facts_from_config, read_model_facts
-from halftune.config.model_families import LLAMA_LIKE, OTHERS
-from halftune.config.model_weights import Tensor
+from halftune.config.facts.families import LLAMA_LIKE, OTHERS
+from halftune.config.facts.model import facts_from_config, read_model_facts
+from halftune.config.facts.weights import Tensor
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.architectures import own_architectures
 

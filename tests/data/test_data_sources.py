@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from halftune.config.builtin_data import BUILTIN_DATA
-from halftune.config.data import SourceSection
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.data.detect import detect
 from halftune.data.pipeline import prepare

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from halftune.config.data import SourceSection
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.data.files import ARROW_NULLS
 from halftune.data.missing import NOT_FINITE

@@ -12,8 +12,8 @@ import pytest
 from transformers import dynamic_module_utils
 
 from halftune.cli import main
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.doctor import inputs
 from halftune.doctor.examine import examine
 from halftune.hardware.catalogue import lookup

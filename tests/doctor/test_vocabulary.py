@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.generation import GenerationSection
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import read_model_facts
+from halftune.config.sections.generation import GenerationSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.doctor.recipe import _tokenizer
 from halftune.hardware.catalogue import lookup

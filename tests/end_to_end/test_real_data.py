@@ -9,8 +9,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.train.trainer import train

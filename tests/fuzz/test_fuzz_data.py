@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halftune.config.load import load_config
-from halftune.config.model import ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.data.pipeline import prepare
 from halftune.data.preflight import look_over
 from halftune.model.tokenizer import load_tokenizer

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import checkpoint
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import read_model_facts
+from halftune.config.sections.model import ModelSection
 from halftune.data.pipeline import prepare
 from halftune.hardware.catalogue import lookup
 from halftune.model.builtin import materialize

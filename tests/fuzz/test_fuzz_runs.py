@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import checkpoint
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config, load_run
-from halftune.config.model_facts import read_model_facts
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session

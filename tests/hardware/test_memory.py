@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.hardware.memory import Workload, estimate
 
 RAW = {

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from halftune.cli import main
-from halftune.config.distributed import DistributedSection
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
+from halftune.config.sections.distributed import DistributedSection
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.launch.command import RUNNER, command, processes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, ModelError
 from halftune.model.adapters.attach import attach_adapter, load_adapter
 from halftune.model.load import load_model

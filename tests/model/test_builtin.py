@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, VOCAB_SIZE
-from halftune.config.safetensors_headers import read_headers
+from halftune.config.facts.safetensors_headers import read_headers
 from halftune.core.errors import ModelError, TrainingError
 from halftune.model import builtin
 from halftune.model.builtin import materialize

@@ -12,8 +12,8 @@ import torch
 from standins.strangers import stranger
 from transformers import dynamic_module_utils
 
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.hardware.catalogue import lookup
 from halftune.model.load import load_model
 from halftune.model.unread import Unread

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_model import checkpoint, finished_run
 
 from halftune.config.builtin_models import VOCAB_SIZE
-from halftune.config.model_facts import facts_from_config, read_model_facts
+from halftune.config.facts.model import facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.export.merged import export_run

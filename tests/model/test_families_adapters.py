@@ -11,9 +11,9 @@ import torch
 from tiny_model import plan, section
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.config.adapter import LoraAdapter, NoAdapter
-from halftune.config.model_facts import read_model_facts
+from halftune.config.facts.model import read_model_facts
 from halftune.config.run import RunConfig
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import lookup
 from halftune.model.adapters.attach import attach_adapter

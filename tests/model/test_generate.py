@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.adapter import LoraAdapter
-from halftune.config.generation import GenerationSection
+from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.builtin import materialize

@@ -16,8 +16,8 @@ import torch
 from tiny_model import checkpoint, plan, section
 from transformers import AutoModelForCausalLM
 
-from halftune.config.data import SourceSection
-from halftune.config.model_folder import check_adapter, check_code, check_weights
+from halftune.config.facts.folder import check_adapter, check_code, check_weights
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.data.chat import ChatTemplate
 from halftune.data.conversation import RowDropped

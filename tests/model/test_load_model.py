@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.adapter import LoraAdapter
+from halftune.config.sections.adapter import LoraAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
@@ -130,7 +130,7 @@ def test_code_of_a_checkpoint_needs_consent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 def test_gradient_checkpointing_leaves_the_gradients_alone(tmp_path: Path, adapter: str) -> None:
-    from halftune.config.adapter import LoraAdapter, NoAdapter
+    from halftune.config.sections.adapter import LoraAdapter, NoAdapter
     from halftune.model.adapters.attach import attach_adapter
 
     folder = checkpoint(tmp_path / "model")

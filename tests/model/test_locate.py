@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_model import checkpoint, section
 
-from halftune.config.model_folder import check_adapter
+from halftune.config.facts.folder import check_adapter
 from halftune.core.errors import ModelError
 from halftune.model.builtin import materialize
 from halftune.model.locate import locate, locate_tokenizer

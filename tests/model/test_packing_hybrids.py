@@ -9,8 +9,8 @@ import pytest
 from tiny_model import because, plan
 from transformers import AutoConfig, PretrainedConfig
 
-from halftune.config.data import PackingSection
-from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.config.facts.model import ModelFacts, facts_from_config
+from halftune.config.sections.data import PackingSection
 from halftune.core.errors import PlanError
 from halftune.model.packing_check import packing_verdict, small_copy
 from halftune.plan.packing import choose_packing

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, plan, section
 from torch import nn
 
-from halftune.config.model_facts import read_model_facts
+from halftune.config.facts.model import read_model_facts
 from halftune.config.quantised import method_of, refusal
 from halftune.core.errors import MissingPackageError, ModelError
 from halftune.model import quantised

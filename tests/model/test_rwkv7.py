@@ -17,9 +17,9 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from halftune.attention.linear import route_linear
-from halftune.config.adapter import LoraAdapter
-from halftune.config.attention import AttentionSection
-from halftune.config.model_facts import facts_from_config, read_model_facts
+from halftune.config.facts.model import facts_from_config, read_model_facts
+from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.attention import AttentionSection
 from halftune.core.errors import ModelError, PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.model.adapters.attach import attach_adapter

@@ -19,7 +19,7 @@ from transformers import (
     core_model_loading,
 )
 
-from halftune.config.adapter import LoraAdapter
+from halftune.config.sections.adapter import LoraAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model

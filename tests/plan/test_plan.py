@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halftune.config.model_facts import ModelFacts, facts_from_config, read_model_facts
+from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError

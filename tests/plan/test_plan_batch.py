@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.load import load_config
-from halftune.config.model_facts import ModelFacts, facts_from_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import CATALOGUE, lookup

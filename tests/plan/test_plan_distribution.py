@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from halftune.config.model_facts import facts_from_config
+from halftune.config.facts.model import facts_from_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup

@@ -9,8 +9,8 @@ import torch
 from tiny_model import plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.config.adapter import LoraAdapter, NoAdapter
-from halftune.config.model_facts import ModelFacts, facts_from_config
+from halftune.config.facts.model import ModelFacts, facts_from_config
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, PlanError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.plan.trainable import count_trainable

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.adapter import LoraAdapter
+from halftune.config.sections.adapter import LoraAdapter
 from halftune.core.errors import DtypeContractError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model

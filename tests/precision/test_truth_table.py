@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from halftune.config.adapter import LoraAdapter, NoAdapter
-from halftune.config.model_facts import ModelFacts, facts_from_config
-from halftune.config.precision import PrecisionSection
+from halftune.config.facts.model import ModelFacts, facts_from_config
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.precision import PrecisionSection
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.precision.plan import PrecisionPlan

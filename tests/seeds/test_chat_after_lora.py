@@ -13,8 +13,8 @@ from transformers.masking_utils import flash_attention_mask
 
 from halftune.attention.flash import FlashAttention, flash_attn_varlen
 from halftune.config.builtin_models import VOCAB_SIZE
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.doctor.examine import objection
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session

@@ -10,8 +10,8 @@ import torch
 
 from halftune.attention.contract import EntryPoint
 from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.doctor import inputs
 from halftune.doctor.examine import examine
 from halftune.hardware.catalogue import lookup

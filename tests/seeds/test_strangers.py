@@ -15,8 +15,8 @@ from standins.strangers import stranger
 from transformers import dynamic_module_utils
 
 from halftune.cli.failure import tell
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.core.errors import DtypeContractError, ModelError
 from halftune.doctor.examine import examine
 from halftune.doctor.render import render_examination

@@ -13,7 +13,7 @@ from standins.strangers import stranger
 from tiny_model import because, plan, section
 from transformers import dynamic_module_utils
 
-from halftune.config.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard

@@ -14,9 +14,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import read_model_facts
+from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
 from halftune.model.quiet import quiet
 from halftune.model.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from halftune.config.model_facts import facts_from_config
+from halftune.config.facts.model import facts_from_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.core.failures import PeerLost

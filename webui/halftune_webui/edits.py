@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, get_origin
 
+from halftune.config.reading.yaml_source import parse, scalar
 from halftune.config.shape import Path, Shape, accepts, choices, options, shape_at, shape_of
-from halftune.config.yaml_source import parse, scalar
 from halftune.core.errors import ConfigError
 from halftune_webui.form import display
 from halftune_webui.yaml_edit import ABSENT, child_at, read, set_value

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from halftune.config.builtin_data import BUILTIN_DATA
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.check_files import BUILTIN, DATA_ENDINGS
+from halftune.config.rules.files import BUILTIN, DATA_ENDINGS
 
 MOST = 60
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from halftune.config.facts.model import ModelFacts
+from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import LoadedConfig
-from halftune.config.model_facts import ModelFacts
-from halftune.config.model_of import model_facts
 from halftune.config.run import RunConfig
 from halftune.config.shape import choices, shape_at
 from halftune.core.errors import HalftuneError, PlanError

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.load import Draft, LoadedConfig, read_draft
+from halftune.config.reading.yaml_source import MAX_BYTES, KeyProblem, Tree, parse, read_text
 from halftune.config.shape import Path as Key
 from halftune.config.shape import child
 from halftune.config.shipped import recipes
 from halftune.config.validate import validate
-from halftune.config.yaml_source import MAX_BYTES, KeyProblem, Tree, parse, read_text
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune_webui.paths import OutsideError, check_links, inside
 from halftune_webui.settings import Settings

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from halftune.config.reading.yaml_source import KeyProblem
 from halftune.config.shape import Path, dotted
-from halftune.config.yaml_source import KeyProblem
 from halftune.core.errors import HalftuneError
 from halftune_webui.edits import path_of
 from halftune_webui.form import Group, Row, form, shown

@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from halftune.config.render import inline
+from halftune.config.reading.shorthand import expand
+from halftune.config.reading.yaml_source import Tree, parse
+from halftune.config.render.text import inline
 from halftune.config.shape import Path, child
-from halftune.config.shorthand import expand
-from halftune.config.yaml_source import Tree, parse
 from halftune.core.errors import ConfigError
 
 LABEL = "recipe"

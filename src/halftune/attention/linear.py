@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import halftune_kernels
 from halftune.attention.backends import LINEAR_FAMILIES, LINEAR_MISCOMPILES, LINEAR_PACKAGES
-from halftune.config.attention import AttentionSection
-from halftune.config.model_facts import ModelFacts
-from halftune.config.model_types import OWN
+from halftune.config.facts.model import ModelFacts
+from halftune.config.facts.model_types import OWN
+from halftune.config.sections.attention import AttentionSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware

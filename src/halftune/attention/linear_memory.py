@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halftune.attention.linear import operators_of, runs_in_torch
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 from halftune.hardware.facts import Hardware
 from halftune_kernels.memory import CUTS, Held, held_in_torch
 

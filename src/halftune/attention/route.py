@@ -15,8 +15,8 @@ from halftune.attention.backends import (
 from halftune.attention.contract import silent_hole
 from halftune.attention.linear import route_linear, version_numbers
 from halftune.attention.plan import AttentionPlan
-from halftune.config.attention import AttentionSection
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
+from halftune.config.sections.attention import AttentionSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from halftune.bench.flops import training_flops
 from halftune.bench.meter import Measured, Meter, Step
 from halftune.bench.peak import peak_flops
+from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.model_facts import read_model_facts
 from halftune.core import log
 from halftune.core.errors import HalftuneError
 from halftune.hardware.probe import probe

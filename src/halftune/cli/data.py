@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.config.facts.of_recipe import dependencies
 from halftune.config.load import LoadedConfig
-from halftune.config.model import ModelSection
-from halftune.config.model_of import dependencies
+from halftune.config.sections.model import ModelSection
 from halftune.data.preflight import look_over
 from halftune.model.preflight import check_folders
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.config.model_of import model_facts
+from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from halftune.config.render_docs import explained_yaml, markdown
-from halftune.config.render_schema import json_schema
+from halftune.config.render.docs import explained_yaml, markdown
+from halftune.config.render.schema import json_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

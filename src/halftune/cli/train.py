@@ -17,9 +17,9 @@ from pathlib import Path
 
 from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
-from halftune.config.model_of import dependencies, model_facts
-from halftune.config.render import resolved_yaml
+from halftune.config.render.text import resolved_yaml
 from halftune.core import log
 from halftune.core.startup import quick_imports
 from halftune.data.preflight import look_over

@@ -11,19 +11,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from halftune.config.check import check
-from halftune.config.depends import make_absolute, outputs_of_dependencies
-from halftune.config.finding import Context
-from halftune.config.foreign import recognise
-from halftune.config.overrides import apply_overrides
+from halftune.config.reading.foreign import recognise
+from halftune.config.reading.overrides import apply_overrides
+from halftune.config.reading.shorthand import expand
+from halftune.config.reading.spellings import translate_spellings
+from halftune.config.reading.yaml_source import Tree, parse, read_text
+from halftune.config.rules.depends import make_absolute, outputs_of_dependencies
+from halftune.config.rules.finding import Context
+from halftune.config.rules.keys import check
 from halftune.config.run import RunConfig
 from halftune.config.shape import Path as Key
 from halftune.config.shape import child, dotted
 from halftune.config.shipped import find
-from halftune.config.shorthand import expand
-from halftune.config.spellings import translate_spellings
 from halftune.config.validate import validate
-from halftune.config.yaml_source import Tree, parse, read_text
 from halftune.core.errors import ConfigError, HalftuneError
 
 DEFAULT = "default"

@@ -9,11 +9,11 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from halftune.config.reading.suggest import suggest_key, suggest_word
+from halftune.config.reading.yaml_source import Tree
 from halftune.config.run import RunConfig
 from halftune.config.section import Section
 from halftune.config.shape import ROOT, Path, Shape, accepts, child, choices, describe, field_shape, related, shape_at
-from halftune.config.suggest import suggest_key, suggest_word
-from halftune.config.yaml_source import Tree
 from halftune.core.errors import HalftuneError
 
 YES_NO = {"yes": True, "no": False, "on": True, "off": False, "y": True, "n": False, "true": True, "false": False}

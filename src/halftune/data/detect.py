@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halftune.config.data import SourceSection
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
 from halftune.data.conversation import Format

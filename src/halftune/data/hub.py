@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from halftune.config.data import SourceSection
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.optional import need
 from halftune.data.files import FileRows, arrow_rows

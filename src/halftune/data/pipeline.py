@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from halftune.config.data import SourceSection
-from halftune.config.method import SftMethod
 from halftune.config.run import RunConfig
+from halftune.config.sections.data import SourceSection
+from halftune.config.sections.method import SftMethod
 from halftune.core.errors import ConfigError, DataError
 from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached

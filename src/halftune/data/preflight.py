@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from halftune.config.data import SourceSection
 from halftune.config.run import RunConfig
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.detect import detect_for

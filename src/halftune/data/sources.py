@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.builtin_data import BUILTIN_DATA
-from halftune.config.data import SourceSection
+from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
 from halftune.data.builtin.sets import builtin_fingerprint, builtin_rows

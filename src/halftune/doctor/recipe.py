@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
+from halftune.config.facts.model import ModelFacts, config_file, facts_from_config, read_model_facts
+from halftune.config.facts.model_types import causal_types
+from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import ModelFacts, config_file, facts_from_config, read_model_facts
-from halftune.config.model_of import present_model
-from halftune.config.model_types import causal_types
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, PlanError
 from halftune.doctor.environment import Finding
 from halftune.doctor.examine import Examination, examine

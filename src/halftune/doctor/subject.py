@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import config_file
-from halftune.config.model_types import OWN
+from halftune.config.facts.model import config_file
+from halftune.config.facts.model_types import OWN
 from halftune.config.run import RunConfig
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.architectures import own_architectures

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from halftune.config.safetensors_headers import main_format, read_headers
+from halftune.config.facts.safetensors_headers import main_format, read_headers
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format

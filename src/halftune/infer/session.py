@@ -8,7 +8,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from halftune.config.generation import GenerationSection
+from halftune.config.sections.generation import GenerationSection
 from halftune.model.adapters.attach import load_adapter
 from halftune.model.finished import FinishedRun
 from halftune.model.generate import OnText, generate_reply

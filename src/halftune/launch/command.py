@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from halftune.config.distributed import DistributedSection
 from halftune.config.run import RunConfig
+from halftune.config.sections.distributed import DistributedSection
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
 from halftune.launch.machines import Machine

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from halftune.config.model_types import OWN
+from halftune.config.facts.model_types import OWN
 from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM
 
 # The class is the key here, and it is ours alone: nothing of anybody else's is replaced.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halftune.config.model import ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.precision.trace.sources import written_in
 

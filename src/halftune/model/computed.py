@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel, initialization
 
-from halftune.config.model import ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.log import get_logger
 from halftune.model.broken_code import broken
 from halftune.precision.trace.steps import HALF

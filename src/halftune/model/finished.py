@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from halftune.config.finding import looks_local
+from halftune.config.facts.folder import check_adapter, read_json
+from halftune.config.facts.model import ModelFacts, read_model_facts
 from halftune.config.load import LoadedConfig, load_config, load_run
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import ModelFacts, read_model_facts
-from halftune.config.model_folder import check_adapter, read_json
-from halftune.config.overrides import COMMAND_LINE
+from halftune.config.reading.overrides import COMMAND_LINE
+from halftune.config.rules.finding import looks_local
 from halftune.config.run import RunConfig
+from halftune.config.sections.model import ModelSection
 from halftune.config.shipped import find
 from halftune.core.errors import ModelError, PlanError
 from halftune.core.formats import Format

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from halftune.config.generation import GenerationSection
+from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.damage import TEMPLATE_FAULTS, first_line
 from halftune.model.tokenizer import end_of_turn_ids

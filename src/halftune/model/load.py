@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from halftune.config.model import ModelSection
 from halftune.config.quantised import WIDENED
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.architectures import own_architectures, runs_its_code

@@ -16,8 +16,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from halftune.config.model import ModelSection
-from halftune.config.model_folder import check_code, check_weights
+from halftune.config.facts.folder import check_code, check_weights
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.builtin import materialize

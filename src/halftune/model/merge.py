@@ -15,7 +15,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
-from halftune.config.model import ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
 from halftune.core.formats import Format

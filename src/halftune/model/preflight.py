@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halftune.config.model import ModelSection
-from halftune.config.model_folder import check_code, check_tokenizer, check_weights
+from halftune.config.facts.folder import check_code, check_tokenizer, check_weights
+from halftune.config.sections.model import ModelSection
 
 
 def check_folders(model: ModelSection, *, weights: bool = True) -> None:

@@ -10,8 +10,8 @@ from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from halftune.config.builtin_models import END_TOKEN, START_TOKEN
-from halftune.config.model import ModelSection
-from halftune.config.model_folder import check_code, check_tokenizer
+from halftune.config.facts.folder import check_code, check_tokenizer
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.architectures import own_architectures

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from halftune.config.adapter import LoraAdapter
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
+from halftune.config.sections.adapter import LoraAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format

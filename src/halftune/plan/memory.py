@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from halftune.attention.linear_memory import held_by_layer
 from halftune.attention.plan import AttentionPlan
-from halftune.config.adapter import LoraAdapter
-from halftune.config.method import PretrainMethod
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
+from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.method import PretrainMethod
 from halftune.core.choice import Choice
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware

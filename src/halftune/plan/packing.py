@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from halftune.attention.backends import OWN_ATTENTION
-from halftune.config.data import PackingSection
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
+from halftune.config.sections.data import PackingSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 

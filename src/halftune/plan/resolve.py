@@ -5,7 +5,7 @@ from __future__ import annotations
 from halftune.attention.linear import route_linear
 from halftune.attention.plan import AttentionPlan
 from halftune.attention.route import route_attention
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError

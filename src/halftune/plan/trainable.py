@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from halftune.config.adapter import AdapterSection, LoraAdapter
-from halftune.config.model_facts import ModelFacts
-from halftune.config.model_weights import Tensor
+from halftune.config.facts.model import ModelFacts
+from halftune.config.facts.weights import Tensor
+from halftune.config.sections.adapter import AdapterSection, LoraAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 
 # Trained in bf16 with activations beyond fp16's 65,504: fp16 runs of these give inf or NaN.
 OVERFLOWS_IN_FP16 = ("gemma", "t5", "mt5", "umt5", "ul2", "recurrent_gemma", "vaultgemma")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halftune.config.adapter import AdapterSection
-from halftune.config.model_facts import ModelFacts
-from halftune.config.precision import PrecisionSection
+from halftune.config.facts.model import ModelFacts
 from halftune.config.quantised import WIDENED, refusal
+from halftune.config.sections.adapter import AdapterSection
+from halftune.config.sections.precision import PrecisionSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format

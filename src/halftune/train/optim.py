@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halftune.config.training import TrainingSection
+from halftune.config.sections.training import TrainingSection
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.plan import PrecisionPlan
 from halftune.train.adamw_states import AdamWWithStateDtype

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from halftune.config.training import TrainingSection
+from halftune.config.sections.training import TrainingSection
 
 # What a schedule needs beyond its name to do what its name says.
 _ARGUMENTS: dict[str, dict[str, float]] = {

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
-from halftune.config.model import ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare

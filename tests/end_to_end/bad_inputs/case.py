@@ -19,7 +19,7 @@ from typing import Any
 
 from halftune import cli
 from halftune.cli.failure import VARIABLE
-from halftune.config.model_facts import facts_from_config
+from halftune.config.facts.model import facts_from_config
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halftune.config.yaml_source import parse, read_text
+from halftune.config.reading.yaml_source import parse, read_text
 from halftune.core.errors import ConfigError
 from halftune_webui.paths import check_links
 from halftune_webui.recipe import outside

@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.config.generation import GenerationSection
+from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import HalftuneError
 from halftune_webui.context import Context
 from halftune_webui.runs import launch

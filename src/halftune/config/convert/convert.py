@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.convert.draft import HEADINGS, Draft, Note
-from halftune.config.foreign import recognise
-from halftune.config.render import inline
+from halftune.config.reading.foreign import recognise
+from halftune.config.reading.yaml_source import parse, read_text
+from halftune.config.render.text import inline
 from halftune.config.run import RunConfig
-from halftune.config.yaml_source import parse, read_text
 from halftune.core.errors import ConfigError
 from halftune.core.table import load
 

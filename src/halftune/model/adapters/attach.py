@@ -10,9 +10,9 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
-from halftune.config.adapter import AdapterSection
-from halftune.config.model_folder import check_adapter
-from halftune.config.safetensors_headers import read_header
+from halftune.config.facts.folder import check_adapter
+from halftune.config.facts.safetensors_headers import read_header
+from halftune.config.sections.adapter import AdapterSection
 from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.mixtures import as_made, targets_as_written

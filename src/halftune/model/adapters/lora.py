@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from transformers import PreTrainedModel
 
-from halftune.config.adapter import LoraAdapter
+from halftune.config.sections.adapter import LoraAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters.mixtures import taken_for_experts, targets_as_written
 from halftune.model.adapters.targets import without_routers

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from halftune.config.model_facts import EXPERTS
+from halftune.config.facts.model import EXPERTS
 from halftune.core.log import get_logger
 
 log = get_logger(__name__)

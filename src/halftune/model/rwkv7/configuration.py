@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from halftune.config.rwkv7_shape import Rwkv7Shape, rwkv7_shape
+from halftune.config.facts.rwkv7_shape import Rwkv7Shape, rwkv7_shape
 
 
 @strict

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from halftune.config.rwkv7_shape import Rwkv7Shape
+from halftune.config.facts.rwkv7_shape import Rwkv7Shape
 from halftune.model.rwkv7.row import CHANNEL, TIME, Row
 from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from halftune import __version__
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from halftune.config.model_facts import ModelFacts
+from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.hardware.facts import Hardware
 from halftune.plan import Plan

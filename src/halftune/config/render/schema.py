@@ -8,10 +8,10 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from halftune.config.reading.spellings import FORMATS
 from halftune.config.run import RunConfig
 from halftune.config.section import LISTED, TYPED, Section
 from halftune.config.shape import Shape, field_shape, options, shape_of, walk
-from halftune.config.spellings import FORMATS
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from halftune.config.reading.shorthand import expand
+from halftune.config.reading.yaml_source import Place, Tree, parse_value
 from halftune.config.shape import Path, child, dotted
-from halftune.config.shorthand import expand
-from halftune.config.yaml_source import Place, Tree, parse_value
 from halftune.core.errors import ConfigError, HalftuneError
 
 COMMAND_LINE = "command line"

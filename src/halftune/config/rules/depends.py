@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from halftune.config.reading.yaml_source import Tree, parse, read_text
 from halftune.config.shape import child
-from halftune.config.yaml_source import Tree, parse, read_text
 from halftune.core.errors import ConfigError, HalftuneError
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from halftune.config.reading.yaml_errors import syntax_error
 from halftune.config.shape import Path, dotted
 from halftune.config.shipped import listed
-from halftune.config.yaml_errors import syntax_error
 from halftune.core.errors import ConfigError, HalftuneError
 
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 17, 40, 10_000

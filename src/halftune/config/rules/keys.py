@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from halftune.config.adapter import LoraAdapter
-from halftune.config.check_distributed import DISTRIBUTED_RULES
-from halftune.config.check_files import FILE_RULES
-from halftune.config.finding import Context, Finding
-from halftune.config.method import PretrainMethod
-from halftune.config.model_folder import COMMIT
+from halftune.config.facts.folder import COMMIT
+from halftune.config.rules.distributed import DISTRIBUTED_RULES
+from halftune.config.rules.files import FILE_RULES
+from halftune.config.rules.finding import Context, Finding
 from halftune.config.run import RunConfig
+from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.method import PretrainMethod
 from halftune.config.shape import Path, related
 from halftune.core.optional import version_of
 

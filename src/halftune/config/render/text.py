@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel
 
 from halftune.config.load import DEFAULT, LoadedConfig
+from halftune.config.reading.yaml_source import scalar
 from halftune.config.shape import Path, dotted
-from halftune.config.yaml_source import scalar
 
 COLUMN = 60
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from halftune.config.overrides import COMMAND_LINE
+from halftune.config.reading.overrides import COMMAND_LINE
+from halftune.config.reading.yaml_source import Place, Tree
 from halftune.config.shape import Path, dotted
-from halftune.config.yaml_source import Place, Tree
 
 FORMATS = {"bf16": "bf16", "fp16": "fp16", "pure_bf16": "bf16"}
 COMPUTE: Path = ("precision", "compute")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from halftune.config.model_weights import Tensor
+from halftune.config.facts.weights import Tensor
 from halftune.core.errors import ModelError
 
 

@@ -9,8 +9,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from halftune.config.model import ModelSection
-from halftune.config.safetensors_headers import read_header, read_headers
+from halftune.config.facts.safetensors_headers import read_header, read_headers
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.missing_weights import check_complete
-from halftune.config.model import ModelSection
-from halftune.config.model_families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
-from halftune.config.model_folder import read_json
-from halftune.config.model_types import check_causal
-from halftune.config.model_weights import Sizes, Tensor
-from halftune.config.quantised import method_of
-from halftune.config.rwkv7_shape import NULL_SAYS
-from halftune.config.safetensors_headers import (
+from halftune.config.facts.families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
+from halftune.config.facts.folder import read_json
+from halftune.config.facts.missing_weights import check_complete
+from halftune.config.facts.model_types import check_causal
+from halftune.config.facts.rwkv7_shape import NULL_SAYS
+from halftune.config.facts.safetensors_headers import (
     count_parameters,
     has_head_of_its_own,
     main_format,
     quantised_weight,
     read_headers,
 )
+from halftune.config.facts.weights import Sizes, Tensor
+from halftune.config.quantised import method_of
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 

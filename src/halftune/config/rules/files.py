@@ -9,9 +9,9 @@ from pathlib import Path as FilePath
 
 from halftune.config.builtin_data import BUILTIN_DATA
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.data import SourceSection
-from halftune.config.finding import HUB_ID, Context, Finding, looks_local
+from halftune.config.rules.finding import HUB_ID, Context, Finding, looks_local
 from halftune.config.run import RunConfig
+from halftune.config.sections.data import SourceSection
 from halftune.config.shape import Path
 from halftune.core.table import did_you_mean
 

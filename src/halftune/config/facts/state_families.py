@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halftune.config.model_weights import Family, Sheet, Sizes, Tensor, feed_forward, frame
-from halftune.config.rwkv7_shape import rwkv7_shape
+from halftune.config.facts.rwkv7_shape import rwkv7_shape
+from halftune.config.facts.weights import Family, Sheet, Sizes, Tensor, feed_forward, frame
 
 
 def mamba2(raw: dict[str, Any], sizes: Sizes) -> list[Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from halftune.config.reading.yaml_source import Tree
 from halftune.config.section import LISTED, TYPED
 from halftune.config.shape import ROOT, Path, Shape, field_shape
-from halftune.config.yaml_source import Tree
 
 
 def expand(tree: Tree) -> None:

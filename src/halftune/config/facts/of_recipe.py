@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from halftune.config.facts.model import ModelFacts, read_model_facts
 from halftune.config.load import LoadedConfig, load_config
-from halftune.config.model import ModelSection
-from halftune.config.model_facts import ModelFacts, read_model_facts
+from halftune.config.sections.model import ModelSection
 
 
 def dependencies(loaded: LoadedConfig) -> list[LoadedConfig]:

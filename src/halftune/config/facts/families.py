@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from halftune.config.model_weights import Family, Sheet, Sizes, Tensor, attention, feed_forward, frame, switched
-from halftune.config.rwkv7_shape import RWKV7_DEFAULTS
-from halftune.config.state_families import MAMBA2_DEFAULTS, kimi_linear, mamba2, rwkv7
+from halftune.config.facts.rwkv7_shape import RWKV7_DEFAULTS
+from halftune.config.facts.state_families import MAMBA2_DEFAULTS, kimi_linear, mamba2, rwkv7
+from halftune.config.facts.weights import Family, Sheet, Sizes, Tensor, attention, feed_forward, frame, switched
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 32}
 _LINEAR_MIXER = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from halftune.config.distributed import FsdpSection
-from halftune.config.finding import Context, Finding
+from halftune.config.rules.finding import Context, Finding
 from halftune.config.run import RunConfig
+from halftune.config.sections.distributed import FsdpSection
 
 
 def machines_know_each_other(run: RunConfig, context: Context) -> Iterator[Finding]:

@@ -92,7 +92,7 @@ class Family:
         out_gate: the query projection also makes a gate for the output (qwen3_next).
         sinks: learned sink logits per head.
         defaults: what transformers assumes where config.json is silent.
-        moe: experts, see ``halftune.config.model_families``.
+        moe: experts, see ``halftune.config.facts.families``.
     """
 
     qkv_bias: str | bool = False

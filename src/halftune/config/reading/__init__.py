@@ -1,0 +1,1 @@
+"""From YAML and command line to plain values with their lines."""

@@ -1,0 +1,1 @@
+"""The configuration and its schema written out."""

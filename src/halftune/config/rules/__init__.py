@@ -1,0 +1,1 @@
+"""What no type can say: rules between keys, and about the files that keys name."""
