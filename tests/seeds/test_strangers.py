@@ -120,6 +120,7 @@ def test_every_call_is_guarded_from_training_to_the_merged_model(
     assert {dtypes for _, dtypes in flash.calls} == {(BF16,) * 3}
     sites = {site["site"]: site for site in json.loads((run / "guard.json").read_text())["sites"]}
     assert list(sites) == ["blocks.0", "blocks.1"], "the module that calls, in the model's own words"
+    assert {site["casts"] for site in sites.values()} == {4}, "two steps, each computed again in its backward pass"
     for operand in operands:
         assert all(f"fp32 since {model.marks[operand]}: " in site["promoted"] for site in sites.values()), sites
     said = [record.getMessage() for record in caplog.records if "arrive at attention" in record.getMessage()]
@@ -137,10 +138,11 @@ def test_every_call_is_guarded_from_training_to_the_merged_model(
     assert {path.name for path in model.folder.glob("*.py")} <= {path.name for path in written.iterdir()}
 
 
-def test_a_refusal_that_the_model_catches_stops_the_run(trained: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_refusal_that_the_model_catches_stops_the_run(trained: Callable, tmp_path: Path, adapter: str) -> None:
     model = stranger(tmp_path / "model", **CATCHER)
     with pytest.raises(DtypeContractError, match="own code caught this error and computed something else") as caught:
-        trained(model.folder, "none", attention={"guard": "strict"})
+        trained(model.folder, adapter, attention={"guard": "strict"})
     assert caught.value.where == "blocks.0"
     assert f"fp32 since {model.marks['q']}: mul(bf16, fp32)" in caught.value.what, "inside torch.vmap"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,11 @@ def current_guard() -> Guard:
     if not _current:
         raise ModelError("no attention is registered", remedy="load a model first")
     return _current[-1].guard
+
+
+def rehearsal() -> AbstractContextManager[None]:
+    """For a forward pass that only looks at a model; see ``Guard.rehearsal``."""
+    return _current[-1].guard.rehearsal() if _current else nullcontext()
 
 
 def guard_imports_by_hand(*, own_code: bool = False) -> list[str]:

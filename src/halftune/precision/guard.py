@@ -74,6 +74,7 @@ class Guard:
         self._watched: Callable[[], nn.Module | None] | None = None  # until its recording is asked for
         self._pending = False  # the watched model's next forward pass will be recorded
         self._untold: dict[str, str] = {}  # sites that wait for it, and where their operands were going
+        self._rehearsing = False
         self._folder = ""  # where the model's own code is, as the user knows it
         self._refused: DtypeContractError | None = None
         self._number = number_of(self)
@@ -92,6 +93,15 @@ class Guard:
             self._watched = weakref.ref(model)
         if self.mode == "strict":
             self._record_next()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """For a pass that only looks at a model: strays are cast and neither noted nor refused, as the next will do."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
 
     def _record_next(self) -> bool:
         """Sees to it, once, that a forward pass is recorded; says whether that is still to come."""
@@ -241,6 +251,8 @@ class Guard:
                 site,
                 "find the module that is in the other format: dtypes.json in the run folder lists them",
             )
+        if self._rehearsing:
+            return dtype
         promoted = self._explain({name: tensor for name, tensor in operands.items() if tensor.dtype is not dtype})
         if self.mode == "strict":
             since = f"; {promoted}" if promoted else ""

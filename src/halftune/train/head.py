@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from halftune.model.patch import rehearsal
 from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 _PROBE = 2  # tokens
@@ -80,7 +81,8 @@ def _returns_what_its_head_returns(model: Any, head: nn.Linear, inputs: Mapping[
     )
     device = head.weight.device
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        drawing = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with torch.no_grad(), rehearsal(), drawing:
             logits = model(**_few_tokens(inputs), use_cache=False).logits
     finally:
         watching.remove()
