@@ -16,6 +16,7 @@ import torch
 
 from halftune_kernels import gate, selfcheck
 from halftune_kernels.arguments import ArgumentError, check_choice
+from halftune_kernels.launch import stands_in
 
 Name = Literal["triton", "torch", "cpu", "reference"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -61,7 +62,8 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
     ):
         if value and value != "auto":
             check_choice("dispatch", source, value, (*NAMES, "auto"))
-            if value == "triton" and device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+            runs = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") or stands_in()
+            if value == "triton" and not runs:
                 came = "triton with tensors on the CPU"
                 raise ArgumentError("dispatch", source, came=came, expected="cpu, torch, reference or auto there")
             return Backend(value, "asked for" if source == "requested" else f"{source}={value}")  # type: ignore[arg-type]

@@ -54,6 +54,11 @@ def standing_in(capability: int, start: Starter) -> Iterator[None]:
         _stand.reset(token)
 
 
+def stands_in() -> bool:
+    """Whether kernels are handed elsewhere, so that the tensors may be anywhere."""
+    return _stand.get() is not None
+
+
 def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **constants: Any) -> None:
     """Starts ``kernel`` on ``grid`` with ``config``'s warps and stages; an empty grid starts nothing."""
     if 0 in grid:

@@ -55,9 +55,10 @@ def check(ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor],
     exact = results(plain, inputs, layers, torch.float64)
     found = errors(results(ours, inputs, layers, dtype), exact)
     assert max(found) < BOUND[dtype], found
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and inputs[0].shape[-2] > 1:
         separate = errors(results(plain, inputs, layers, dtype), exact)
-        # each of the few errors is a random number of its own; together they tell a rounding too many
+        # each of the few errors is a random number of its own; together they tell a rounding too many, but not of one
+        # row, whose gradients are products of the same few roundings
         assert sum(found) <= 1.1 * sum(separate), (found, separate)
 
 
