@@ -46,8 +46,8 @@ def render_examination(found: Examination, width: int | None = None) -> str:
         f"calls: {calls}",
         "",
     ]
-    if not found.broken:
-        lines.append("Every tensor arrives at attention in the plan's format." if found.calls else "")
+    if found.calls and all(finding.target == "loss" for finding in found.findings):
+        lines.append("Every tensor arrives at attention in the plan's format.")
     for number, finding in enumerate(found.broken, 1):
         lines += [*_block(number, finding), ""]
     lines += [line for finding in found.findings if not finding.breaks for line in _harmless(finding)]
