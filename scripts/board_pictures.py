@@ -1,6 +1,6 @@
 """Pictures of the board, every tab filled, wide and narrow, light and dark, English and Chinese: to be looked at.
 
-python scripts/board_pictures.py pictures                   all of them, about four minutes; needs /usr/bin/chromium
+python scripts/board_pictures.py pictures                   all of them, many minutes; needs /usr/bin/chromium
 python scripts/board_pictures.py pictures --only runs chat --lang zh --width 390
 python scripts/board_pictures.py pictures --rows alpaca.json --folder board     other rows; the folder is kept
 

@@ -284,6 +284,15 @@ def test_fp64_is_told(tmp_path: Path) -> None:
     assert read_model_facts(folder_with(tmp_path, {**SMALL, "model_type": "llama"})).dtype == "fp64"
 
 
+def test_of_a_single_file_and_shards_the_one_that_is_loaded_counts(tmp_path: Path) -> None:
+    section = folder_with(tmp_path, {**SMALL, "model_type": "llama"})
+    save_file({"model.layers.0.w1": torch.zeros(64, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    save_file({"model.layers.0.w1": torch.zeros(64)}, tmp_path / "old.safetensors")
+    index = {"weight_map": {"model.layers.0.w1": "old.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_model_facts(section).dtype == "fp16"
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     section = folder_with(tmp_path, {**SMALL, "model_type": "llama"})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))

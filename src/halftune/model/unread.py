@@ -7,7 +7,6 @@ a format and no numbers. What it would have read for each weight is written down
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 
+from halftune.config.facts.safetensors_headers import weight_files
 from halftune.core.errors import ModelError
 from halftune.precision.dtypes import plain_name
 
@@ -161,7 +161,7 @@ class Unread:
         """
         try:
             with ExitStack() as stack:
-                for path in _weight_files(self.folder):
+                for path in weight_files(self.folder):
                     file = stack.enter_context(safe_open(path, "pt"))
                     self._files |= dict.fromkeys(file.keys(), file)
                 yield
@@ -211,12 +211,3 @@ class Unread:
             flat = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
             self._newest = parts, flat
         return self._newest[1][name][wanted]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads: others may lie beside them (another maker's format, another variant)."""
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    return sorted({folder / name for name in index["weight_map"].values()})

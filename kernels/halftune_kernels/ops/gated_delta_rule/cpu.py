@@ -23,6 +23,7 @@ from halftune_kernels.memory import CUTS
 from halftune_kernels.normalise import EPSILON
 from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
+from halftune_kernels.value_heads import by_row, by_value_head
 
 CUT = CUTS["gated_delta_rule"]
 
@@ -137,7 +138,7 @@ class _GatedDeltaRule:
         passed, following = self._pass(inputs, state, going, count)
         made, size, first = passed.made, v.shape[1], len(v) - len(passed.read)
         o = v.new_empty(v.shape[0], v.shape[2], size, v.shape[3])
-        torch.mul(_by_value_head(passed.read[:, :size], o), made.rising[first:], out=o[first:])
+        torch.mul(by_value_head(passed.read[:, :size], o), made.rising[first:], out=o[first:])
         split = first * v.shape[2]
         flat = o.flatten(0, 1)
         torch.bmm(made.weights[:split], passed.values[:split], out=flat[:split])
@@ -163,7 +164,7 @@ class _GatedDeltaRule:
         d_b = v.new_zeros(units, each, size, dtype=torch.float64)
         missing = v.new_empty(d_o.shape)
         first = units - len(passed.read)
-        taken = _by_value_head(passed.read[:, size:], d_o)
+        taken = by_value_head(passed.read[:, size:], d_o)
         torch.addcmul(v[first:].transpose(1, 2), taken, made.rising[first:], value=-1.0, out=missing[first:])
         missing[:first] = v[:first].transpose(1, 2)
         d_weights, d_lower, d_beta = _pairs_backward(passed, d_o.flatten(0, 1), found.right, missing, d_b)
@@ -204,7 +205,7 @@ class _GatedDeltaRule:
             right = written[here]
             if start >= first:
                 torch.bmm(made.qk[here], states[entered], out=read[entered])
-                right.addcmul_(_by_value_head(read[entered, size:], right), taken[here])
+                right.addcmul_(by_value_head(read[entered, size:], right), taken[here])
             heads = slice(start * each, (start + units) * each)
             torch.bmm(made.inverse[heads], right.flatten(0, 1), out=values[heads])
             last = start + units == total
@@ -212,7 +213,7 @@ class _GatedDeltaRule:
             if last and not going:
                 break
             room = v.new_empty(going, keys, each * width) if last else states[start + units - first :][:units]
-            falling = _by_row(values.view_as(written)[onward], made.falling[onward])
+            falling = by_row(values.view_as(written)[onward], made.falling[onward])
             chunk_keys = made.qk[onward, size:].transpose(1, 2)
             if start >= first:
                 _decayed(states[start - first :][: len(room)], made.whole[onward], room)
@@ -295,7 +296,7 @@ def _scan_backward(
         here, onward = slice(start, start + units), slice(start, min(start + units, len(left)))
         if onward.stop > start:
             torch.bmm(made.qk[onward, size:], left[onward], out=asked[onward])
-            d_values[onward].addcmul_(_by_value_head(asked[onward], d_o), made.falling[onward])
+            d_values[onward].addcmul_(by_value_head(asked[onward], d_o), made.falling[onward])
         heads = slice(start * each, (start + units) * each)
         inverse = made.inverse[heads].transpose(1, 2)
         torch.bmm(inverse, d_values[here].flatten(0, 1), out=d_right[here].flatten(0, 1))
@@ -316,7 +317,7 @@ def _leaving_backward(passed: _Passed, found: _ScanGradients, d_qk: torch.Tensor
     made, led = passed.made, len(found.left)
     units, each, size = d_b.shape
     first = units - len(passed.read)
-    falling = _by_row(passed.values.view(units, each, size, -1)[:led], made.falling[:led])
+    falling = by_row(passed.values.view(units, each, size, -1)[:led], made.falling[:led])
     shares = (found.asked * falling).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
     d_b[:led] -= shares
     d_b[:led, :, -1] += shares.sum(-1)
@@ -343,18 +344,6 @@ def _pairs_backward(
     d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
     d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
     return d_weights.sum(1), d_lower.sum(1), d_beta
-
-
-def _by_value_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[U, C, G * V] as [U, G, C, V], the heads of ``like``; a view."""
-    return rows.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
-
-
-def _by_row(heads: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """[U, G, C, V] times [U, G, C, 1] as a new [U, C, G * V]."""
-    units, each, size, width = heads.shape
-    out = heads.new_empty(units, size, each, width)
-    return torch.mul(heads.transpose(1, 2), factor.transpose(1, 2), out=out).flatten(2)
 
 
 def _decayed(state: torch.Tensor, whole: torch.Tensor, out: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ import torch
 from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
 from halftune_kernels.memory import CUTS
 from halftune_kernels.segments import Segments
+from halftune_kernels.value_heads import by_row, by_value_head
 
 CUT = CUTS["ssd"]
 
@@ -97,7 +98,7 @@ class _SimpleDecay:
         o = torch.matmul(passed.products * passed.decay, values)
         if len(passed.states):
             read = torch.bmm(passed.qk[first:, :size], passed.states)
-            o[first:].addcmul_(_by_value_head(read, values), passed.rising[first:])
+            o[first:].addcmul_(by_value_head(read, values), passed.rising[first:])
         kept = [getattr(passed, field.name) for field in fields(passed)]
         return o.mul_(self.scale).transpose(1, 2), following, kept
 
@@ -114,18 +115,18 @@ class _SimpleDecay:
         units, each, size, _ = passed.values.shape
         first, qk = units - len(passed.states), passed.qk
         d_o = torch.mul(d_out.transpose(1, 2), self.scale, out=torch.empty_like(passed.values))
-        d_read = _by_row(d_o[first:], passed.rising[first:])
+        d_read = by_row(d_o[first:], passed.rising[first:])
         left, d_entering = _states_backward(passed, d_read, d_state, count)
         led = len(left)
 
         d_pairs = torch.matmul(d_o, passed.values.transpose(2, 3)).mul_(passed.decay)
         d_products = d_pairs.sum(1)
         d_qk = torch.cat((torch.bmm(d_products, qk[:, size:]), torch.bmm(d_products.transpose(1, 2), qk[:, :size])), 1)
-        written = _by_row(passed.values[:led], passed.falling[:led])
+        written = by_row(passed.values[:led], passed.falling[:led])
         d_qk[:led, size:].baddbmm_(written, left.transpose(1, 2))
         asked = torch.bmm(qk[:led, size:], left)
         d_values = torch.matmul((passed.products * passed.decay).transpose(2, 3), d_o)
-        d_values[:led].addcmul_(_by_value_head(asked, d_values), passed.falling[:led])
+        d_values[:led].addcmul_(by_value_head(asked, d_values), passed.falling[:led])
 
         # b enters o through e and D's rows, and the state and D's columns with the other sign.
         # In fp64, where it costs nothing: what rows after a decay add and take cancels, and must cancel exactly.
@@ -181,7 +182,7 @@ class _SimpleDecay:
             passed.states[:units] = state
         led = total - units + going  # units that a state leaves; all but the last enter the next chunk
         added = v.new_empty(led, keys, each * width)
-        torch.bmm(qk[:led, size:].transpose(1, 2), _by_row(values[:led], passed.falling[:led]), out=added)
+        torch.bmm(qk[:led, size:].transpose(1, 2), by_row(values[:led], passed.falling[:led]), out=added)
         for start in range(0, led, units):
             leaving = added[start : start + units]
             if start >= first:
@@ -213,15 +214,3 @@ def _add_decayed(into: torch.Tensor, state: torch.Tensor, whole: torch.Tensor) -
     """Adds exp(b_C) S."""
     split = (whole.shape[2], -1)
     into.unflatten(2, split).addcmul_(state.unflatten(2, split), whole)
-
-
-def _by_value_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[U, C, R * V] as [U, R, C, V], the heads of ``like``; a view."""
-    return rows.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
-
-
-def _by_row(heads: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """[U, R, C, V] times [U, R, C, 1] as a new [U, C, R * V]."""
-    units, each, size, width = heads.shape
-    out = heads.new_empty(units, size, each, width)
-    return torch.mul(heads.transpose(1, 2), factor.transpose(1, 2), out=out).flatten(2)

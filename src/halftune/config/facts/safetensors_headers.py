@@ -33,13 +33,21 @@ def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, (_, _, entry) in _entries(folder).items()}
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files that transformers reads: a single one before those of an index, which is looked at all the same.
+
+    Raises:
+        ModelError: the index cannot be read, names what is no safetensors file, or one that is missing.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    shards = _shards(index) if index.is_file() else []
+    return [single] if single.is_file() else shards
+
+
 def _entries(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     """Tensor name → (file, where its data begin, header entry)."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    files = _shards(index) if index.is_file() else [single] if single.is_file() else []
     tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for file in files:
+    for file in weight_files(folder):
         tensors.update(_header(file))
     return tensors
 
