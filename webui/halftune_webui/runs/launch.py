@@ -74,9 +74,10 @@ def _taken(run: Path, loaded: LoadedConfig) -> ConfigError:
 
 
 def _check_new(run: Path, loaded: LoadedConfig) -> None:
-    if is_run(run):
+    holds_something = run.is_dir() and any(run.iterdir())  # asked first: what another page puts there now is a run
+    if is_run(run) or folder_of(run).is_dir():
         raise _taken(run, loaded)
-    if run.is_dir() and any(run.iterdir()):
+    if holds_something:
         raise ConfigError("the folder holds other things", where=str(run), remedy="choose another training.output_dir")
 
 
