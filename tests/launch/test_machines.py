@@ -76,14 +76,14 @@ def test_machine_0_must_have_the_address_that_all_look_for() -> None:
 def test_a_machine_that_reaches_nobody_says_why_and_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "EVERY", 0.1)
-    one = machine(1)
+    monkeypatch.setattr(waiting, "EVERY", 0.0)
+    one = machine(1, 1.0)
     with pytest.raises(TrainingError, match=r"machine 1 did not reach machine 0 at 127.*connection refused") as ended:
         gather(one)
     assert str(one.port + 1) in ended.value.remedy
     said = capsys.readouterr().err
     assert said.startswith(f"halftune: waiting for machine 0 at 127.0.0.1:{one.port}: connection refused")
-    assert "of 0 s)" in said.splitlines()[0]
+    assert "of 1 s)" in said.splitlines()[0]
 
 
 def test_what_listens_there_and_is_no_store_does_not_hold_anybody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from torch._C._distributed_c10d import TCPStore
 
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.trainer import train
@@ -21,18 +22,22 @@ from halftune.train.trainer import train
 Recipe = tuple[Any, Any]  # a loaded config and its plan
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def in_processes(world_size: int, work: Callable[[int], None], timeout: float = 1200.0) -> list[int]:
+    """Runs ``work(rank)`` in so many processes that can meet; returns their exit codes.
 
-
-def in_processes(world_size: int, work: Callable[[int], None], timeout: float = 240.0) -> list[int]:
-    """Runs ``work(rank)`` in so many processes that can meet; returns their exit codes."""
-    context, port = multiprocessing.get_context("fork"), free_port()
-    children = [context.Process(target=_child, args=(rank, world_size, port, work)) for rank in range(world_size)]
+    As a launcher does, the test's own process serves the store at which they meet, so that its port is free for sure;
+    it does so after the fork, which knows no threads.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    children = [
+        context.Process(target=_child, args=(rank, world_size, pipe, work)) for rank, (pipe, _) in enumerate(pipes)
+    ]
     for child in children:
         child.start()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, end in pipes:
+        end.send(store.port)
     for child in children:
         child.join(timeout)
         if child.is_alive():
@@ -41,9 +46,10 @@ def in_processes(world_size: int, work: Callable[[int], None], timeout: float = 
     return [child.exitcode for child in children]
 
 
-def _child(rank: int, world_size: int, port: int, work: Callable[[int], None]) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+def _child(rank: int, world_size: int, pipe: Connection, work: Callable[[int], None]) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": pipe.recv()}
+    names |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test may have trained alone in the parent
     try:

@@ -106,7 +106,7 @@ def test_unurgent_news_waits(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         known = identity(process.pid)
         assert known is not None
@@ -114,7 +114,7 @@ def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
         assert not send(process.pid, known + "0", signal.SIGTERM)  # the number went to another process
         assert process.poll() is None
         assert send(process.pid, known, signal.SIGTERM)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while identity(process.pid) is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert identity(process.pid) is None  # a zombie, which nobody has asked yet
