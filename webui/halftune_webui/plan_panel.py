@@ -30,7 +30,8 @@ def plan_panel(
     if first:
         note += f'<p class="elsewhere">{escape(words("plan.first", names=", ".join(first)))}</p>'
     if problem is not None:
-        return f'<div class="ht-plan">{note}<p class="problem" role="alert">{escape(str(problem))}</p></div>'
+        said = "<br>".join(escape(str(each)) for each in problem.problems)
+        return f'<div class="ht-plan">{note}<p class="problem" role="alert">{said}</p></div>'
     if plan is None:
         return f'<div class="ht-plan"><p class="help">{escape(words("plan.none"))}</p></div>'
     return (

@@ -96,5 +96,6 @@ def _objection(run: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
     try:
         resolve(run, hardware, facts)
     except PlanError as error:
-        return error.what.partition(" is not possible: ")[2] or error.what
+        first = error.problems[0].what
+        return first.partition(" is not possible: ")[2] or first
     return ""

@@ -31,7 +31,7 @@ def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0, machin
     known = list(_paths(groups, counts))
     beside: dict[str, list[str]] = {}
     planned = outlook.problem if outlook is not None else None
-    for problem in (*examined.problems, *([planned] if planned else [])):
+    for problem in (*examined.problems, *(planned.problems if planned else ())):
         place = place_of(problem, known)
         if place:
             beside.setdefault(place, []).append(said(problem))

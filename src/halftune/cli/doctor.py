@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.core.errors import ConfigError, HalftuneError
+from halftune.core.errors import HalftuneError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
@@ -92,8 +92,7 @@ def _examine(args: argparse.Namespace, checks: list[Checked]) -> Examination | N
 
 
 def _error(error: HalftuneError) -> dict[str, Any]:
-    problems = error.problems if isinstance(error, ConfigError) else (error,)
-    listed = [{"what": each.what, "where": each.where, "remedy": each.remedy} for each in problems]
+    listed = [{"what": each.what, "where": each.where, "remedy": each.remedy} for each in error.problems]
     return {"kind": type(error).__name__, "exit_code": error.exit_code, "problems": listed}
 
 

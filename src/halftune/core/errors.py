@@ -16,12 +16,16 @@ class HalftuneError(Exception):
         what: what is wrong, one sentence without a full stop.
         where: the place, e.g. ``configs/x.yaml:14`` or ``data.jsonl line 7``.
         remedy: what to do about it.
+
+    Attributes:
+        problems: everything that is wrong: more than this one where several were found at once.
     """
 
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         self.what, self.where, self.remedy = what, where, remedy
+        self.problems: tuple[HalftuneError, ...] = (self,)
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -29,17 +33,14 @@ class HalftuneError(Exception):
         return f"{head} · {self.remedy}" if self.remedy else head
 
 
-class ConfigError(HalftuneError):
-    """The run's configuration is wrong; carries every problem found, one line each."""
-
-    exit_code = 2
+class Problems(HalftuneError):
+    """One problem, or several that were found at once, which are told one line each."""
 
     def __init__(self, problems: Sequence[HalftuneError] | str, *, where: str = "", remedy: str = "") -> None:
         if isinstance(problems, str):
             super().__init__(problems, where=where, remedy=remedy)
-            self.problems: tuple[HalftuneError, ...] = (self,)
         else:
-            super().__init__(f"{len(problems)} problems in the configuration")
+            super().__init__("; ".join(problem.what for problem in problems))
             self.problems = tuple(problems)
 
     def __str__(self) -> str:
@@ -48,14 +49,20 @@ class ConfigError(HalftuneError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+class ConfigError(Problems):
+    """The run's configuration is wrong; carries every problem found."""
+
+    exit_code = 2
+
+
 class DataError(HalftuneError):
     """A data file, row or column that cannot be trained on."""
 
     exit_code = 2
 
 
-class PlanError(HalftuneError):
-    """The request is well-formed but this machine or model cannot honour it."""
+class PlanError(Problems):
+    """The request is well-formed but this machine or model cannot honour it; carries every reason found."""
 
     exit_code = 2
 

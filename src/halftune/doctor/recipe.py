@@ -41,7 +41,7 @@ def diagnose(
             resolve(config, here, facts)
             checks.append(Finding("plan", "ok", "this machine can honour the recipe"))
         except PlanError as error:
-            checks.append(Finding("plan", "fail", f"on this machine: {error.what}", error.remedy))
+            checks += [Finding("plan", "fail", f"on this machine: {one.what}", one.remedy) for one in error.problems]
     plan = resolve(config, machine, facts)
     checks += _tokenizer(config.model, facts)
     return examine(config, plan, real=real), checks

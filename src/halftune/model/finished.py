@@ -137,9 +137,10 @@ def _plan(loaded: LoadedConfig, facts: ModelFacts, folder: Path) -> Plan:
         try:
             resolve(config, hardware, facts)
         except PlanError as error:
-            if error.where == part and part not in given:
-                log.warning("unlike in training: %s; this machine's own choice instead", error.what)
-                config = _with(config, part, "auto")
+            for problem in error.problems:
+                if problem.where == part and part not in given:
+                    log.warning("unlike in training: %s; this machine's own choice instead", problem.what)
+                    config = _with(config, part, "auto")
     plan = resolve(config, hardware, facts)
     compute = plan.precision.compute
     if config.precision.compute not in ("auto", compute.value):  # precision.on_unsupported: fallback

@@ -30,14 +30,22 @@ def choose_strategy(
         config, hardware, facts: what was asked, where it runs, the model.
         work: with the whole model on one device.
         world_size: processes over all machines.
-
-    Raises:
-        PlanError: what was asked for cannot be had here.
     """
+    asked = config.distributed.strategy
+    if world_size == 1:
+        return Choice("single", "one process"), work
+    if asked != "auto":
+        chosen = Choice(asked, f"asked for; {_meaning(asked, world_size)}")
+    else:
+        chosen = _by_memory(config, hardware, facts, work, world_size)
+    return chosen, under(chosen.value, work, config, world_size)
+
+
+def sharing_problems(config: RunConfig, hardware: Hardware, facts: ModelFacts, compute: Format) -> Iterator[PlanError]:
+    """Everything that was asked of ``distributed`` and cannot be had here."""
     asked, fsdp = config.distributed.strategy, config.distributed.fsdp
-    refused = cannot_shard(config, hardware, facts)
     if asked == "deepspeed":
-        raise PlanError(
+        yield PlanError(
             "deepspeed takes gradients off the weights, clips and updates flat copies inside its own engine, where the "
             "plan's dtypes, the checks before an update and exact resume cannot be held",
             where="distributed.strategy",
@@ -45,22 +53,15 @@ def choose_strategy(
         )
     if asked == "fsdp2" and config.training.torch_compile:
         what = "torch.compile of a model in shards has not been shown to compute the same"
-        raise PlanError(what, where="distributed.strategy", remedy="training.torch_compile: false, or strategy: ddp")
-    if asked == "fsdp2" and refused:
-        raise PlanError(refused, where="distributed.strategy", remedy="distributed.strategy: ddp")
+        yield PlanError(what, where="distributed.strategy", remedy="training.torch_compile: false, or strategy: ddp")
+    if asked == "fsdp2" and (refused := cannot_shard(config, hardware, facts)):
+        yield PlanError(refused, where="distributed.strategy", remedy="distributed.strategy: ddp")
     if fsdp.cpu_offload and hardware.kind in ("cpu", "mps"):
         what = "there is no other memory than main memory here"
-        raise PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it")
-    if fsdp.cpu_offload and work.half_range:
+        yield PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it")
+    elif fsdp.cpu_offload and compute == "fp16":
         what = "fp16's gradient scaler asks all processes for overflows in main memory, over which devices do not talk"
-        raise PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it, or precision: bf16")
-    if world_size == 1:
-        return Choice("single", "one process"), work
-    if asked != "auto":
-        chosen = Choice(asked, f"asked for; {_meaning(asked, world_size)}")
-    else:
-        chosen = _by_memory(config, hardware, facts, work, world_size, refused)
-    return chosen, under(chosen.value, work, config, world_size)
+        yield PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it, or precision: bf16")
 
 
 def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
@@ -165,14 +166,14 @@ def main_memory(config: RunConfig, hardware: Hardware, facts: ModelFacts, work: 
 
 
 def _by_memory(
-    config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, world_size: int, refused: str
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, world_size: int
 ) -> Choice[str]:
     room = per_process(hardware, world_size // config.distributed.num_machines)
     whole = plan_memory(config, facts, under("ddp", work, config, world_size), room)[1]
     said = f"a whole model needs {whole.total / GIB:.1f} GiB of {room / GIB:.1f} GiB on each device"
     if whole.verdict.value != "does not fit":
         return Choice("ddp", f"{said}: it fits, and {_meaning('ddp', world_size)}")
-    if refused:
+    if refused := cannot_shard(config, hardware, facts):
         return Choice("ddp", f"{said}, which does not fit, but {refused}")
     return Choice("fsdp2", f"{said}, which does not fit; {_meaning('fsdp2', world_size)}")
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from halftune.attention.linear import route_linear
-from halftune.attention.plan import AttentionPlan
-from halftune.attention.route import route_attention
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
+from halftune.plan.attempts import Attempts
 from halftune.plan.batch import choose_fused, plan_batch
-from halftune.plan.distribution import choose_strategy, main_memory, plan_parallel
+from halftune.plan.distribution import choose_strategy, main_memory, plan_parallel, sharing_problems
 from halftune.plan.memory import per_process, plan_memory, workload
-from halftune.plan.packing import choose_packing
-from halftune.plan.trainable import count_trainable
+from halftune.plan.rows import Rows, choose_rows
+from halftune.plan.trainable import Adapted, count_trainable
 from halftune.plan.tree import Plan
 from halftune.precision.plan import PrecisionPlan
-from halftune.precision.resolve import resolve_precision
+from halftune.precision.resolve import asked_compute, resolve_precision
 
 _OLD_CUDA = (7, 5)
 
@@ -32,12 +30,10 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         world_size: processes, one device each.
 
     Raises:
-        PlanError: this machine or model cannot honour what was asked; says why and what could be done.
+        PlanError: this machine or model cannot honour what was asked; says why and what could be done, of everything
+            that it cannot.
     """
-    precision = resolve_precision(config.precision, hardware, facts, config.adapter)
-    _check_optimizer(config, precision)
-    packing, attention = _rows(config, hardware, facts, precision)
-    adapted = count_trainable(facts, config.adapter)
+    precision, (packing, attention), adapted = _decided(config, hardware, facts)
     fused = choose_fused(config, hardware.kind)
     work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
@@ -66,29 +62,29 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     )
 
 
-def _rows(
-    config: RunConfig, hardware: Hardware, facts: ModelFacts, precision: PrecisionPlan
-) -> tuple[Choice[bool], AttentionPlan]:
-    """Packing and attention, which hang together: not every backend keeps samples of one row apart."""
-    linear = route_linear(config.attention, hardware, facts).chosen.value
-    remote = config.model.trust_remote_code
-    packing = choose_packing(config.data.packing, facts, trust_remote_code=remote, linear=linear)
-    if not packing.value:
-        return packing, route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
-    try:
-        routed = route_attention(config.attention, hardware, facts, precision.compute.value, packing=True)
-    except PlanError:
-        if config.data.packing.enabled is True:
-            raise
-        routed = route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
-        return Choice(False, f"attention: {routed.softmax.value} has no path for packed rows"), routed
-    free = config.data.packing.enabled is not True and config.attention.backend == "auto"
-    if free and routed.softmax.value == "eager":
-        padded = route_attention(config.attention, hardware, facts, precision.compute.value, packing=False)
-        if padded.softmax.value != "eager":
-            reason = f"attention: eager alone could pack this model's rows, and {padded.softmax.value} is faster padded"
-            return Choice(False, reason), padded
-    return packing, routed
+def _decided(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> tuple[PrecisionPlan, Rows, Adapted]:
+    """What hangs together least, each decided whether or not the others can be.
+
+    Raises:
+        PlanError: one of them cannot, or several.
+    """
+    tried = Attempts()
+    precision = tried.of(lambda: _precision(config, hardware, facts))
+    compute = asked_compute(config.precision, hardware, full=config.adapter.type == "none")
+    compute = precision.compute.value if precision is not None else compute
+    rows = choose_rows(config, hardware, facts, compute, tried)
+    adapted = tried.of(lambda: count_trainable(facts, config.adapter))
+    tried.add(sharing_problems(config, hardware, facts, compute))
+    if tried.failed is not None:
+        raise tried.failed
+    assert precision is not None and rows is not None and adapted is not None  # noqa: PT018
+    return precision, rows, adapted
+
+
+def _precision(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> PrecisionPlan:
+    precision = resolve_precision(config.precision, hardware, facts, config.adapter)
+    _check_optimizer(config, precision)
+    return precision
 
 
 def _check_optimizer(config: RunConfig, precision: PrecisionPlan) -> None:

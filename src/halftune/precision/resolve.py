@@ -72,6 +72,11 @@ def resolve_precision(
     )
 
 
+def asked_compute(section: PrecisionSection, hardware: Hardware, *, full: bool) -> Format:
+    """What ``precision`` asks for, also where it cannot be had; ``auto`` always can."""
+    return _compute(section, hardware, full).value if section.compute == "auto" else section.compute
+
+
 def _experts(compute: _Compute, storage: Format) -> Choice[str]:
     """transformers multiplies by ``grouped_mm``; its kernel needs compute capability 8.0 on CUDA devices."""
     cast = f": autocast has no rule for it, so {storage} weights are cast for it" if storage != compute.value else ""

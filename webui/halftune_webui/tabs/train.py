@@ -184,7 +184,7 @@ def _problems(words: Words, examined: Examined, planned: Outlook | None) -> str:
     """All problems in the words and order of the command line."""
     found: list[HalftuneError] = list(examined.problems)
     if planned is not None and planned.problem is not None:
-        found.append(planned.problem)
+        found += planned.problem.problems
     if not found:
         return '<div class="ht-problems fine"></div>'
     count = words("train.problems" if len(found) > 1 else "train.problem", n=len(found))
