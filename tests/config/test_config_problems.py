@@ -92,6 +92,9 @@ WRONG = {
     "cutoff_len=8": "did you mean data.max_length?",
     "loging.progress=true": "did you mean logging?",
     "training.Seed=1": "did you mean training.seed?",
+    "model.name=gpt2": "did you mean model.name_or_path?",
+    "generation.max_length=9": "did you mean generation.max_new_tokens?",
+    "training.deepspeed=z3.json": "did you mean distributed.strategy?",
     "generation.top_p=1.5": "should be a number, above 0 and at most 1, not 1.5",
     "training.seed=99999999999999999999": "should be a whole number",
 }
@@ -104,6 +107,21 @@ def test_wrong_value(argument: str, problems: Callable[..., list[str]], recipe_t
     assert WRONG[argument] in line
     assert "pydantic" not in line
     assert "Input should" not in line
+
+
+def test_a_wrong_type_does_not_hide_the_rest_of_its_section(problems: Callable[..., list[str]]) -> None:
+    text = """model: {name_or_path: "builtin:qwen2-tiny"}
+adapter: {type: qlora, r: 8, bias: none, alpha: -1}
+data: {train: "builtin:python-docs"}
+training: {output_dir: runs/x}
+"""
+    known = "keys of adapter are type, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora"
+    assert problems(text) == [
+        "x.yaml:2: adapter.type: should be one of none, lora, not 'qlora' · did you mean lora?",
+        "x.yaml:2: adapter.alpha: should be a number, above 0, not -1",
+        "x.yaml:2: adapter.r: unknown key · did you mean adapter.rank?",
+        f"x.yaml:2: adapter.bias: unknown key · {known}",
+    ]
 
 
 def test_missing_sections_and_keys(problems: Callable[..., list[str]]) -> None:

@@ -34,13 +34,18 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[HalftuneError], set[Pat
         except ValidationError as error:
             found = _by_path(error, values)
         new = {path: details for path, details in found.items() if not any(related(path, old) for old in broken)}
-        said = {path: _say(tree, path, details) for path, details in new.items()}
+        said = {path: _say(tree, path, details, values) for path, details in new.items()}
         meant = {key for problem in said.values() if (key := _meant(problem.remedy))}
         # a misspelt key is not also a missing one, nor do rules speak about the key that it was to be
         problems += [said[path] for path in said if not (path in meant and new[path]["type"] == "missing")]
-        broken |= meant | {path for path, details in found.items() if details["type"] != "extra_forbidden"}
+        tags = {path: tag for path, details in found.items() if (tag := _near_tag(path, details, values))}
+        wrong = {path for path, details in found.items() if details["type"] != "extra_forbidden"}
+        broken |= meant | {(*path, "type") if path in tags else path for path in wrong}
         for path, details in found.items():
-            _mend(values, path, missing=details["type"] == "missing")
+            if path in tags:  # what else is wrong in the section is said in the next round
+                _value_at(path, values)["type"] = tags[path]
+            else:
+                _mend(values, path, missing=details["type"] == "missing")
     return None, problems, broken
 
 
@@ -48,6 +53,15 @@ def _meant(remedy: str) -> Path:
     """The key in ``did you mean data.eval?``."""
     found = re.fullmatch(r"did you mean ([a-z_.]+)\?", remedy)
     return tuple(found[1].split(".")) if found else ()
+
+
+def _near_tag(path: Path, details: ErrorDetails, values: Any) -> str:
+    """The type that a section with a wrong one may have meant; empty where it is nothing of the kind."""
+    shape = shape_at(path, values)
+    if details["type"] != "union_tag_invalid" or shape is None:
+        return ""
+    remedy = suggest_word(_value_at(path, values)["type"], tuple(shape.sections))
+    return remedy.removeprefix("did you mean ").removesuffix("?")
 
 
 def _by_path(error: ValidationError, values: Any) -> dict[Path, ErrorDetails]:
@@ -77,13 +91,12 @@ def _user_path(location: tuple[str | int, ...], values: Any) -> Path:
     return tuple(path)
 
 
-def _say(tree: Tree, path: Path, details: ErrorDetails) -> HalftuneError:
+def _say(tree: Tree, path: Path, details: ErrorDetails, values: Any) -> HalftuneError:
+    """One problem in a sentence; ``values`` is the tree as far as it is mended."""
     shape, kind = shape_at(path, tree.values), details["type"]
-    value = tree.values
-    for part in path:
-        value = child(value, part)
+    value = _value_at(path, tree.values)
     if kind == "extra_forbidden":
-        section = _section_at(path[:-1], tree.values)
+        section = _section_at(path[:-1], values)
         return tree.problem(path, "unknown key", suggest_key(path, section))
     if kind == "missing":
         return _missing(tree, path, shape)
@@ -99,9 +112,13 @@ def _say(tree: Tree, path: Path, details: ErrorDetails) -> HalftuneError:
 
 def _section_at(path: Path, values: Any) -> type[Section] | None:
     shape = shape_at(path, values)
+    return shape.section(_value_at(path, values)) if shape is not None else None
+
+
+def _value_at(path: Path, values: Any) -> Any:
     for part in path:
         values = child(values, part)
-    return shape.section(values) if shape is not None else None
+    return values
 
 
 def _missing(tree: Tree, path: Path, shape: Shape | None) -> HalftuneError:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from halftune.config.section import Section
 from halftune.config.shape import Path, dotted, shape_at, walk
 
-# Names that other tools (and habit) have for our keys.
+# Names that other tools (and habit) have for our keys; a dotted one means it in that section alone.
 SYNONYMS: dict[str, str] = {
     "lr": "training.learning_rate",
     "epochs": "training.num_train_epochs",
@@ -80,6 +80,13 @@ SYNONYMS: dict[str, str] = {
     "wandb": "logging.report_to",
     "name": "logging.run_name",
     "max_tokens": "generation.max_new_tokens",
+    "deepspeed": "distributed.strategy",
+    "num_gpus": "distributed.num_processes",
+    "nproc_per_node": "distributed.num_processes",
+    "model.name": "model.name_or_path",
+    "model.path": "model.name_or_path",
+    "generation.max_length": "generation.max_new_tokens",
+    "generation.temp": "generation.temperature",
 }
 # Leaf names too general to say that the key belongs elsewhere.
 GENERAL = {"type", "path", "split", "format", "enabled", "samples", "weight", "columns"}
@@ -96,17 +103,15 @@ def suggest_key(path: Path, section: type[Section] | None) -> str:
         return f"write it as a section: {key.replace('.', ': {', 1)}: …}}, or {key}=… on the command line"
     if tags := _tags(parent, plain):
         return f"{plain} is a key of {dotted(parent)}.type {' and '.join(tags)}"
+    if (scoped := dotted((*parent, plain))) in SYNONYMS and parent:
+        return f"did you mean {SYNONYMS[scoped]}?"
     places = _places()
     if elsewhere := [place for place in places.get(plain, []) if place != path and plain not in GENERAL]:
         return _mean(*elsewhere[:2])
     if plain in SYNONYMS:
         return f"did you mean {SYNONYMS[plain]}?"
-    if near := get_close_matches(plain, siblings, n=1, cutoff=0.7):
-        return _mean((*parent, near[0]))
-    if near := get_close_matches(plain, places, n=1, cutoff=0.8):
-        return _mean(places[near[0]][0])
-    if near := get_close_matches(plain, siblings, n=1, cutoff=0.55):
-        return _mean((*parent, near[0]))
+    if near := _near(plain, parent, siblings, places):
+        return _mean(near)
     if section is not None and len(parent) == 0 and len(siblings) < 12:
         return f"sections are {', '.join(siblings)}"
     return f"keys of {dotted(parent)} are {', '.join(siblings)}" if siblings else ""
@@ -137,6 +142,16 @@ def _tags(parent: Path, key: str) -> list[str]:
     shape = shape_at(parent)
     sections = shape.sections if shape is not None and len(shape.sections) > 1 else {}
     return [tag for tag, section in sections.items() if key in section.model_fields]
+
+
+def _near(key: str, parent: Path, siblings: list[str], places: dict[str, list[Path]]) -> Path | None:
+    """The key of a like spelling: one beside it, then a very like one anywhere, then a less like one beside it."""
+    if near := get_close_matches(key, siblings, n=1, cutoff=0.7):
+        return (*parent, near[0])
+    if near := get_close_matches(key, places, n=1, cutoff=0.8):
+        return places[near[0]][0]
+    near = get_close_matches(key, siblings, n=1, cutoff=0.55)
+    return (*parent, near[0]) if near else None
 
 
 def _mean(*paths: Path) -> str:
