@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ QUIET = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 )
-START = 90  # seconds, on a machine that is busy with other tests
+START = 180  # seconds, on a machine that is busy with other tests
+PATIENCE = 60_000  # milliseconds for whatever a page does by itself; what starts a process takes longer
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Board:
     def stop(self, how: int = signal.SIGTERM) -> None:
         """Ends the server; runs that it started go on."""
         self.process.send_signal(how)
-        self.process.wait(30)
+        self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -99,22 +100,24 @@ class Seen:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """``open_page(url, width=1280, **context)`` → a page of a browser that knows nothing yet, with ``page.seen``.
+    """``open_page(url, width=1280, recipe="", **context)`` → a page of a browser that knows nothing yet but a recipe.
 
-    After the test: no request went anywhere but to the board, and the page raised no error.
+    After the test, by ``page.seen``: no request went anywhere but to the board, and the page raised no error.
     """
     contexts, pages = [], []
 
-    def open_(url: str, width: int = 1280, **options: Any) -> Any:
+    def open_(url: str, width: int = 1280, recipe: str = "", **options: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         page = context.new_page()
+        if recipe:  # as an earlier visit has left it; before the page's own scripts, which write there, too
+            page.add_init_script(f"localStorage.setItem('halftune-recipe', {json.dumps(recipe)})")
         seen = Seen([], [])
         page.on("request", lambda request: seen.requests.append(request.url))
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         contexts.append(context)
         pages.append((url, seen))
         page.seen = seen
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(PATIENCE)
         page.goto(url)
         return page
 
@@ -125,11 +128,3 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         outside = [request for request in seen.requests if not request.startswith((url, "blob:", "data:"))]
         assert not outside, f"the page asked other servers: {outside}"
         assert not seen.errors, seen.errors
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Waits for something outside the browser."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)

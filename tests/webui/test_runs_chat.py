@@ -106,9 +106,11 @@ def test_a_model_that_does_not_load() -> None:
 
 
 def test_the_memory_is_given_back_when_nobody_asks() -> None:
-    idle = Chat(Path("run"), idle=0.2)
+    idle = Chat(Path("run"))
+    idle.ready()
+    idle.idle = 0.05  # counts from the end of the next answer
     assert said(idle, "a") == "tuned a"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while idle.alive:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -18,7 +18,7 @@ def ask(url: str, path: str = "/", method: str = "GET", body: str | None = None,
     """Status and text of an answer."""
     place = urlsplit(url)
     assert place.hostname is not None
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     text = answer.read().decode(errors="replace")

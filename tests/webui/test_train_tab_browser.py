@@ -11,9 +11,23 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def recipe_text(page: Any) -> str:
-    """The text in the editor."""
-    return "\n".join(page.locator("#recipe .cm-line").all_inner_texts())
+def written(page: Any, text: str, there: bool = True) -> None:
+    """Waits until a text stands in the editor, or does no longer. What one change alters is not drawn in one moment."""
+    editor = "document.querySelector('#recipe .cm-content')?.innerText"
+    page.wait_for_function(f"([text, there]) => {editor}?.includes(text) === there", arg=[text, there])
+
+
+def says(page: Any, selector: str, text: str) -> None:
+    """Waits until something on the page says it."""
+    page.locator(selector, has_text=text).first.wait_for()
+
+
+def filled(page: Any, path: str, text: str) -> None:
+    """Waits until a field shows the value."""
+    page.wait_for_function(
+        """([path, text]) => document.querySelector(`.row[data-path="${path}"] input`)?.value === text""",
+        arg=[path, text],
+    )
 
 
 def field(page: Any, path: str) -> Any:
@@ -31,37 +45,39 @@ def pick(page: Any, recipe: str) -> None:
 
 
 def opened(open_page: Callable[..., Any], board: Any, **options: Any) -> Any:
+    """A page whose first recipe has reached every part of it."""
     page = open_page(board.url, **options)
     page.wait_for_selector(".ht-plan .memory")
+    page.wait_for_selector('.row[data-path="training.output_dir"].set')
+    page.wait_for_selector(".ht-problems.fine", state="attached")
+    written(page, "output_dir:")
     return page
 
 
 def test_form_text_and_plan_follow_each_other(board: Any, open_page: Callable[..., Any]) -> None:
     page = opened(open_page, board)
     pick(page, "quickstart_pretrain.yaml")
-    page.wait_for_function("document.querySelector('#recipe .cm-content').innerText.includes('method: pretrain')")
-    assert field(page, "adapter.rank").is_hidden()
-    assert page.locator("#recipes input").input_value().startswith("quickstart_pretrain.yaml · ")
+    written(page, "method: pretrain")
+    field(page, "adapter.rank").wait_for(state="hidden")
+    page.wait_for_function("document.querySelector('#recipes input').value.startsWith('quickstart_pretrain.yaml · ')")
 
     choose(page, "precision.compute", "fp32")
-    page.wait_for_selector('tr[data-plan="compute"] .chip.fp32')
-    assert "asked for" in page.locator('tr[data-plan="compute"]').inner_text()
-    assert "precision: fp32" in recipe_text(page)
-    assert "# " in recipe_text(page), "comments are kept"
+    says(page, 'tr[data-plan="compute"]:has(.chip.fp32)', "asked for")
+    written(page, "precision: fp32")
+    written(page, "# ")  # comments are kept
 
     choose(page, "adapter.type", "lora")
     field(page, "adapter.rank").wait_for(state="visible")
     field(page, "adapter.rank").locator("input").fill("12")
     field(page, "adapter.rank").locator("input").press("Tab")
-    page.wait_for_function("document.querySelector('#recipe .cm-content').innerText.includes('rank: 12')")
+    written(page, "rank: 12")
 
+    shorter = field(page, "data.max_length").locator("input").input_value()[:-1]
+    assert shorter
     page.locator("#recipe .cm-line", has_text="max_length:").click()
     page.keyboard.press("End")
     page.keyboard.press("Backspace")
-    shorter = field(page, "data.max_length").locator("input").input_value()[:-1]
-    page.wait_for_function(
-        """text => document.querySelector('.row[data-path="data.max_length"] input').value === text""", arg=shorter
-    )
+    filled(page, "data.max_length", shorter)
 
 
 def test_problems_stand_beside_their_fields_all_at_once(board: Any, open_page: Callable[..., Any]) -> None:
@@ -69,6 +85,8 @@ def test_problems_stand_beside_their_fields_all_at_once(board: Any, open_page: C
     for path, text in (("training.learning_rate", "fast"), ("adapter.rank", "0"), ("data.max_length", "12.5")):
         field(page, path).locator("input").fill(text)
         field(page, path).locator("input").press("Tab")
+    page.locator(".ht-problems li").nth(2).wait_for()
+    page.wait_for_selector("#start:disabled")
     page.wait_for_selector('.row[data-path="data.max_length"].wrong')
     assert field(page, "training.learning_rate").locator(".problem").inner_text() == (
         "training.learning_rate: should be a number, above 0, not 'fast'"
@@ -76,7 +94,6 @@ def test_problems_stand_beside_their_fields_all_at_once(board: Any, open_page: C
     assert "at least 1" in field(page, "adapter.rank").locator(".problem").inner_text()
     assert page.locator(".ht-problems li").count() == 3
     assert "recipe.yaml:" in page.locator(".ht-problems li").first.inner_text()
-    assert page.locator("#start").is_disabled()
     field(page, "training.learning_rate").locator(".reset").click()
     field(page, "adapter.rank").locator(".reset").click()
     field(page, "data.max_length").locator(".reset").click()
@@ -91,7 +108,7 @@ def test_broken_text_names_its_line_and_leaves_the_form(board: Any, open_page: C
     page.keyboard.press("Home")
     page.keyboard.insert_text("a: b: c\n")
     page.wait_for_selector(".ht-form.unreadable")
-    assert "recipe.yaml:2" in page.locator(".ht-problems").inner_text()
+    says(page, ".ht-problems", "recipe.yaml:2")
     assert field(page, "training.output_dir").locator("input").input_value() == before
 
 
@@ -100,12 +117,11 @@ def test_another_machine_and_what_it_cannot_run(board: Any, open_page: Callable[
     page.locator("#machine input").click()
     page.get_by_role("option", name="Tesla T4").click()
     page.locator(".ht-plan .subject", has_text="Tesla T4").wait_for()
-    assert "another machine" in page.locator(".ht-plan .elsewhere").first.inner_text()
-    assert "✗" in field(page, "precision.compute").locator("option[value=bf16]").inner_text()
+    says(page, ".ht-plan .elsewhere", "another machine")
+    field(page, "precision.compute").locator("option[value=bf16]", has_text="✗").wait_for(state="attached")
     choose(page, "precision.compute", "bf16")
-    page.wait_for_selector(".ht-plan .problem")
-    assert "bf16 is not possible" in page.locator(".ht-plan .problem").inner_text()
-    assert "bf16 is not possible" in field(page, "precision.compute").locator(".problem").inner_text()
+    says(page, ".ht-plan .problem", "bf16 is not possible")
+    says(page, '.row[data-path="precision.compute"] .problem', "bf16 is not possible")
     choose(page, "precision.compute", "fp16")
     page.wait_for_selector('tr[data-plan="compute"] .chip.fp16')
 
@@ -121,9 +137,9 @@ def test_every_field_can_be_reached_and_lists_grow(board: Any, open_page: Callab
     second = field(page, "data.train[1].path").locator("input")
     second.fill("builtin:stdlib-text")
     second.press("Tab")
-    page.wait_for_function("document.querySelector('#recipe .cm-content').innerText.includes('stdlib-text')")
+    written(page, "stdlib-text")
     field(page, "data.train").get_by_role("button", name="Remove").first.click()
-    page.wait_for_function("!document.querySelector('#recipe .cm-content').innerText.includes('python-docs')")
+    written(page, "python-docs", there=False)
 
 
 def test_text_comes_back_after_reload(board: Any, open_page: Callable[..., Any]) -> None:
@@ -133,22 +149,22 @@ def test_text_comes_back_after_reload(board: Any, open_page: Callable[..., Any])
     box.press("Tab")
     page.wait_for_function("(localStorage.getItem('halftune-recipe') || '').includes('runs/mine')")
     page.reload()
-    page.wait_for_function("document.querySelector('#recipe .cm-content')?.innerText.includes('runs/mine')")
+    written(page, "runs/mine")
 
 
 def test_nothing_is_wider_than_the_window(board: Any, open_page: Callable[..., Any]) -> None:
     page = opened(open_page, board, color_scheme="dark")
-    assert page.evaluate("document.body.classList.contains('dark')")
+    page.wait_for_function("document.body.classList.contains('dark')")
     for group in page.locator("details.group:not([hidden])").all():
         group.locator("> summary").click()
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        cut = page.evaluate(
-            "[...document.querySelectorAll('.ht-form label, .ht-plan th, .ht-plan td, #toolbar button')]"
-            ".filter(node => node.scrollWidth > node.clientWidth + 1 && node.offsetParent).map(node => node.innerText)"
+        # what lays itself out by script needs a moment
+        page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
+        page.wait_for_function(
+            "![...document.querySelectorAll('.ht-form label, .ht-plan th, .ht-plan td, #toolbar button')]"
+            ".some(node => node.scrollWidth > node.clientWidth + 1 && node.offsetParent)"
         )
-        assert not cut
 
 
 def test_recipe_is_opened_and_downloaded(board: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
@@ -158,8 +174,8 @@ def test_recipe_is_opened_and_downloaded(board: Any, open_page: Callable[..., An
     with page.expect_file_chooser() as chooser:
         page.locator("#open").click()
     chooser.value.set_files(mine)
-    page.wait_for_selector(".ht-problems li")
-    assert "training: this section is missing" in page.locator(".ht-problems").inner_text()
+    says(page, ".ht-problems li", "training: this section is missing")
+    written(page, "# mine")
     with page.expect_download() as download:
         page.locator("#download").click()
     assert Path(download.value.path()).read_text() == mine.read_text()
@@ -167,5 +183,5 @@ def test_recipe_is_opened_and_downloaded(board: Any, open_page: Callable[..., An
 
 def test_chinese(start_board: Callable[..., Any], open_page: Callable[..., Any]) -> None:
     page = opened(open_page, start_board("--lang", "zh"))
-    assert page.get_by_role("tab", name="训练").is_visible()
+    page.get_by_role("tab", name="训练").wait_for()
     assert field(page, "training.learning_rate").locator("label").inner_text() == "学习率"
