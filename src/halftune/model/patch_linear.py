@@ -8,6 +8,7 @@ same, and they keep the samples of a packed row apart.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from halftune.core.errors import ModelError
@@ -37,6 +39,9 @@ _SILU = (None, "silu", "swish")
 _FORGETFUL = {"Mamba2ForCausalLM": "backbone"}
 _WITH_MIXERS = ("transformers.models.", "halftune.model.rwkv7.")
 _HANDS_ON = "halftune_hands_on_boundaries"
+# Mamba-2 layers of zamba2 and nemotron_h bound the step over a whole row, and forget to over one token from the cache.
+_STEP_LIMITS = "halftune_step_limits"
+_NO_LIMITS = (0.0, math.inf)
 _originals: dict[tuple[ModuleType, str], Function] = {}
 
 
@@ -151,6 +156,11 @@ def _next_state(
     **kwargs: Any,
 ) -> torch.Tensor:
     given = {name: kwargs[name] for name in ("D", "z", "dt_bias", "dt_softplus") if name in kwargs}
+    if (limits := kwargs.get(_STEP_LIMITS)) is not None:
+        bias, softplus = given.pop("dt_bias", None), given.pop("dt_softplus", False)
+        dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+        dt = dt if bias is None else dt + bias.to(dt.dtype)
+        dt = (F.softplus(dt) if softplus else dt).clamp(*limits)
     return mamba2_selective_state_update(state, hidden_states, dt, A, B, C, *args, **given)
 
 
@@ -165,9 +175,10 @@ _DELTA: dict[str, Function] = {
     "chunk_kimi_delta_attention": _chunked(kda),
     "recurrent_kimi_delta_attention": _recurrent(kda, kda_step),
 }
+_UPDATE = "mamba2_selective_state_update"
 _MAMBA2: dict[str, Function] = {
     "mamba2_chunk_scan": _scan,
-    "mamba2_selective_state_update": _next_state,
+    _UPDATE: _next_state,
     "mamba2_split_conv1d_scan_combined": _no_fused_mixer,
 }
 # of our own model: only the guard comes in between
@@ -176,7 +187,7 @@ _RWKV7: dict[str, Function] = {"rwkv7": rwkv7, "rwkv7_step": rwkv7_step}
 # What must share one dtype; steps, decays and states keep their own.
 _OPERANDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_DELTA, ("query", "key", "value")),
-    **dict.fromkeys(("mamba2_chunk_scan", "mamba2_selective_state_update"), ("hidden_states", "B", "C")),
+    **dict.fromkeys(("mamba2_chunk_scan", _UPDATE), ("hidden_states", "B", "C")),
     **dict.fromkeys(_RWKV7, ("r", "k", "v", "a", "b")),
 }
 
@@ -214,6 +225,7 @@ def route_linear_layers(model: nn.Module, plan: Plan) -> None:
             setattr(module, name, _named(routed, original))
             bound.append(name)
     _hand_on_boundaries(model)
+    _hand_on_step_limits(model)
     if bound:
         log.info("linear layers: %s computed by %s", ", ".join(sorted(set(bound))), backend)
 
@@ -263,6 +275,25 @@ def _hand_on_boundaries(model: nn.Module) -> None:
         inner = part.get_submodule(_FORGETFUL[type(part).__name__])
         inner.register_forward_pre_hook(hand_on, with_kwargs=True)
         setattr(part, _HANDS_ON, True)
+
+
+def _hand_on_step_limits(model: nn.Module) -> None:
+    """Tells one token's update the bounds that its layer has for a row, so that decoding is what was trained."""
+
+    def hand_on(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ours = (sys.modules[type(layer).__module__], _UPDATE) in _originals
+        return args, kwargs | {_STEP_LIMITS: _step_limits(layer)} if ours else kwargs
+
+    for part in model.modules():
+        if _step_limits(part) not in (None, _NO_LIMITS) and not hasattr(part, _HANDS_ON):
+            part.register_forward_pre_hook(hand_on, with_kwargs=True)
+            setattr(part, _HANDS_ON, True)
+
+
+def _step_limits(layer: nn.Module) -> tuple[float, float] | None:
+    """Least and greatest step of a Mamba-2 layer; None for other modules."""
+    limits = vars(layer).get("time_step_limit")
+    return None if limits is None else (float(limits[0]), float(limits[1]))
 
 
 def _modeling_modules(model: nn.Module) -> list[ModuleType]:
