@@ -36,10 +36,14 @@ def main() -> int:
         print(why, file=sys.stderr)
         return 77
     with two_networks() as names:
-        jobs = [start(name, rank, args) for rank, name in enumerate(names)]
+        commands = [printed(rank, args) for rank in range(len(names))]
+        folder = output_dir(commands[0])
+        jobs = [
+            subprocess.Popen(["ip", "netns", "exec", name, *words]) for name, words in zip(names, commands, strict=True)
+        ]
         try:
             if args.kill is not None:
-                kill_at(args.kill, jobs[1], output_dir(jobs[0].args))
+                kill_at(args.kill, jobs[1], folder)
             codes = [job.wait() for job in jobs]
         finally:
             for job in jobs:
@@ -81,8 +85,8 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def start(name: str, rank: int, args: argparse.Namespace) -> subprocess.Popen:
-    """Asks `launch` for the command of a machine, as its user would, and runs it there."""
+def printed(rank: int, args: argparse.Namespace) -> list[str]:
+    """Asks `launch` for the command of a machine, as its user would."""
     distributed = [
         "distributed.num_machines=2",
         f"distributed.num_processes={args.processes}",
@@ -90,8 +94,7 @@ def start(name: str, rank: int, args: argparse.Namespace) -> subprocess.Popen:
         f"distributed.machine_rank={rank}",
     ]
     ask = [sys.executable, "-m", "halftune", "launch", "--config", args.config, "--json", *distributed, *args.overrides]
-    words = json.loads(subprocess.run(ask, check=True, capture_output=True, text=True).stdout)
-    return subprocess.Popen(["ip", "netns", "exec", name, *words])
+    return json.loads(subprocess.run(ask, check=True, capture_output=True, text=True).stdout)
 
 
 def output_dir(words: list[str]) -> Path:
@@ -108,6 +111,8 @@ def kill_at(step: int, machine: subprocess.Popen, folder: Path) -> None:
     while machine.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") >= step:
             found = subprocess.run(["pgrep", "-P", str(machine.pid)], capture_output=True, text=True, check=False)
+            if not found.stdout:  # it has just ended
+                return
             victim = int(found.stdout.split()[-1])
             print(f"killing process {victim} of machine 1", flush=True)
             os.kill(victim, signal.SIGKILL)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +27,26 @@ STRAY = {
     "fsdp_config": {"fsdp_version": 2},
     "dynamo_config": {"dynamo_backend": "INDUCTOR"},
 }
+# Found by every Python that is started with it, before halftune: from step 8 on, each takes a second, so that whoever
+# watches from outside is in time however busy the machine is.
+SLOWLY = """
+import os
+
+if "RANK" in os.environ:
+    import time
+
+    from halftune.train.step import Stepper
+
+    step, taken = Stepper.step, []
+
+    def slowly(self, batches):
+        taken.append(1)
+        time.sleep(1.0 if len(taken) > 7 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else 0.0)
+        return step(self, batches)
+
+    Stepper.step = slowly
+"""
+LIMIT = 900.0  # seconds in which a whole run of a few seconds has surely ended
 pytestmark = pytest.mark.slow
 
 
@@ -40,14 +62,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapter": {"type": "lora", "rank": 4, "dropout": 0.1},
         "data": {"train": str(place / "rows.jsonl"), "max_length": 64, "packing": False},
         "training": {"output_dir": "out", "max_steps": 24, "per_device_train_batch_size": 2, "save_steps": 5},
-        "distributed": {"num_processes": 2, "timeout_seconds": 60, "main_process_port": 29531},
+        "distributed": {"num_processes": 2, "timeout_seconds": 120},
         "logging": {"progress": False},
     }
     (place / "a recipe.yaml").write_text(yaml.safe_dump(tree))
     stray = place / "home" / "accelerate" / "default_config.yaml"
     stray.parent.mkdir(parents=True)
     stray.write_text(yaml.safe_dump(STRAY))
+    (place / "slowly").mkdir()
+    (place / "slowly" / "sitecustomize.py").write_text(SLOWLY)
     return place
+
+
+def port() -> str:
+    """A port that nobody listens at, below those from which the system chooses by itself."""
+    while True:
+        number = random.randrange(20_000, 30_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", number)):
+                return str(number)
+
+
+def slowly(place: Path) -> dict[str, str]:
+    """The environment of a run that somebody is going to kill."""
+    return environment(place) | {"PYTHONPATH": str(place / "slowly")}
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -56,11 +94,12 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def arguments(place: Path, name: str, *more: str) -> list[str]:
-    return ["--config", str(place / "a recipe.yaml"), f"training.output_dir={place / name}", *more]
+    own = [f"training.output_dir={place / name}", f"distributed.main_process_port={port()}"]
+    return ["--config", str(place / "a recipe.yaml"), *own, *more]
 
 
 def run(place: Path, words: list[str], **more: str) -> None:
-    done = subprocess.run(words, env=environment(place) | more, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=environment(place) | more, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -82,7 +121,7 @@ def kill_rank_1(place: Path, name: str, *more: str) -> subprocess.CompletedProce
     """Starts `train`, ends one of its processes by SIGKILL after the first checkpoint, waits."""
     job = subprocess.Popen(
         [*TRAIN, *arguments(place, name, *more)],
-        env=environment(place),
+        env=slowly(place),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -93,14 +132,14 @@ def kill_rank_1(place: Path, name: str, *more: str) -> subprocess.CompletedProce
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     victims = [pid for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
     os.kill(int(victims[0]), signal.SIGKILL)
-    _, errors = job.communicate(timeout=300)
+    _, errors = job.communicate(timeout=LIMIT)
     return subprocess.CompletedProcess(job.args, job.returncode, "", errors)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> Path:
     """By torchrun itself."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port()]
     run(place, [*torchrun, "-m", "halftune", "train", *arguments(place, "undisturbed")])
     return place / "undisturbed"
 
@@ -113,7 +152,7 @@ def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(pla
     assert "Traceback" not in done.stderr
     assert "Root Cause" not in done.stderr
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    words = [*launch, "--main_process_port", "29532", "-m", "halftune", "train", *arguments(place, "killed")]
+    words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, "killed")]
     run(place, words, ACCELERATE_USE_CPU="true")
     assert same(undisturbed, place / "killed")
 
@@ -121,7 +160,7 @@ def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(pla
 def test_every_launcher_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
     """accelerate's, and ours by the command that is printed, run as it stands by a shell."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    words = [*launch, "--main_process_port", "29534", "-m", "halftune", "train", *arguments(place, "accelerated")]
+    words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, "accelerated")]
     run(place, words, ACCELERATE_USE_CPU="true")
     assert same(undisturbed, place / "accelerated")
     ask = [sys.executable, "-m", "halftune", "launch", "--dry-run", *arguments(place, "printed by launch")]
@@ -131,13 +170,11 @@ def test_every_launcher_ends_with_the_same_weights(place: Path, undisturbed: Pat
 
 
 def test_processes_whose_launcher_is_killed_save_and_end(place: Path, undisturbed: Path) -> None:
-    job = subprocess.Popen(
-        [*TRAIN, *arguments(place, "orphans")], env=environment(place), stderr=subprocess.PIPE, text=True
-    )
+    job = subprocess.Popen([*TRAIN, *arguments(place, "orphans")], env=slowly(place), stderr=subprocess.PIPE, text=True)
     while steps(place / "orphans") < 2 and job.poll() is None:
         time.sleep(0.02)
     job.kill()
-    _, errors = job.communicate(timeout=120)  # as long as a process that has it as its standard error lives
+    _, errors = job.communicate(timeout=LIMIT)  # as long as a process that has it as its standard error lives
     assert errors.count("stopped by SIGTERM after step") == 1
     assert not (place / "orphans" / "final").exists()
     run(place, [*TRAIN, *arguments(place, "orphans")])
@@ -147,7 +184,7 @@ def test_processes_whose_launcher_is_killed_save_and_end(place: Path, undisturbe
 def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(place: Path, undisturbed: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "two_machines.py"), "--kill", "7"]
     words = [*script, *arguments(place, "machines", "distributed.max_restarts=1")]
-    done = subprocess.run(words, env=environment(place), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=slowly(place), capture_output=True, text=True, timeout=LIMIT)
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
