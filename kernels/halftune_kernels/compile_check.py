@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,16 +77,19 @@ class _StandInDriver:
         return torch.device("cpu")
 
 
-def compile_case(case: Case, dtype: torch.dtype, capability: int) -> list[Compiled]:
-    """Compiles every kernel that ``case`` starts, forward and backward, in ``dtype``, once each."""
-    return compile_kernels(lambda: case.call(dtype, torch.device("cpu"), "triton"), capability)
+def compile_case(case: Case, dtype: torch.dtype, capability: int, only: Collection[str] = ()) -> list[Compiled]:
+    """Compiles every kernel that ``case`` starts, forward and backward, in ``dtype``, once each; ``only`` those named,
+    or all."""
+    return compile_kernels(lambda: case.call(dtype, torch.device("cpu"), "triton"), capability, only)
 
 
-def compile_kernels(run: Callable[[], Any], capability: int) -> list[Compiled]:
-    """Compiles every kernel that ``run`` starts for a GPU of ``capability``."""
+def compile_kernels(run: Callable[[], Any], capability: int, only: Collection[str] = ()) -> list[Compiled]:
+    """Compiles every kernel that ``run`` starts for a GPU of ``capability``, or ``only`` those named."""
     found: dict[int, Compiled] = {}
 
     def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if only and kernel.fn.__name__ not in only:
+            return
         mocked = [MockTensor(x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
         built = kernel.warmup(*mocked, **options, grid=grid)
         if id(built) not in found:

@@ -9,22 +9,25 @@ sm_89 gets what sm_86 gets (Triton knows no difference between the two, the asse
 at one head size, as a sample, and a difference there is printed. float16 is as bfloat16 but for the states, which are
 kept in fp32: it is compiled at two head sizes, the usual and the largest.
 
-What a combination needs is kept on disk under the operator's source and Triton's version: a call resumes where the
-last one was stopped, and unchanged kernels cost nothing. The page gets all that is kept and not out of date. Leaves
-with 1 if a kernel does not fit.
+What a kernel needs is kept on disk under the operator's source, Triton's version and the kernel's cut on that GPU: a
+call resumes where the last one was stopped, and another cut (``CONFIGS``) compiles that kernel again, on the GPUs and
+at the head sizes that have it, and nothing else. The page gets all that is kept and not out of date, and the largest
+spills first. Leaves with 1 if a kernel does not fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +35,12 @@ import torch
 import triton
 
 import halftune_kernels
+from halftune_kernels import tuning
 from halftune_kernels.cases import case
 from halftune_kernels.compile_check import Compiled, compile_case
 from halftune_kernels.dispatch import OPERATORS, expected, has_triton
 from halftune_kernels.gate import SHARED_MEMORY
+from halftune_kernels.launch import power_of_two
 from halftune_kernels.selfcheck import cache_dir
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
@@ -60,14 +65,36 @@ class Combination(NamedTuple):
 
 @functools.cache  # of the sources at hand when this process began, as are the kernels
 def fingerprint(operator: str) -> str:
-    """Of what a compiled kernel depends on: the operator's files and those of the package that they import."""
+    """Of what a compiled kernel depends on but for its cut: the operator's files and those of the package that they
+    import, without comments and without the table of cuts."""
     package = Path(halftune_kernels.__file__ or next(iter(halftune_kernels.__path__))).parent
-    own = [package / "ops" / operator / name for name in ("kernels.py", "triton.py")]
-    text = "".join(file.read_text() for file in own if file.exists())
-    for name in ("launch", "delta_kernels"):
-        if name in text:
-            text += (package / f"{name}.py").read_text()
-    return hashlib.sha256(f"{triton.__version__}{text}".encode()).hexdigest()[:16]
+    files = [package / "ops" / operator / name for name in ("kernels.py", "triton.py")]
+    files = [file for file in files if file.exists()]
+    named = "".join(file.read_text() for file in files)
+    files += [package / f"{name}.py" for name in ("launch", "delta_kernels") if name in named]
+    text = triton.__version__ + "".join(_without_cuts(file.read_text()) for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_cuts(source: str) -> str:
+    tree = ast.parse(source)
+    tree.body = [
+        one for one in tree.body if not (isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "CONFIGS")
+    ]
+    return ast.dump(tree)
+
+
+def cuts(one: Combination) -> dict[str, list[int]]:
+    """The shipped cut of each kernel that has one in a table; the others' are in the source."""
+    if not tuning.tunable(one.operator):
+        return {}
+    shipped = importlib.import_module(f"halftune_kernels.ops.{one.operator}.triton").CONFIGS
+    dtype, padded = getattr(torch, one.dtype), power_of_two(one.size)
+    return {
+        kernel: list(astuple(tuning.default(shipped, kernel, one.gpu, dtype, padded)))
+        for kernel, half in shipped
+        if half == (dtype != torch.float32)
+    }
 
 
 class Kept:
@@ -76,19 +103,24 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def get(self, one: Combination) -> list[Compiled] | None:
-        """None if it was not compiled, or from other sources."""
+    def get(self, one: Combination) -> tuple[list[Compiled], set[str]] | None:
+        """Kernels that are not out of date, and the names of those that have another cut now; None if it was not
+        compiled, or from other sources."""
         try:
             stored = json.loads((self._folder / f"{one.key}.json").read_text())
             if stored["source"] != fingerprint(one.operator):
                 return None
-            return [Compiled(**kernel) for kernel in stored["kernels"]]
-        except (OSError, ValueError, TypeError, KeyError):  # none, torn, or of another version
+            kernels = [Compiled(**kernel) for kernel in stored["kernels"]]
+            now, then = cuts(one), stored["cuts"]
+            stale = {kernel.kernel for kernel in kernels if then.get(kernel.kernel) != now.get(kernel.kernel)}
+            return [kernel for kernel in kernels if kernel.kernel not in stale], stale
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, torn, or of another version
             return None
 
     def put(self, one: Combination, kernels: list[Compiled]) -> None:
+        """All kernels of ``one``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        stored = {"source": fingerprint(one.operator), "kernels": [asdict(kernel) for kernel in kernels]}
+        stored = {"source": fingerprint(one.operator), "cuts": cuts(one), "kernels": [asdict(one) for one in kernels]}
         part = self._folder / f"{one.key}.part"
         part.write_text(json.dumps(stored))
         part.replace(self._folder / f"{one.key}.json")
@@ -117,9 +149,25 @@ def differences(found: dict[Combination, list[Compiled]]) -> Iterator[str]:
                 yield f"{one.key}: {mine.kernel} {numbers}, not {its.shared:,} / {its.registers} / {its.spills}"
 
 
-def compiled(one: Combination) -> list[Compiled]:
-    """What its kernels need, now."""
-    return compile_case(case(one.operator, one.size, (0, 80)), getattr(torch, one.dtype), one.gpu)
+def compiled(one: Combination, only: Collection[str] = ()) -> list[Compiled]:
+    """What its kernels need, now; ``only`` those named, or all."""
+    return compile_case(case(one.operator, one.size, (0, 80)), getattr(torch, one.dtype), one.gpu, only)
+
+
+def largest(found: dict[Combination, list[Compiled]]) -> str:
+    """For each operator and dtype: how many of its kernels spill, and where most."""
+    lines = [
+        "| operator | dtype | kernels | with spills | most, bytes per thread | in |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for operator, dtype in itertools.product(OPERATORS, DTYPES):
+        mine = [(one, kernel) for one, kernels in found.items() for kernel in kernels if one[:2] == (operator, dtype)]
+        if mine:
+            spilled = sum(kernel.spills > 0 for _, kernel in mine)
+            one, worst = max(mine, key=lambda pair: pair[1].spills)
+            where = f"`{worst.kernel}`, head size {one.size}, sm_{one.gpu}" if spilled else ""
+            lines.append(f"| {operator} | {dtype} | {len(mine)} | {spilled} | {worst.spills} | {where} |")
+    return "\n".join(lines)
 
 
 def tables(found: dict[Combination, list[Compiled]]) -> str:
@@ -163,12 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
     kept, fits, missing = Kept(cache_dir() / "compiled"), True, 0
     start = time.monotonic()
     for one in combinations(asked.operators, asked.dtypes, asked.sizes, asked.gpus):
-        kernels = kept.get(one)
-        if kernels is None:
+        kernels, stale = kept.get(one) or ([], set())
+        if stale or not kernels:
             if time.monotonic() - start >= asked.minutes * 60:
                 missing += 1
                 continue
-            kernels = compiled(one)
+            kernels = sorted(kernels + compiled(one, stale), key=lambda kernel: kernel.kernel)
             kept.put(one, kernels)
             spills = {kernel.kernel: kernel.spills for kernel in kernels if kernel.spills}
             print(f"{one.key}: spills {spills or 'none'}", flush=True)
@@ -179,10 +227,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{missing} combinations are not compiled yet")
     if asked.write:
         everything = list(combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY)))
-        found = {one: kernels for one in everything if (kernels := kept.get(one)) is not None}
+        known = {one: got for one in everything if (got := kept.get(one)) is not None}
+        found = {one: kernels for one, (kernels, stale) in known.items() if not stale}
         print("\n".join(differences(found)) or "sm_89 is as sm_86")
         share = f"{len(found)} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
-        write(PAGE, f"{share}\n\n{tables(found)}")
+        write(PAGE, f"{share}\n\n{largest(found)}\n\n{tables(found)}")
     return 0 if fits else 1
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from halftune_kernels.compile_check import Compiled
 from halftune_kernels.dispatch import OPERATORS, has_triton
+from halftune_kernels.launch import Config
+from halftune_kernels.ops.ssd import triton
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "compile_table.py"
 
@@ -60,7 +64,7 @@ def test_a_second_call_compiles_only_what_changed(script: ModuleType, monkeypatc
     asked = ["--operators", "kda", "ssd", "--gpus", "80", "--sizes", "64", "--dtypes", "bfloat16"]
     compiled: list[str] = []
 
-    def compile_one(one: tuple[str, str, int, int]) -> list[Compiled]:
+    def compile_one(one: tuple[str, str, int, int], only: Collection[str]) -> list[Compiled]:
         compiled.append(one[0])
         return [needs(one[3])]
 
@@ -78,10 +82,41 @@ def test_a_second_call_compiles_only_what_changed(script: ModuleType, monkeypatc
     assert compiled == ["kda", "ssd", "kda"]
 
 
+def test_another_cut_compiles_its_kernel_again_where_it_is_used(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--operators", "ssd", "--gpus", "80", "90", "--sizes", "64", "128", "--dtypes", "float32", "bfloat16"]
+    again: list[tuple[str, set[str]]] = []
+
+    def compile_one(one: Any, only: Collection[str]) -> list[Compiled]:
+        again.append((one.key, set(only)))
+        return [needs(one.gpu, name, spills=len(again)) for name in only or ("prepare", "scan_forward")]
+
+    monkeypatch.setattr(script, "compiled", compile_one)
+    script.main(asked)
+    assert len(again) == 8
+    rows = triton.CONFIGS["scan_forward", False]
+    monkeypatch.setitem(triton.CONFIGS, ("scan_forward", False), ((64, (90,), Config(16, 2, 1)), *rows))
+    script.main([*asked, "--minutes", "0", "--write"])
+    assert "\n7 of " in script.PAGE.read_text()
+    script.main(asked)
+    assert again[8:] == [("ssd-float32-64-sm90", {"scan_forward"})]
+    one = script.Combination("ssd", "float32", 64, 90)
+    kernels, stale = script.Kept(script.cache_dir() / "compiled").get(one)
+    assert not stale
+    assert [(kernel.kernel, kernel.spills) for kernel in kernels][1] == ("scan_forward", 9)
+
+
+def test_comments_and_cuts_are_no_part_of_the_source(script: ModuleType) -> None:
+    plain = script._without_cuts("A = 1\nCONFIGS: dict[str, int] = {}\n")
+    assert plain == script._without_cuts("# a word\nA = 1\nCONFIGS: dict[str, int] = {'scan': 1}\n")
+    assert plain != script._without_cuts("A = 2\nCONFIGS: dict[str, int] = {}\n")
+
+
 def test_the_page_has_a_row_for_each_cut_and_names_what_does_not_fit(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compile_one(one: tuple[str, str, int, int]) -> list[Compiled]:
+    def compile_one(one: tuple[str, str, int, int], only: Collection[str]) -> list[Compiled]:
         gpu = one[3]
         return [needs(gpu, "solve", spills=8), needs(gpu, "scan", 204_800, cut=f"{gpu // 10} warps")]
 
@@ -93,6 +128,7 @@ def test_the_page_has_a_row_for_each_cut_and_names_what_does_not_fit(
     assert page.startswith("before\n")
     assert page.endswith("after\n")
     assert "old rows" not in page
+    assert "| rwkv7 | bfloat16 | 4 | 2 | 8 | `solve`, head size 64, sm_80 |" in page
     assert "**rwkv7, bfloat16**" in page
     assert "| 64 | solve | 4 warps | 2 / 128 / 8 | 2 / 128 / 8 |" in page
     assert "| 64 | scan | 8 warps | 200 / 128 / 0 **does not fit** |  |" in page
