@@ -371,3 +371,11 @@ def test_places_that_hold_no_model(tmp_path: Path) -> None:
         read_model_facts(ModelSection(name_or_path="builtin:qwen2-tine"))
     with pytest.raises(ModelError, match=r"there is no folder nobody/nothing here; as a hub id: not in the hub"):
         read_model_facts(ModelSection(name_or_path="nobody/nothing"))
+
+
+def test_a_size_that_a_models_own_code_keeps_to_itself_is_asked_for(tmp_path: Path) -> None:
+    code = {"model_type": "mystery9000", "auto_map": {"AutoModelForCausalLM": "modeling_mystery.Mystery"}}
+    folder = folder_with(tmp_path, {**code, "vocab_size": 64, "num_attention_heads": 2})
+    with pytest.raises(ModelError, match="hidden_size, num_hidden_layers are missing") as caught:
+        read_model_facts(folder.model_copy(update={"trust_remote_code": True}))
+    assert "write hidden_size and num_hidden_layers into config.json" in caught.value.remedy

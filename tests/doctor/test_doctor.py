@@ -294,14 +294,21 @@ def test_a_model_that_looks_at_values_is_traced_on_a_small_copy(
     [
         (
             ("modeling_stranger.py", "class Attention", "class Attention("),
-            "modeling_stranger.py:11: the model cannot be built: SyntaxError",
+            "modeling_stranger.py:11: the model's code is no Python that can be read: SyntaxError: invalid syntax · ",
         ),
-        (("modeling_stranger.py", "import torch\n", "import torch\nimport no_such_package\n"), "no_such_package"),
+        (("modeling_stranger.py", "import torch\n", "import torch\nimport no_such_package\n"), "cannot be imported"),
         (
             ("modeling_stranger.py", "super().__init__(config)\n", "super().__init__(config)\n        1 / 0\n"),
-            "division",
+            "the model cannot be built: ZeroDivisionError: division",
         ),
-        (("modeling_stranger.py", "x = x + layer(x)", "x = x + layer(x)[:, :1, :5]"), "broadcastable"),
+        (
+            ("modeling_stranger.py", "x = x + layer(x)", "x = x + layer(x)[:, :1, :5]"),
+            "its forward pass fails in training: RuntimeError",
+        ),
+        (
+            ("modeling_stranger.py", "x = x + layer(x)", "x = x + layer(x) if self.training else x.nothing"),
+            "its forward pass fails in a conversation (it trains): AttributeError",
+        ),
     ],
 )
 def test_broken_code_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: tuple, says: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tiny_model import checkpoint, plan, section
 
 from halftune.config.facts.model import read_model_facts
+from halftune.config.facts.token_ids import TokenIds
 from halftune.config.load import load_config
 from halftune.config.sections.generation import GenerationSection
 from halftune.config.sections.model import ModelSection
@@ -67,3 +68,27 @@ def test_a_padding_token_that_came_after_training_needs_no_embedding(model: Mode
     assert padding_id(loaded, tokenizer) == tokenizer.eos_token_id == 2
     tokenizer.eos_token = "<pad>"
     assert padding_id(loaded, tokenizer) == 0
+
+
+def test_the_plan_reads_it_from_files(model: ModelSection, tmp_path: Path) -> None:
+    facts = read_model_facts(model)
+    assert facts.tokens == TokenIds(4096, 4096)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n')
+    added = [{"id": 70, "content": '"vocab": {'}]
+    vocabulary = {"type": "BPE", "vocab": {"a": 0, "vocab": 63}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": vocabulary}))
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"71": {"content": "<pad>"}}}')
+    beside = model.model_copy(update={"tokenizer": str(tmp_path)})
+    assert read_model_facts(beside).tokens == TokenIds(64, 72)
+    for named, says in (
+        (model, "The tokenizer has 4,096 tokens, the model 64 emb"),
+        (beside, "go up to id 71, the mo"),
+    ):
+        tree = {
+            "model": {"name_or_path": named.name_or_path, "tokenizer": named.tokenizer},
+            "data": {"train": str(tmp_path / "rows.jsonl")},
+            "training": {"output_dir": str(tmp_path / "run")},
+        }
+        (tmp_path / "x.yaml").write_text(json.dumps(tree))
+        warnings = resolve(load_config(tmp_path / "x.yaml").run, lookup("a100"), read_model_facts(named)).warnings
+        assert any(says in warning for warning in warnings)

@@ -179,20 +179,24 @@ def _phases(model: nn.Module, inputs: dict[str, Any], config: RunConfig, tracer:
         ModelError: the model's code fails; names the line.
     """
     call: Any = model
+    doing = "the model was built, and its forward pass fails in training"
     try:
         with tracer.phase(TRAIN, model, grad=True):
             logits = call(**inputs, use_cache=False).logits
             tracer.loss(logits)
+            doing = "the model was built, and its backward pass fails"
             nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs["input_ids"].flatten()).backward()
+        doing = "the model was built, and its forward pass fails in a conversation (it trains)"
         with tracer.phase(CHAT, model.eval(), grad=False):
             answered = call(**inputs, use_cache=True)
             cache = vars(answered).get("past_key_values") or dict(answered).get("past_key_values")
             if cache is not None:
+                doing = "the model was built, and its forward pass fails with a cache (it trains)"
                 call(input_ids=inputs["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
     except (*NEEDS_VALUES, HalftuneError):
         raise
     except Exception as error:  # the model's own code may raise anything
-        raise broken(error, config.model, None) from error
+        raise broken(error, config.model, None, doing) from error
 
 
 def _check(model: nn.Module, plan: Plan) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from halftune.config.facts.model import ModelFacts, config_file, facts_from_config, read_model_facts
+from halftune.config.facts.config_file import config_file
+from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.facts.model_types import causal_types
 from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.facts.model import config_file
+from halftune.config.facts.config_file import config_file
 from halftune.config.facts.model_types import OWN
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
@@ -54,7 +54,7 @@ def read_config(section: ModelSection) -> PretrainedConfig:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = read_checkpoint_config(folder, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # the model's own code may raise anything
-        raise broken(error, section, folder) from error
+        raise broken(error, section, folder, "the model's configuration cannot be made") from error
     for inner in _WITHIN:
         if inner in raw and isinstance(vars(config).get(inner), PretrainedConfig):
             return vars(config)[inner]

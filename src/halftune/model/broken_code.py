@@ -8,25 +8,35 @@ from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.precision.trace.sources import written_in
 
+BUILT = "the model cannot be built"
 
-def broken(error: BaseException, section: ModelSection, folder: Path | None) -> HalftuneError:
-    """What went wrong in someone else's code, and on which line of it."""
+
+def broken(error: BaseException, section: ModelSection, folder: Path | None, failed: str = BUILT) -> HalftuneError:
+    """What went wrong in someone else's code, and on which line of it.
+
+    Args:
+        error: as it was raised.
+        section: names the model.
+        folder: of the model, where no line of it is known.
+        failed: what was being done, in words that say that it did not work.
+    """
     if isinstance(error, HalftuneError):
         return error
     first = (str(error).strip().split("\n") or [""])[0] or type(error).__name__
     remedy = "mend the model's code, or take a revision of it that runs"
+    file, colon, line = last_line(error).rpartition(":")
     if "trust_remote_code" in str(error):
         first = "the checkpoint brings Python code of its own"
         remedy = "read it, then set model.trust_remote_code: true and model.revision to the commit that you read"
     elif isinstance(error, ImportError):
-        remedy = "install what it imports, or mend the model's code"
-    file, colon, line = last_line(error).rpartition(":")
-    if isinstance(error, SyntaxError):
+        failed, remedy = "the model's code cannot be imported", "install what it imports, or mend the model's code"
+    elif isinstance(error, SyntaxError):  # its own words name a file that is none
+        failed, first = "the model's code is no Python that can be read", error.msg
         file, colon, line = _unreadable(Path(section.name_or_path)) or file, ":", str(error.lineno)
     where = f"{written_in(file, section.name_or_path)}{colon}{line}" or (
         str(folder) if folder else section.name_or_path
     )
-    return ModelError(f"the model cannot be built: {type(error).__name__}: {first}", where=where, remedy=remedy)
+    return ModelError(f"{failed}: {type(error).__name__}: {first}", where=where, remedy=remedy)
 
 
 def _unreadable(folder: Path) -> str:

@@ -128,6 +128,7 @@ def _warnings(
         warnings.append(
             f"data.max_length is {config.data.max_length:,}, and the model was made for {longest:,} positions."
         )
+    warnings += _unembedded(facts)
     old = [device for device in hardware.devices if device.capability and device.capability < _OLD_CUDA]
     if old:
         warnings.append(
@@ -136,3 +137,17 @@ def _warnings(
     if verdict.value == "does not fit":
         warnings.append(f"The run is not expected to fit: {verdict.reason}.")
     return warnings
+
+
+def _unembedded(facts: ModelFacts) -> list[str]:
+    """What is to be said of a tokenizer that knows more tokens than the model has embeddings."""
+    rows, tokens = facts.vocab_size, facts.tokens
+    if tokens is None or tokens.all <= rows:
+        return []
+    if tokens.ordinary > rows:
+        said = (
+            f"The tokenizer has {tokens.ordinary:,} tokens, the model {rows:,} embeddings: text with one of the others"
+        )
+        return [f"{said} stops the run (model.tokenizer names the tokenizer that the model was trained with)."]
+    said = f"The tokenizer's added tokens go up to id {tokens.all - 1:,}, the model has {rows:,} embeddings"
+    return [f"{said}: a row with one of the others stops the run; padding may be one."]

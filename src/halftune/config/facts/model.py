@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.facts.config_file import config_file
 from halftune.config.facts.families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.missing_weights import check_complete
@@ -19,6 +19,7 @@ from halftune.config.facts.safetensors_headers import (
     quantised_weight,
     read_headers,
 )
+from halftune.config.facts.token_ids import TokenIds, token_ids
 from halftune.config.facts.weights import Sizes, Tensor
 from halftune.config.quantised import method_of
 from halftune.config.sections.model import ModelSection
@@ -32,6 +33,7 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_hea
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
 WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size")
+VOCABULARY = ("vocab_size",)
 PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 FORMATS = {
@@ -125,6 +127,7 @@ class ModelFacts:
     window_layers: int = 0
     tensors: tuple[Tensor, ...] = ()
     raw: dict | None = None
+    tokens: TokenIds | None = None
 
     @property
     def likely_tensors(self) -> tuple[Tensor, ...]:
@@ -155,7 +158,7 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         known = {f"builtin:{key}": raw for key, raw in BUILTIN_MODELS.items()}
         if name not in known:
             raise ModelError(f"there is no model {name}", where="model.name_or_path", remedy=did_you_mean(name, known))
-        return facts_from_config(known[name], name)
+        return replace(facts_from_config(known[name], name), tokens=token_ids(model, None))
     file = config_file(model)
     raw = read_json(file)
     if not isinstance(raw.get("model_type"), str):
@@ -172,7 +175,7 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         raise ModelError(f"a value has an unexpected kind: {error}", where=str(file), remedy=remedy) from error
     if headers and not facts.quantization and not facts.num_experts:  # experts are stored apart and loaded together
         check_complete(headers, facts.tensors, where=str(file.parent))
-    return facts
+    return replace(facts, tokens=token_ids(model, file.parent))
 
 
 def facts_from_config(
@@ -254,58 +257,6 @@ def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int,
     return method
 
 
-def config_file(model: ModelSection) -> Path:
-    """config.json of a model: in its folder, or of a hub repository.
-
-    Raises:
-        ModelError: there is none.
-    """
-    name = model.name_or_path
-    folder = Path(name)
-    if folder.is_dir():
-        if (folder / "config.json").is_file():
-            return folder / "config.json"
-        if (folder / "adapter_config.json").is_file():
-            remedy = "model.name_or_path is the base model; merge the adapter first with `halftune export`"
-            raise ModelError("this folder holds an adapter, not a model", where=name, remedy=remedy)
-        raise ModelError("there is no config.json in the model's folder", where=name)
-    if folder.is_file() or name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        remedy = "write an existing folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or builtin:<name>"
-        raise ModelError(f"there is no model folder {name}", where="model.name_or_path", remedy=remedy)
-    return _from_hub(name, model.revision)
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    """config.json of a hub repository: the cached one, else downloaded (some kilobytes)."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
-
-    try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json", revision=revision))
-    except HFValidationError as error:
-        raise ModelError(f"{name!r} is neither a folder nor a hub id", where="model.name_or_path") from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        what = f"there is no folder {name} here; as a hub id: not in the hub's cache, and the hub is out of reach"
-        remedy = "go online once (HF_HUB_OFFLINE unset), name a local folder, or use builtin:qwen2-tiny"
-        raise ModelError(what, where="model.name_or_path", remedy=remedy) from error
-    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:  # not there, gated, no home folder
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = (
-            "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or give a folder"
-        )
-        raise ModelError(
-            f"there is no folder {name} here; as a hub id, its config.json could not be fetched: {reason}",
-            where="model.name_or_path",
-            remedy=remedy,
-        ) from error
-
-
 def _text_type(raw: dict[str, Any], text: dict[str, Any]) -> str:
     """The family under which the text model is described."""
     for name in (str(text.get("model_type")), f"{raw.get('model_type')}_text", str(raw.get("model_type"))):
@@ -325,6 +276,7 @@ def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
 
 
 def _sizes(text: dict[str, Any], where: str) -> Sizes:
+    _check_said(text, where)
     hidden, layers = _whole(text, HIDDEN, where), _whole(text, LAYERS, where, len(_layer_kinds(text)) or None)
     heads = _whole(text, HEADS, where, 1)
     kv_heads = _whole(text, KEY_HEADS, where, heads)
@@ -338,9 +290,27 @@ def _sizes(text: dict[str, Any], where: str) -> Sizes:
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=_whole(text, WIDTH, where, 4 * hidden),
-        vocab=_whole(text, ("vocab_size",), where),
+        vocab=_whole(text, VOCABULARY, where),
         tied=bool(text.get("tie_word_embeddings", False)),
     )
+
+
+def _check_said(text: dict[str, Any], where: str) -> None:
+    """Makes sure that a model's own code leaves no size to itself: its defaults are not read, since nothing is run.
+
+    Raises:
+        ModelError: names every size that config.json does not.
+    """
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": () if _layer_kinds(text) else LAYERS, "vocab_size": VOCABULARY}
+    unsaid = [name for name, keys in sizes.items() if keys and _first(text, keys, None) is None]
+    if unsaid and text.get("auto_map"):
+        remedy = (
+            f"the model's own code has a default or another name for it: write {' and '.join(unsaid)} into config.json"
+            " with the value that its configuration class takes"
+        )
+        raise ModelError(
+            f"config.json: {', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing", where=where, remedy=remedy
+        )
 
 
 def _layer_kinds(text: dict[str, Any]) -> list[Any]:

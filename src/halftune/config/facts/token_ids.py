@@ -1,0 +1,94 @@
+"""How far a tokenizer's ids go, from its files alone: read in parts, since merges are most of a tokenizer.json."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from json import JSONDecoder
+from pathlib import Path
+from typing import Any
+
+from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.sections.model import ModelSection
+
+_BUILTIN = "builtin:"
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """How many ids a tokenizer has.
+
+    Attributes:
+        ordinary: the highest id of its vocabulary, and one.
+        all: the highest of all, with tokens that were added, and one.
+    """
+
+    ordinary: int
+    all: int
+
+
+def token_ids(model: ModelSection, folder: Path | None) -> TokenIds | None:
+    """Of the tokenizer that a run takes; None where its files are not here, or are of a kind that is not read here.
+
+    Args:
+        model: names a tokenizer of its own, or none.
+        folder: of the model, where it has one.
+    """
+    name = model.tokenizer or model.name_or_path
+    if name.startswith(_BUILTIN):
+        known = BUILTIN_MODELS.get(name.removeprefix(_BUILTIN))
+        return TokenIds(known["vocab_size"], known["vocab_size"]) if known is not None else None
+    place = folder if model.tokenizer is None else Path(model.tokenizer)
+    if place is None:
+        return None
+    for file, read in ((place / "tokenizer.json", _of_tokenizer), (place / "vocab.json", _of_vocabulary)):
+        if file.is_file():
+            return _kept(file, file.stat().st_mtime_ns, read)
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(file: Path, _changed: int, read: Any) -> TokenIds | None:
+    """``read`` of a file, once for each change of it; damage is for whoever loads the tokenizer to tell."""
+    try:
+        return read(file.read_text(encoding="utf-8"), file.parent)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _of_tokenizer(text: str, folder: Path) -> TokenIds | None:
+    added = (entry["id"] for entry in _part(text, "added_tokens") or ())
+    vocabulary = _part(text, "vocab")
+    if vocabulary is None:
+        return None
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return _counted(ids, (*added, *_beside(folder)))
+
+
+def _of_vocabulary(text: str, folder: Path) -> TokenIds:
+    return _counted(json.loads(text).values(), _beside(folder))
+
+
+def _beside(folder: Path) -> list[int]:
+    """Ids of tokens that were added in a file of their own."""
+    found: list[int] = []
+    if (folder / "added_tokens.json").is_file():
+        found += json.loads((folder / "added_tokens.json").read_text(encoding="utf-8")).values()
+    if (folder / "tokenizer_config.json").is_file():
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found += map(int, settings.get("added_tokens_decoder") or ())
+    return found
+
+
+def _counted(ids: Iterable[int], added: Iterable[int]) -> TokenIds:
+    ordinary = max(ids, default=-1) + 1
+    return TokenIds(ordinary, max(ordinary, max(added, default=-1) + 1))
+
+
+def _part(text: str, key: str) -> Any:
+    """The value of the first key of this name; one within a text would be written with backslashes."""
+    found = re.search(rf'(?<!\\)"{key}"\s*:\s*(?=[\[{{])', text)
+    return None if found is None else JSONDecoder().raw_decode(text, found.end())[0]
