@@ -44,6 +44,12 @@ def test_kinds_of_files(name, text, write):
     assert read(write(text, name)).all() == ROWS
 
 
+def test_rows_of_a_csv_are_counted_not_their_lines(write):
+    rows = read(write('instruction,output\n"A\n\nB?",C.\n\nD?,E.\n', "a.csv"))
+    assert [rows.place(index) for index in range(2)] == ["1", "2"]
+    assert rows.where(1).endswith("a.csv row 2")
+
+
 def test_parquet_and_gzip(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet

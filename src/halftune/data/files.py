@@ -171,7 +171,7 @@ def _csv(path: Path, delimiter: str = ",") -> FileRows:
     csv.field_size_limit(1 << 30)
     reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    numbers, rows = [], []
+    rows: list[dict[str, Any]] = []
     try:
         for cells in reader:
             if header is None:
@@ -184,11 +184,10 @@ def _csv(path: Path, delimiter: str = ",") -> FileRows:
                         where=f"{path} line {reader.line_num}",
                         remedy="put texts that hold commas or line breaks in double quotes",
                     )
-                numbers.append(reader.line_num)
                 rows.append(dict(zip(header, cells, strict=True)))
     except csv.Error as error:
         raise DataError(f"not valid CSV: {error}", where=f"{path} line {reader.line_num}") from error
-    return FileRows(path, "line", numbers, rows)
+    return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)  # a text may hold many lines
 
 
 def _tsv(path: Path) -> FileRows:
