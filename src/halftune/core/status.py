@@ -30,7 +30,8 @@ class Status:
 
     Attributes:
         state: ``running`` until its last word. A ``running`` whose process is gone was killed.
-        phase: what it is doing: ``tokenising | loading | training | evaluating | saving | finished`` in training.
+        phase: what it is doing: ``tokenising | compiling | loading | training | evaluating | saving | finished`` in
+            training.
         step, total: steps done and steps in all; 0 in all where that is not known.
         epoch: epochs done, as a fraction.
         loss: of the last step; None before it, and where it is not finite.

@@ -46,7 +46,7 @@ _NO_HEADS = 64  # hidden size of the copy of a model without attention
 # What third-party model code raises where it cannot: its own refusals (ValueError; ImportError for an absent package),
 # torch's shape and kernel errors (RuntimeError with NotImplementedError), a forward that takes no such argument
 # (TypeError), its assertions, fields or layers that a shrunken config does not have (lookups), and our own refusals.
-_REFUSALS = (
+REFUSALS = (
     ValueError,
     RuntimeError,
     TypeError,
@@ -74,12 +74,12 @@ def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            with _silent():
+            with silent():
                 model = small_copy(model_config)
                 here = _on_cpu(plan, model)
                 with registered_attention(here) as name, routed_linear_layers(model, here):
                     error = packing_error(model, name)
-        except _REFUSALS as refusal:
+        except REFUSALS as refusal:
             if not isinstance(refusal, HalftuneError) and _raised_by_us(refusal):
                 raise
             said = refusal.what if isinstance(refusal, HalftuneError) else str(refusal)  # the caller has the remedy
@@ -152,11 +152,14 @@ def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def shrunken(config: PretrainedConfig) -> dict[str, Any]:
-    """The config's values with everything that only costs time made small; flags, kinds of layers, head sizes stay."""
+def shrunken(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]:
+    """The config's values with everything that only costs time made small; flags, kinds of layers, head sizes stay.
+
+    ``narrow=False`` keeps the hidden size and the heads, too: what kernels are compiled for.
+    """
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     sizes = {
-        **_widths(config, values),
+        **(_widths(config, values) if narrow else {}),
         "vocab_size": _VOCABULARY,
         "vocab_size_per_layer_input": _VOCABULARY,
         "pad_token_id": 0,
@@ -169,11 +172,11 @@ def shrunken(config: PretrainedConfig) -> dict[str, Any]:
     if hybrid is not None:  # numbers of layers, where other configs have one entry for each
         values["hybrid_layer_ids"] = [new for new, index in enumerate(layers) if index in hybrid]
     own = config.attribute_map
-    limits = {own.get(name, name): most for name, most in _LIMITS.items()}
+    limits = {own.get(name, name): most for name, most in _LIMITS.items() if narrow or name != "value_dim"}
     values |= {name: _limited(values[name], most) for name, most in limits.items() if name in values}
     sizes["num_hidden_layers"] = len(layers)
     small = values | {own.get(name, name): size for name, size in sizes.items() if own.get(name, name) in values}
-    return small | _state_space_widths(small, sizes["hidden_size"])
+    return small | (_state_space_widths(small, sizes["hidden_size"]) if narrow else {})
 
 
 def _widths(config: PretrainedConfig, values: dict[str, Any]) -> dict[str, int]:
@@ -251,7 +254,7 @@ def _on_cpu(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """transformers' warnings about the copy would read as if they were about the model."""
     shown = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -12,11 +12,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
+from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
 from halftune.model.architectures import read_config
+from halftune.model.compile_kernels import compile_kernels, kernels_to_compile
 from halftune.model.fused import fuse
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
@@ -80,6 +82,7 @@ def build(
     plan = settle(plan)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
+    compile_ahead(config, plan, accelerator.device, phase)
     model, unread = make_model(config, plan)
     check_tokens(model, tokenizer, data)
     pad_token_id = padding_id(model, tokenizer)
@@ -110,6 +113,27 @@ def build(
     )
     run = Run(config, plan, folder, model, tokenizer, accelerator.device, accelerator.is_main_process, total, per_epoch)
     return Session(accelerator, strategy, run, data, feed, eval_feed, wrapped, trained)
+
+
+def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
+    """Compiles the kernels of linear-attention layers, where there are any, while the device is still empty.
+
+    Every process does so for its own device: which kernels are right is found there, and Triton's cache, which they
+    share, is whole at every moment.
+
+    Raises:
+        PlanError: a kernel does not run here.
+    """
+    if plan.attention.linear.value != "halftune":
+        return
+    if device.type != "cpu":
+        phase("compiling")
+    model_config = read_config(locate(config.model), trust_remote_code=config.model.trust_remote_code)
+    if operators := kernels_to_compile(model_config, plan, device):
+        seconds = compile_kernels(model_config, plan, device, frozen=config.adapter.type != "none")
+        log.info("kernels: %s compiled in %.1f s, or found in Triton's cache", ", ".join(operators), seconds)
+    if device.type != "cpu":
+        phase("loading")
 
 
 def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

@@ -12,7 +12,7 @@ from halftune.plan import Plan
 if TYPE_CHECKING:  # the files of a run are read, and its report is written, without torch
     import torch
 
-Phase = Literal["loading", "tokenising", "training", "evaluating", "saving", "finished"]
+Phase = Literal["tokenising", "compiling", "loading", "training", "evaluating", "saving", "finished"]
 
 
 @dataclass

@@ -1,0 +1,118 @@
+"""What the first step would wait for is compiled before it: every kernel, for operands and numbers of a real run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from halftune.config.facts.model import read_model_facts
+from halftune.config.load import LoadedConfig, load_config
+from halftune.core.errors import PlanError
+from halftune.hardware.catalogue import lookup
+from halftune.model import compile_kernels as ahead
+from halftune.model.patch_linear import route_linear_layers
+from halftune.plan import Plan, resolve
+from halftune.train.parallel.reading import make_model
+from halftune.train.setup import compile_ahead
+from halftune_kernels.launch import standing_in
+
+Started = tuple[Any, ...]
+
+
+@contextmanager
+def started() -> Iterator[set[Started]]:
+    """What would be started on an A100: each kernel with everything that Triton compiles it for."""
+    found: set[Started] = set()
+
+    def kind(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.dtype
+        return ("int", x == 1, x % 16 == 0) if isinstance(x, int) and not isinstance(x, bool) else type(x)
+
+    def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        found.add((kernel.fn.__name__, tuple(map(kind, args)), tuple(sorted(options.items()))))
+
+    with standing_in(80, start):
+        yield found
+
+
+def recipe(tmp_path: Path, name: str, adapter: str, packing: bool) -> tuple[LoadedConfig, Plan]:
+    tree = {
+        "model": {"name_or_path": f"builtin:{name}"},
+        "adapter": {"type": adapter},
+        "precision": "bf16",
+        "data": {"train": "builtin:python-docs", "max_length": 64, "packing": packing},
+        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+    loaded = load_config(tmp_path / "recipe.yaml")
+    return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+
+
+@pytest.fixture
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
+
+
+@pytest.mark.usefixtures("_triton")
+@pytest.mark.parametrize(
+    ("name", "adapter", "packing"),
+    [
+        ("qwen3_5-tiny", "lora", True),
+        ("kimi_linear-tiny", "none", False),
+        ("mamba2-tiny", "none", True),
+        ("rwkv7-tiny", "lora", False),
+    ],
+)
+def test_a_step_starts_nothing_new(tmp_path: Path, name: str, adapter: str, packing: bool) -> None:
+    phases: list[str] = []
+    with started():  # the plan looks for Triton, too
+        loaded, plan = recipe(tmp_path, name, adapter, packing)
+    with started() as compiled:
+        compile_ahead(loaded.run, plan, torch.device("cpu"), phases.append)
+    model: Any = make_model(loaded.run, plan)[0]
+    route_linear_layers(model, plan)
+    with started() as needed, torch.autocast("cpu", dtype=torch.bfloat16):
+        for lengths in ((33, 14), (31, 17)):
+            ids = torch.randint(3, 99, (1, sum(lengths)))
+            row = ahead.packed_row(ids, lengths) if packing else {"input_ids": ids.expand(2, -1)}
+            model.train()(**row, use_cache=False).logits.float().mean().backward()
+            with torch.no_grad():
+                model.eval()(**row, use_cache=False)
+    assert len(needed) > 4
+    assert needed <= compiled, {(entry[0], entry[1]) for entry in needed - compiled}
+
+
+@pytest.mark.usefixtures("_triton")
+def test_a_kernel_that_does_not_fit_is_said_before_training(tmp_path: Path) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def start(*_: Any) -> None:
+        raise OutOfResources(300_000, 101_376, "shared memory")
+
+    with standing_in(80, start):
+        loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
+        with pytest.raises(PlanError, match=r"does not run here: .*shared memory.*HALFTUNE_KERNELS=torch"):
+            compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
+
+
+def test_nothing_is_compiled_where_torch_computes_and_no_draw_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
+    before = torch.get_rng_state()
+    with started() as compiled:
+        compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
+        assert not compiled
+        monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
+        compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
+    assert compiled
+    assert torch.equal(torch.get_rng_state(), before)
