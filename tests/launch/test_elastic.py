@@ -9,6 +9,7 @@ import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -20,6 +21,7 @@ from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message
 from halftune.launch.agent import Agent
 from halftune.launch.elastic import interface_of, main, own_address, prepare
 from halftune.launch.summary import Failure, summary
+from halftune.train.interrupt import Interrupted, told
 
 KILLED = -signal.SIGKILL
 
@@ -48,20 +50,65 @@ def test_a_killed_process_leaves_nothing_and_is_named() -> None:
 def test_a_failure_before_a_restart_is_told_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     failed = RunResult(WorkerState.FAILED, failures={1: ProcessFailure(1, 11, KILLED, "<N/A>")})
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: failed)
-    agent, group = Agent.__new__(Agent), SimpleNamespace(spec=SimpleNamespace(max_restarts=3))
-    agent._pcontext, agent.ended, agent.killed = None, {}, set()
+    agent, group = watching(restarts=3)
     for left in (2, 0):
         agent._remaining_restarts = left
-        agent._monitor_workers(group)  # pyright: ignore[reportArgumentType]
-    told = capsys.readouterr().err.splitlines()  # of the last one by the summary
-    assert told[0].startswith("halftune: rank 1 on ")
-    assert told[1:] == ["  started again from the newest checkpoint, 1 of 3 restarts left"]
+        agent._monitor_workers(group)
+    said = capsys.readouterr().err.splitlines()  # of the last one by the summary
+    assert said[0].startswith("halftune: rank 1 on ")
+    assert said[1:] == ["  starts again from the newest checkpoint, 1 of 3 restarts left"]
+
+
+def watching(restarts: int) -> tuple[Agent, Any]:
+    """An agent between two looks at its processes."""
+    agent, group = Agent.__new__(Agent), SimpleNamespace(spec=SimpleNamespace(max_restarts=restarts), workers=[])
+    agent._pcontext, agent._worker_group = None, group  # pyright: ignore[reportAttributeAccessIssue]
+    agent.ended, agent.killed, agent.said = {}, set(), False
+    return agent, group
+
+
+def left_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
+    """What torch finds in the error file of a process that leaves with an error."""
+    monkeypatch.setenv(FILE, str(tmp_path / "error.json"))
+    leave(error, str(error))
+    return str(tmp_path / "error.json")
+
+
+def test_whoever_asks_a_process_to_end_does_not_want_it_back(tmp_path: Path, monkeypatch, capsys) -> None:
+    number, whom = told([(0, "a"), (int(signal.SIGTERM), "b")])
+    error = Interrupted.after(number, 7, Path("run/checkpoint-7"), whom)
+    assert str(error).startswith("stopped by SIGTERM to rank 1 on b after step 7; saved run/checkpoint-7")
+    assert told([(15, "a"), (15, "b")])[1] == ""
+    file = left_by(tmp_path, monkeypatch, error)
+    ended = {rank: ProcessFailure(rank, 10 + rank, 143, file) for rank in (0, 1)}
+    failed = RunResult(WorkerState.FAILED, failures=ended)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: failed)
+    agent, group = watching(restarts=2)
+    agent._remaining_restarts = 2
+    agent._monitor_workers(group)
+    assert agent._remaining_restarts == 0
+    assert capsys.readouterr().err == "", "the main process has said it"
+
+
+def test_a_failure_is_said_while_the_main_process_writes_its_report(tmp_path: Path, monkeypatch, capsys) -> None:
+    error = PeerLost("rank 1 on b is gone or stopped: it gives no sign of life", named=True)
+    file = left_by(tmp_path, monkeypatch, error)
+    writing = SimpleNamespace(pid=10, poll=lambda: None)
+    agent, group = watching(restarts=0)
+    group.workers = [SimpleNamespace(id=10, global_rank=0)]
+    agent._remaining_restarts = 0
+    monkeypatch.setattr(Agent, "_processes", lambda self: [writing])
+    monkeypatch.setattr(Agent, "_files", lambda self: {10: Path(file)})
+    agent._speak(agent._settled(group))
+    agent._speak(agent._settled(group))
+    assert capsys.readouterr().err == f"halftune: {error}\n  ended because of it: rank 0\n"
+    assert agent.said
 
 
 def test_a_stopped_process_that_torchrun_kills_later_is_blamed_by_the_one_that_waited() -> None:
-    told = "rank 1 on b is gone or stopped: it gives no sign of life"
-    text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0, killed=True), 0: lost(0, 100.0, told, names=True)}, 0)
-    assert text.splitlines() == [told, "  ended because of it: rank 0"]
+    blamed = "rank 1 on b is gone or stopped: it gives no sign of life"
+    text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0, killed=True), 0: lost(0, 100.0, blamed, names=True)}, 0)
+    assert text.splitlines() == [blamed, "  ended because of it: rank 0"]
 
 
 def test_those_that_torchrun_ends_are_never_first() -> None:

@@ -16,6 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from halftune.core.status import read_status
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "halftune", "train"]
 # What a home folder may hold from another project: none of it may reach a run.
@@ -37,14 +39,23 @@ if "RANK" in os.environ:
 
     from halftune.train.step import Stepper
 
-    step, taken = Stepper.step, []
+    from halftune.train.callbacks.report import Report
+
+    step, end, taken = Stepper.step, Report.on_end, []
 
     def slowly(self, batches):
         taken.append(1)
         time.sleep(1.0 if len(taken) > 7 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else 0.0)
         return step(self, batches)
 
-    Stepper.step = slowly
+    def report(self, run, error):
+        if run.is_main and "HOLD" in os.environ and not os.path.exists(os.environ["HOLD"]):
+            with open(os.environ["HOLD"], "x") as mark:
+                print(os.getpid(), file=mark, flush=True)
+                time.sleep(600.0)
+        end(self, run, error)
+
+    Stepper.step, Report.on_end = slowly, report
 """
 LIMIT = 900.0  # seconds in which a whole run of a few seconds has surely ended
 pytestmark = pytest.mark.slow
@@ -117,8 +128,8 @@ def steps(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def kill_rank_1(place: Path, name: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """Starts `train`, ends one of its processes by SIGKILL after the first checkpoint, waits."""
+def tell_rank_1(place: Path, name: str, number: signal.Signals, *more: str) -> subprocess.CompletedProcess[str]:
+    """Starts `train`, sends one of its processes a signal after the first checkpoint, waits."""
     job = subprocess.Popen(
         [*TRAIN, *arguments(place, name, *more)],
         env=slowly(place),
@@ -131,7 +142,7 @@ def kill_rank_1(place: Path, name: str, *more: str) -> subprocess.CompletedProce
     assert job.poll() is None, job.communicate()[1][-3000:]
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     victims = [pid for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
-    os.kill(int(victims[0]), signal.SIGKILL)
+    os.kill(int(victims[0]), number)
     _, errors = job.communicate(timeout=LIMIT)
     return subprocess.CompletedProcess(job.args, job.returncode, "", errors)
 
@@ -145,7 +156,7 @@ def undisturbed(place: Path) -> Path:
 
 
 def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(place: Path, undisturbed: Path) -> None:
-    done = kill_rank_1(place, "killed")
+    done = tell_rank_1(place, "killed", signal.SIGKILL)
     assert done.returncode == 5
     assert done.stderr.count("halftune: rank 1 on ") == 1
     assert "was killed by SIGKILL" in done.stderr
@@ -155,6 +166,40 @@ def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(pla
     words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, "killed")]
     run(place, words, ACCELERATE_USE_CPU="true")
     assert same(undisturbed, place / "killed")
+
+
+def test_one_that_is_told_to_end_ends_the_job_and_is_named(place: Path, undisturbed: Path) -> None:
+    restarts = "distributed.max_restarts=1"  # which are for failures
+    done = tell_rank_1(place, "told", signal.SIGTERM, restarts)
+    assert done.returncode == 143, done.stderr[-3000:]
+    assert done.stderr.count("halftune") == 1 + done.stderr.count("halftune: waiting")
+    assert "stopped by SIGTERM to rank 1 on " in done.stderr
+    run(place, [*TRAIN, *arguments(place, "told", restarts)])
+    assert same(undisturbed, place / "told")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undisturbed: Path, restarts: int) -> None:
+    name, mark = f"reporting-{restarts}", place / f"mark-{restarts}"
+    more = (f"distributed.max_restarts={restarts}", f"distributed.timeout_seconds={LIMIT}")
+    words = [*TRAIN, *arguments(place, name, *more)]
+    job = subprocess.Popen(words, env=slowly(place) | {"HOLD": str(mark)}, stderr=subprocess.PIPE, text=True)
+    while not (mark.exists() and mark.read_text()) and job.poll() is None:
+        time.sleep(0.02)
+    os.kill(int(mark.read_text()), signal.SIGKILL)
+    _, errors = job.communicate(timeout=LIMIT)
+    assert job.returncode == (0 if restarts else 5)
+    assert errors.count("was killed by SIGKILL") == errors.count("halftune: ") == 1, errors
+    assert "halftune: rank 0 on " in errors
+    assert (place / name / "finished.json").exists()
+    if not restarts:
+        assert not (place / name / "report.html").exists()
+        run(place, words)
+    assert (place / name / "report.html").exists()
+    status = read_status(place / name / "status.json")
+    assert status is not None
+    assert status.state == "finished"
+    assert same(undisturbed, place / name)
 
 
 def test_every_launcher_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:

@@ -18,6 +18,7 @@ from tiny_model import because
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import configure
+from halftune.core.status import read_status
 from halftune.model.save import save_final
 from halftune.model.state import trainable_state
 from halftune.plan import BatchPlan
@@ -299,6 +300,10 @@ def test_disk_full_at_a_checkpoint(recipe, disk: Disk, monkeypatch: pytest.Monke
         train(*recipe(*settings))
     assert newest_valid(run) == run / "checkpoint-2"
     assert not list(run.glob(".*.writing"))
+    status = read_status(run / "status.json")
+    assert status is not None
+    assert status.state == "failed"
+    assert "No space left" in status.error
     assert "Traceback" not in capfd.readouterr().err
     disk.free()
     train(*recipe(*settings))

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halftune.core.errors import TrainingError
+from halftune.core.errors import HalftuneError, TrainingError
 
 FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for it
 NAMED = re.compile(r"rank (\d+) ")  # how the text of one begins that says which rank is to blame
@@ -38,12 +38,19 @@ class Record:
         time: seconds since the epoch.
         lost: it only lost another one.
         names_rank: the text says which rank is to blame.
+        stopped: a signal asked it to end; nothing failed.
     """
 
     text: str
     time: float
     lost: bool = False
     names_rank: bool = False
+    stopped: bool = False
+
+    @property
+    def settles(self) -> bool:
+        """Whether this says what the job ends of, whatever others may still have to say."""
+        return not self.stopped and (self.names_rank or not self.lost)
 
 
 def leave(error: BaseException, text: str) -> bool:
@@ -55,14 +62,15 @@ def leave(error: BaseException, text: str) -> bool:
     if path:
         lost = isinstance(error, PeerLost)
         names = isinstance(error, PeerLost) and error.named
-        write(Path(path), Record(text, time.time(), lost, names))
+        stopped = isinstance(error, HalftuneError) and error.exit_code >= 128
+        write(Path(path), Record(text, time.time(), lost, names, stopped))
     return bool(path) and os.environ.get(SUMMARY) == "1"
 
 
 def write(path: Path, record: Record) -> None:
     """Writes the file as torchrun wants it, unless there is one."""
     extra = {"py_callstack": record.text, "timestamp": str(int(record.time))}
-    own = {"time": record.time, "lost": record.lost, "names_rank": record.names_rank}
+    own = {name: value for name, value in asdict(record).items() if name != "text"}
     try:
         with path.open("x", encoding="utf-8") as file:
             json.dump({"message": {"message": record.text, "extraInfo": extra, "halftune": own}}, file)
@@ -84,6 +92,7 @@ def from_message(message: Any) -> Record | None:
         return None
     own = message.get("halftune")
     if isinstance(own, dict):
-        return Record(str(message["message"]), float(own["time"]), bool(own["lost"]), bool(own["names_rank"]))
+        flags = {name: bool(own[name]) for name in ("lost", "names_rank", "stopped")}
+        return Record(str(message["message"]), float(own["time"]), **flags)
     stamp = message.get("extraInfo", {}).get("timestamp", 0)
     return Record(str(message.get("message", "")).splitlines()[-1], float(stamp))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from halftune.core.atomic import is_full
 from halftune.core.log import get_logger
 from halftune.core.process import identity
 
@@ -21,6 +22,7 @@ NAME = "status.json"
 STARTED = ".started"  # a folder in a run folder: how the run was started, where a program did
 State = Literal["running", "finished", "stopped", "failed"]
 _MOST = 4 * 2**20  # bytes of a JSON file that is read whole
+_BLOCK = 4096  # bytes in which file systems give space away; writing within them needs no more
 _LARGEST = 2**53  # no count, and no moment, is beyond
 
 
@@ -61,6 +63,8 @@ class Status:
 class StatusFile:
     """Writes a status again and again. The file is whole at every moment; where it cannot be written, nothing stops.
 
+    On a full disk what is urgent, such as how it ended, is still told.
+
     Args:
         path: the file.
         pause: least seconds between two writes that are not urgent.
@@ -83,12 +87,27 @@ class StatusFile:
         self._next = now + self.pause
         beside = self.path.with_name(f".{self.path.name}.writing")
         try:
-            beside.write_text(json.dumps({**self._values, "updated": round(time.time(), 3)}), encoding="utf-8")
+            beside.write_text(self._text(), encoding="utf-8")
             os.replace(beside, self.path)
         except OSError as error:
             log.debug("cannot write %s: %s", self.path, error.strerror)
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
+                if urgent and is_full(error):
+                    self._write_over()
+
+    def _text(self, most: int | None = None) -> str:
+        shown = {**self._values, "error": self._values["error"][:most], "updated": round(time.time(), 3)}
+        return json.dumps(shown)
+
+    def _write_over(self) -> None:
+        """Where no new file fits on the disk: into the one that is there, whose block can hold a little more."""
+        with self.path.open("r+b", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            most = len(self._values["error"])
+            while len(text := self._text(most).encode().ljust(before)) > max(_BLOCK, before) and most:
+                most //= 2
+            file.write(text)  # in one piece, for whoever reads at this moment
 
 
 @contextmanager
@@ -102,6 +121,17 @@ def told(file: StatusFile) -> Iterator[StatusFile]:
         file.tell(state="stopped" if stopped else "failed", error=str(error) or type(error).__name__)
         raise
     file.tell(state="finished", phase="finished")
+
+
+def finish(path: Path) -> None:
+    """Marks a status as finished, where the work was and its process was gone before it could say so."""
+    try:
+        status = read_status(path)
+    except (OSError, ValueError):
+        return
+    if status is not None and status.state != "finished":
+        last = {"state": "finished", "phase": "finished", "error": "", "seconds_left": None}
+        StatusFile(path).tell(**asdict(status) | last)
 
 
 def read_status(path: Path) -> Status | None:

@@ -17,11 +17,12 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
-from halftune.core.failures import NAMED, from_message, read
+from halftune.core.failures import NAMED, Record, from_message, read
 from halftune.launch.machines import Machines
-from halftune.launch.summary import Failure, say, summary
+from halftune.launch.summary import Failure, say, stopped, summary
 
-NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed, and end by themselves
+NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed
+_REPORT = 60.0  # seconds for one that has said it to write the report of the run, and end by itself
 _POLL = 0.1  # seconds
 # torchrun waits 300 s for machines whose processes have not left yet. Ours leave together, and what rank 0 still writes
 # is the report; a launcher that was killed meanwhile would hold the others for as long.
@@ -41,6 +42,7 @@ class Agent(LocalElasticAgent):
         machines: all of them; None where there is only one.
         ended: process ids by the time when they were seen to have ended, in seconds since the epoch.
         killed: process ids of those that did not end by themselves.
+        said: whether it has said how this attempt failed.
     """
 
     latest: Agent | None = None
@@ -52,7 +54,7 @@ class Agent(LocalElasticAgent):
             self._worker_group.spec.master_addr = self.machines.this.host
         self.ended: dict[int, float] = {}
         self.killed: set[int] = set()
-        self._told = False
+        self.said = self._told = False
         Agent.latest = self
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -71,16 +73,48 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._somebody_failed():
-            deadline = time.monotonic() + NOTICE
-            while self._some_will_end(worker_group) and time.monotonic() < deadline:
+            began = time.monotonic()
+            while self._some_will_end(worker_group) and time.monotonic() - began < self._patience():
+                self._speak(self._settled(worker_group))
                 time.sleep(_POLL)
             self.kill()
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
-        if result.is_failed() and self._remaining_restarts:
-            text, code = summary(self.failures(result.failures), 0)
-            left = f"{self._remaining_restarts - 1} of {worker_group.spec.max_restarts} restarts left"
-            say(f"{text}\n  started again from the newest checkpoint, {left}", code)
+        if result.is_failed():
+            failures = self.failures(result.failures)
+            if stopped(failures):
+                self._remaining_restarts = 0  # whoever asks a process to end does not want it back
+            elif self._remaining_restarts:
+                self._speak(failures)
+                self.said = False  # of the next attempt, which begins now
         return result
+
+    def _patience(self) -> float:
+        left, files = self._alive(), self._files()
+        return _REPORT if all(read(files[pid]) is not None for pid in left) else NOTICE
+
+    def _speak(self, failures: Mapping[int, Failure]) -> None:
+        """Says once for each attempt how it failed."""
+        if self.said or not failures:
+            return
+        self.said, left, most = True, self._remaining_restarts, self._worker_group.spec.max_restarts
+        text, code = summary(failures, 0 if left else most)
+        again = f"\n  starts again from the newest checkpoint, {left - 1} of {most} restarts left" if left else ""
+        say(text + again, code)
+
+    def _settled(self, worker_group: WorkerGroup) -> dict[int, Failure]:
+        """All that failed or will, as soon as it is known what of: the last of them may still write its report."""
+        ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
+        found, settled, files = dict[int, Failure](), False, self._files()
+        for process in self._processes():
+            record, code = read(files[process.pid]), process.poll()
+            if code == 0:
+                continue
+            died = code is not None and code < 0 and process.pid not in self.killed and record is None
+            settled |= died or (record is not None and record.settles)
+            seen = self.ended.get(process.pid, time.time())
+            rank = ranks[process.pid]
+            found[rank] = Failure(rank, process.pid, code or 0, record, seen, killed=code is None and record is None)
+        return found if settled else {}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._shutdown(timeout=int(NOTICE))
@@ -117,7 +151,7 @@ class Agent(LocalElasticAgent):
                 os.killpg(pid, signal.SIGKILL)
 
     def _somebody_failed(self) -> bool:
-        return any(process.poll() for process in self._processes())
+        return any(process.poll() for process in self._processes()) or any(record.settles for record in self._records())
 
     def _some_will_end(self, worker_group: WorkerGroup) -> bool:
         """Whether one that is left is neither stopped nor said to hang by one that has waited for it."""
@@ -126,9 +160,17 @@ class Agent(LocalElasticAgent):
         return bool(left) and not {ranks.get(pid) for pid in left} <= self._blamed()
 
     def _blamed(self) -> set[int]:
-        assert self._pcontext is not None
-        left = filter(None, (read(Path(path)) for path in self._pcontext.error_files.values()))
-        return {int(named[1]) for record in left if record.names_rank and (named := NAMED.match(record.text))}
+        left = (record for record in self._records() if record.names_rank)
+        return {int(named[1]) for record in left if (named := NAMED.match(record.text))}
+
+    def _records(self) -> list[Record]:
+        return [record for path in self._files().values() if (record := read(path)) is not None]
+
+    def _files(self) -> dict[int, Path]:
+        """Where each process, by its id, says how it fails."""
+        if self._pcontext is None:
+            return {}
+        return {pid: Path(self._pcontext.error_files[local]) for local, pid in self._pcontext.pids().items()}
 
     def _alive(self) -> list[int]:
         left = []

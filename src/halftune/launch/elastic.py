@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         assert Agent.latest is not None
         text, code = summary(Agent.latest.failures(error.failures), int(args.max_restarts))
-        return code if code > 128 and Agent.latest.has_told(code) else say(text, code)
+        return code if Agent.latest.said or (code > 128 and Agent.latest.has_told(code)) else say(text, code)
     except HalftuneError as error:
         return say(str(error), error.exit_code)
     except SignalException as error:

@@ -49,6 +49,12 @@ def first_of(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=order)
 
 
+def stopped(failures: Mapping[int, Failure]) -> bool:
+    """Whether a signal asked the job to end, and it did."""
+    first = first_of(list(failures.values()))
+    return first.record is not None and first.record.stopped
+
+
 def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, int]:
     """What to tell of several processes that failed, and the exit code."""
     first = first_of(list(failures.values()))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,14 +28,27 @@ class Interrupted(TrainingError):
         self.exit_code = 128 + number
 
     @classmethod
-    def before(cls, number: signal.Signals) -> Interrupted:
-        """Training had not begun."""
-        return cls(number, "before training went on", "nothing was lost; the same command starts again")
+    def before(cls, number: signal.Signals, whom: str = "") -> Interrupted:
+        """Training had not begun; ``whom`` as from :func:`told`."""
+        return cls(number, f"{whom}before training went on", "nothing was lost; the same command starts again")
 
     @classmethod
-    def after(cls, number: signal.Signals, step: int, checkpoint: Path) -> Interrupted:
+    def after(cls, number: signal.Signals, step: int, checkpoint: Path, whom: str = "") -> Interrupted:
         """Training had begun: ``checkpoint`` holds everything up to ``step``."""
-        return cls(number, f"after step {step}; saved {checkpoint}", "the same command goes on from there")
+        return cls(number, f"{whom}after step {step}; saved {checkpoint}", "the same command goes on from there")
+
+
+def told(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
+    """The signal that came, and to whom, where that was not every process.
+
+    Args:
+        answers: :meth:`Interrupts.answer` of each process, by rank; at least one has received a signal.
+    """
+    reached = [(rank, number, host) for rank, (number, host) in enumerate(answers) if number]
+    number = signal.Signals(reached[0][1])
+    if len(reached) == len(answers):
+        return number, ""
+    return number, "to " + ", ".join(f"rank {rank} on {host}" for rank, _, host in reached) + " "
 
 
 class Interrupts:
@@ -75,6 +90,10 @@ class Interrupts:
     def only_note(self) -> None:
         """From here on the first signal is only noted: training has begun, and a step is worth finishing."""
         self._noting = True
+
+    def answer(self) -> tuple[int, str]:
+        """The first signal that came, or 0, and the name of this machine."""
+        return int(self.received or 0), socket.gethostname()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         forked = os.getpid() != self._process  # and has nothing to save

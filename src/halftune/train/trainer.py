@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -41,9 +40,10 @@ from halftune.train.folder import (
     write_intent,
 )
 from halftune.train.home import Home
-from halftune.train.interrupt import Interrupted, Interrupts
+from halftune.train.interrupt import Interrupted, Interrupts, told
 from halftune.train.lock import locked
 from halftune.train.made_with import made_with, say_what_differs
+from halftune.train.parallel.pulse import explained
 from halftune.train.parallel.saving import check_shared, write_together
 from halftune.train.processes import sum_over_processes
 from halftune.train.random_state import random_state, restore_random_state
@@ -124,14 +124,19 @@ class Trainer:
                 log.info(outcome.message, extra=FILE_ONLY)
                 return outcome
             except BaseException as error:
-                failure = error
-                ours = isinstance(error, HalftuneError)
-                log.error("%s", error if ours else "ended by", exc_info=not ours, extra=FILE_ONLY)
+                failure = explained(error)
+                ours = isinstance(failure, HalftuneError)
+                log.error("%s", failure if ours else "ended by", exc_info=error if not ours else None, extra=FILE_ONLY)
+                if failure is not error:
+                    raise failure from error
                 raise
             finally:
                 self.crowd.end(self.run, failure)
                 if self.home is not None:
                     self.home.close()
+                if failure is None or isinstance(failure, Interrupted):
+                    # all are here: none leaves before the main process has written its report, and may still be lost
+                    self.session.accelerator.wait_for_everyone()
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
@@ -273,11 +278,12 @@ class Trainer:
         if not self._interrupted():
             self._evaluate()
         if self._interrupted():
-            number = self.interrupts.received or signal.SIGTERM  # another process was told
+            if run.step:
+                self._save()
+            number, whom = told(gather_object([self.interrupts.answer()]))
             if run.step == 0:
-                raise Interrupted.before(number)
-            self._save()
-            raise Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}")
+                raise Interrupted.before(number, whom)
+            raise Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}", whom)
         if run.config.training.save_steps != "end":
             self._save()
         notes = [f"stopped early: {run.stop}"] if run.stop else []

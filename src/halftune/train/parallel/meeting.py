@@ -27,6 +27,7 @@ _PORT = "HALFTUNE_STORE_PORT"  # a fixed port of the run's own; else the launche
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _POLL = 0.05  # seconds
 _MARGIN = 1.0  # seconds, for torch to say itself what went wrong
+_ANSWER = 5.0  # seconds at least that a store has to answer in which has been reached
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,12 @@ def open_store(seconds: float = 300.0, *, server: bool = False) -> Store:
     host, port = os.environ["MASTER_ADDR"], int(own or os.environ["MASTER_PORT"])
     here = socket.gethostname()
     say = log.warning if os.environ.get("LOCAL_RANK", "0") == "0" else log.debug  # once for each machine
-    if not serves and (why := reach(host, port, Patience(seconds, say), "rank 0")):
+    patience = Patience(seconds, say)
+    if not serves and (why := reach(host, port, patience, "rank 0")):
         what = f"rank {rank} on {here} did not reach rank 0 at {place(host, port)} in {seconds:.0f} s: {why}"
         raise PeerLost(what, remedy="is rank 0 started, and is that port open between the machines?", named=True)
     try:
-        store = connect(host, port, max(seconds, 30.0), is_master=serves)
+        store = connect(host, port, max(patience.left(), _ANSWER), is_master=serves)
     except dist.DistNetworkError as error:
         if not serves:
             raise PeerLost(f"rank {rank} on {here} lost rank 0's store: {_first(error)}", named=True) from error

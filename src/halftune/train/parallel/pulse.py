@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from halftune.core.errors import TrainingError
+from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.failures import PeerLost, leave
 from halftune.core.log import get_logger
 from halftune.train.parallel.meeting import Meeting, open_store
@@ -29,12 +29,27 @@ _LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, accelerate and ours
 
 log = get_logger(__name__)
 _ticks = 0
+_current: Pulse | None = None  # of this process, while it is in a job of several
 
 
 def tick() -> None:
     """Called wherever training moves on; between two calls may lie no more than ``distributed.timeout_seconds``."""
     global _ticks
     _ticks += 1
+
+
+def explained(error: BaseException) -> BaseException:
+    """An error with the process in it that was lost, where that is what happened; else as it is.
+
+    Asked where an error arises: what this process then still has to do, such as a report, may take a while, and until
+    then others, and its launcher, know already.
+    """
+    if _current is None:
+        return error
+    error = _current.explain(error)
+    if isinstance(error, HalftuneError) and error.exit_code < 128:  # by a signal: nothing failed
+        leave(error, str(error))
+    return error
 
 
 def lost_somebody(error: BaseException) -> bool:
@@ -70,25 +85,41 @@ class Pulse:
 
     def __init__(self, meeting: Meeting, seconds: float) -> None:
         self.rank, self.world_size, self.seconds = meeting.rank, meeting.world_size, seconds
-        self.store, self.lock, self.beat = open_store(), threading.Lock(), 0
+        self.store, self.lock, self.beat = open_store(seconds), threading.Lock(), 0
         self.main, self.over = threading.get_ident(), threading.Event()
         self.launcher = os.getppid() if _LAUNCHED in os.environ else None  # one of the user's own may leave
         self.alone_since: float | None = None
         self.thread = threading.Thread(target=self._beats, name="pulse", daemon=True)
         self.thread.start()
 
-    def stop(self) -> None:
-        """No more signs."""
+    def __enter__(self) -> Pulse:
+        global _current
+        _current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = None
         self.over.set()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Tells the others what went wrong here; returns who is to blame where that is another one."""
+        if isinstance(error, PeerLost):
+            return error
+        if lost_somebody(error):
+            return self.blame(error)
+        self.confess(error)
+        return error
 
     def blame(self, error: BaseException) -> PeerLost:
         """Who is to blame where another process was lost: one without a sign of life, else the one furthest behind."""
         waited = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         try:
-            before = self.signs()
-            time.sleep(2.5 * BEAT)
+            before, confessed = self.signs(), self._confessions()
+            if not confessed:
+                time.sleep(2.5 * BEAT)
+                confessed = self._confessions()
             after = self.signs()
-            confessed = self._confessions()
         except (RuntimeError, OSError):
             return self._lost("rank 0 is gone, and with it the store that all meet at; its own output says why")
         if confessed:
@@ -133,7 +164,7 @@ class Pulse:
 
     def _beats(self) -> None:
         last, since, listening = 0, time.monotonic(), True
-        while not self.over.wait(BEAT):
+        while True:
             self.beat += 1
             sign = {"ticks": _ticks, "beat": self.beat, "host": socket.gethostname(), "where": self._where()}
             try:
@@ -148,6 +179,8 @@ class Pulse:
             elif _ticks and time.monotonic() - since > self.seconds:
                 self._end(time.monotonic() - since)
                 since += _GRACE
+            if self.over.wait(BEAT):
+                return
 
     def _end_alone(self) -> None:
         """Ends this process once its launcher is gone, which nobody could stop any more: as by SIGTERM, with a save."""

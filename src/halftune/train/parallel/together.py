@@ -11,7 +11,7 @@ from halftune.hardware.facts import Hardware
 from halftune.plan import Plan
 from halftune.train.parallel.meeting import meet
 from halftune.train.parallel.preflight import compare
-from halftune.train.parallel.pulse import Pulse, lost_somebody
+from halftune.train.parallel.pulse import Pulse
 
 
 @contextmanager
@@ -26,13 +26,10 @@ def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Pla
         yield plan
         return
     meeting = meet(config.distributed.timeout_seconds)
-    pulse = Pulse(meeting, config.distributed.timeout_seconds)
-    try:
-        yield compare(meeting, config, hardware, facts, plan)
-    except BaseException as error:
-        if lost_somebody(error):
-            raise pulse.blame(error) from error
-        pulse.confess(error)
-        raise
-    finally:
-        pulse.stop()
+    with Pulse(meeting, config.distributed.timeout_seconds) as pulse:
+        try:
+            yield compare(meeting, config, hardware, facts, plan)
+        except BaseException as error:
+            if (told := pulse.explain(error)) is not error:
+                raise told from error
+            raise

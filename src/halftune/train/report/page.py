@@ -11,6 +11,8 @@ from typing import Literal
 
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
+from halftune.core.status import NAME as STATUS
+from halftune.core.status import finish
 from halftune.train.report.answers import answers
 from halftune.train.report.curves import curves
 from halftune.train.report.dataset import dataset
@@ -60,9 +62,9 @@ def write_report(folder: Path, status: Status | None = None) -> Path:
 
 
 def bring_up_to_date(folder: Path) -> None:
-    """Writes the report of a finished run that was killed, or met a full disk, after its result and before its report.
+    """Writes the report, and the last status, of a finished run that was killed, or met a full disk, after its result.
 
-    Needs no torch. That it cannot be written is said, and nothing else.
+    Needs no torch. That the report cannot be written is said, and nothing else.
     """
     report, finished = folder / NAME, folder / "finished.json"
     try:
@@ -70,6 +72,7 @@ def bring_up_to_date(folder: Path) -> None:
             write_report(folder)
     except OSError as error:
         log.warning("cannot write %s: %s", report, error.strerror)
+    finish(folder / STATUS)
 
 
 def page(record: Record, status: Status) -> Html:
