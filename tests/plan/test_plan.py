@@ -147,6 +147,29 @@ def test_families_that_are_not_packed(raw: dict[str, Any], says: str, refused: b
             planned("cpu", facts, data={"packing": True})
 
 
+@pytest.mark.parametrize(
+    ("raw", "bound"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, 4096),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, 32768),
+    ],
+)
+def test_rotary_frequencies_of_the_longest_sample_forbid_packing(raw: dict[str, Any], bound: int) -> None:
+    """transformers chooses them once for a forward pass: a sample beside a longer one would get other positions."""
+    facts = qwen(model_type="phi3", max_position_embeddings=32768, **raw)
+
+    def packing(**data: Any) -> Any:
+        return planned("cpu", facts, attention="auto", data=data).batch.packing
+
+    assert packing(max_length=bound).value is True
+    above = packing(max_length=bound + 1)
+    assert above.value is False
+    assert f"RoPE, above {bound:,} tokens" in above.reason
+    with pytest.raises(PlanError, match="would mix the samples of a row: the longest sample"):
+        packing(max_length=bound + 1, packing=True)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_bigcode"])
 def test_learned_positions_restart_with_each_sample(kind: str) -> None:
     packing = planned("cpu", qwen(model_type=kind), attention="auto").batch.packing

@@ -21,6 +21,8 @@ BOUNDARIES_HONOURED: frozenset[str] = frozenset(_STEMS) | {f"{stem}_text" for st
 _WHY_NOT = {"qwen4_exp": "the indexer of qwen4_exp's attention chooses among the keys of the whole row"}
 
 _ALIBI = {"bloom", "mpt"}
+# Rotary frequencies that transformers chooses anew in each forward pass, by its longest sample.
+_BY_LENGTH = {"longrope", "su", "dynamic"}
 # Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
 _LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
 # Their positions are rotary whatever config.json says: transformers fills in its defaults where an old one is silent.
@@ -41,16 +43,23 @@ _ALWAYS_ROTARY = {
 
 
 def choose_packing(
-    section: PackingSection, facts: ModelFacts, *, trust_remote_code: bool, linear: str = "halftune"
+    section: PackingSection, facts: ModelFacts, *, trust_remote_code: bool, linear: str = "halftune", longest: int = 0
 ) -> Choice[bool]:
-    """Decides ``data.packing``; ``linear`` is who computes the linear-attention layers.
+    """Decides ``data.packing``.
+
+    Args:
+        section: what was asked for.
+        facts: the model.
+        trust_remote_code: whether the checkpoint's own code is run.
+        linear: who computes the linear-attention layers.
+        longest: ``data.max_length``, tokens.
 
     Raises:
         PlanError: packing was asked for, and the model would mix the samples of a row.
     """
     if section.enabled is False:
         return Choice(False, "switched off (data.packing)")
-    mixes = _mixes_samples(facts, linear)
+    mixes = _mixes_samples(facts, linear) or _stretches(facts, longest)
     if section.enabled is True:
         if mixes:
             raise PlanError(
@@ -85,6 +94,23 @@ def _mixes_samples(facts: ModelFacts, linear: str) -> str:
         return f"{facts.model_type} takes positions from distances along the row (ALiBi)"
     if facts.model_type in OWN_ATTENTION:
         return f"{facts.model_type} computes attention in code of its own, which takes a row for one sample"
+    return ""
+
+
+def _stretches(facts: ModelFacts, longest: int) -> str:
+    """Why a long sample would change the positions of the others in its row (Phi-3 and Phi-4-mini above 4,096)."""
+    raw = facts.raw or {}
+    text = raw.get("text_config") or raw
+    said = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for rope in (said, *(part for part in said.values() if isinstance(part, dict))):  # one, or one for a kind of layer
+        kind = rope.get("rope_type") or rope.get("type")
+        made_for = facts.max_position_embeddings
+        if kind != "dynamic":  # as transformers reads it: beside rope_parameters first
+            own = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            made_for = own or made_for
+        if kind in _BY_LENGTH and made_for and longest > made_for:
+            above = f"{kind} RoPE, above {made_for:,} tokens"
+            return f"the longest sample of a row sets the rotary frequencies of all of it ({above})"
     return ""
 
 

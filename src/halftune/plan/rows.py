@@ -37,7 +37,10 @@ def choose_rows(
         section = section.model_copy(update={"linear": "auto"})
         linear = route_linear(section, hardware, facts)
     layers = linear.chosen.value
-    packing = tried.of(lambda: choose_packing(config.data.packing, facts, trust_remote_code=remote, linear=layers))
+    data = config.data
+    packing = tried.of(
+        lambda: choose_packing(data.packing, facts, trust_remote_code=remote, linear=layers, longest=data.max_length)
+    )
     padded = tried.of(lambda: routed(packing=False))
     if packing is None or padded is None:
         return None
