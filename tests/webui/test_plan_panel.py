@@ -68,14 +68,14 @@ def test_names_are_text_and_never_markup() -> None:
     examined = examine(text, HERE)
     found = planned(text, "")
     assert "<img" not in plan_panel(found.plan, found.problem, load_words("en"), elsewhere=False)
-    assert json.loads(form_state(examined, found))["problems"]["model.name_or_path"]
+    assert json.loads(form_state(examined, found, load_words("en")))["problems"]["model.name_or_path"]
 
 
 def test_problem_of_the_plan_stands_beside_its_field() -> None:
     text = GOOD + "precision: bf16\n"
-    state = json.loads(form_state(examine(text, HERE), planned(text, "t4")))
+    state = json.loads(form_state(examine(text, HERE), planned(text, "t4"), load_words("en")))
     assert "bf16 is not possible" in state["problems"]["precision.compute"][0]
-    state = json.loads(form_state(examine("training: 3\n", HERE), None))
+    state = json.loads(form_state(examine("training: 3\n", HERE), None, load_words("en")))
     assert set(state["problems"]) == {"model.name_or_path", "data.train", "training.output_dir"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from halftune.config.load import load_config
 from halftune.config.shipped import recipes
 from halftune.core.errors import ConfigError
+from halftune_webui.labels import load_words
 from halftune_webui.recipe import examine, shipped
 from halftune_webui.settings import Settings
 from halftune_webui.state import form_state
@@ -122,7 +123,7 @@ def test_token_in_a_recipe_is_refused_and_not_repeated(limits: Settings, line: s
     problem = next(problem for problem in examined.problems if "access token" in problem.what)
     assert problem.where == "recipe.yaml:4"
     assert line.split()[-1] not in str(problem)
-    assert '"keep": false' in form_state(examined, None)
+    assert '"keep": false' in form_state(examined, None, load_words("en"))
 
 
 def test_a_revision_is_no_token(limits: Settings) -> None:

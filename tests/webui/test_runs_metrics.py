@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halftune_webui.runs import metrics as module
@@ -84,7 +84,7 @@ def test_alarms(tmp_path: Path) -> None:
     assert math.isnan(metrics.series["loss"].values[3])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=4000), st.randoms())
 def test_thinning_keeps_ends_extremes_and_gaps(values: list[float], random: Any) -> None:
     series = Series()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halftune.config.shape import child, shape_at
@@ -118,7 +118,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(["qwen_lora_bf16.yaml", "quickstart.yaml", ""]),
     changes=st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=4),

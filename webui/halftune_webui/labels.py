@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
+from halftune.core.errors import HalftuneError
+from halftune_webui.phrases import Phrases
+
 FALLBACK = "en"
 
 
 @dataclass(frozen=True)
 class Words:
-    """Labels of one language by dotted key: ``words("train.start")``, ``words("runs.step", step=3)``."""
+    """Labels of one language by dotted key: ``words("train.start")``, ``words("runs.step", step=3)``.
+
+    Attributes:
+        language: its code.
+        table: dotted key → label.
+        said: what halftune says in English, in this language as far as it is known.
+    """
 
     language: str
     table: Mapping[str, str]
+    said: Phrases = field(default_factory=lambda: Phrases({}))
 
     def __call__(self, key: str, **values: object) -> str:
         """The label under ``key`` with ``{name}`` replaced by ``values``.
@@ -29,6 +39,12 @@ class Words:
         text = self.table[key]
         return text.format(**values) if values else text
 
+    def problem(self, problem: HalftuneError, *, place: bool = True) -> str:
+        """What is wrong, with its place or without, and the remedy."""
+        head = f"{problem.where}: " if place and problem.where else ""
+        tail = f" · {self.said(problem.remedy)}" if problem.remedy else ""
+        return f"{head}{self.said(problem.what)}{tail}"
+
     def below(self, prefix: str) -> dict[str, str]:
         """The labels under ``prefix``, by the rest of their key."""
         start = f"{prefix}."
@@ -37,9 +53,14 @@ class Words:
 
 @cache
 def load_words(language: str) -> Words:
-    """The labels of a language in ``labels/<language>.yaml``."""
-    text = files("halftune_webui").joinpath("labels", f"{language}.yaml").read_text(encoding="utf-8")
-    return Words(language, dict(_flat(yaml.load(text, yaml.BaseLoader), "")))  # "on" is a word here
+    """The labels of a language: ``labels/<language>.yaml``, and sentences in ``labels/reasons.<language>.yaml``."""
+    reasons = _read(f"reasons.{language}") if language != FALLBACK else {}
+    return Words(language, dict(_flat(_read(language), "")), Phrases(reasons))
+
+
+def _read(name: str) -> dict[str, Any]:
+    text = files("halftune_webui").joinpath("labels", f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, yaml.BaseLoader)  # "on" is a word here
 
 
 def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ def machine_view(machine: Hardware, words: Words) -> str:
         *machine.packages,
     ]
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts)
-    notes = "".join(f'<p class="alarm">{escape(note)}</p>' for note in machine.notes)
+    notes = "".join(f'<p class="alarm">{escape(words.said(note))}</p>' for note in machine.notes)
     there = f'<section class="card"><header><h3>{escape(words("machine.title"))}</h3></header>'
     return f"{there}{notes}<table><tbody>{rows}</tbody></table></section>{_optional(machine, words)}"
 

@@ -30,15 +30,15 @@ def plan_panel(
     if first:
         note += f'<p class="elsewhere">{escape(words("plan.first", names=", ".join(first)))}</p>'
     if problem is not None:
-        said = "<br>".join(escape(str(each)) for each in problem.problems)
+        said = "<br>".join(escape(words.problem(each)) for each in problem.problems)
         return f'<div class="ht-plan">{note}<p class="problem" role="alert">{said}</p></div>'
     if plan is None:
         return f'<div class="ht-plan"><p class="help">{escape(words("plan.none"))}</p></div>'
     return (
         f'<div class="ht-plan">{note}<p class="subject"><b>{escape(plan.model)}</b> '
-        f"{escape(words('plan.on'))} <b>{escape(plan.machine)}</b></p>"
+        f"{escape(words('plan.on'))} <b>{escape(words.said(plan.machine))}</b></p>"
         f"{_memory(plan.memory, words)}"
-        f"{''.join(_warning(text) for text in plan.warnings)}"
+        f"{''.join(_warning(words.said(text)) for text in plan.warnings)}"
         f"{_table('formats', _formats(plan), words)}{_table('attention', _attention(plan), words)}"
         f"{_table('rest', _rest(plan), words, folded=True)}</div>"
     )
@@ -81,7 +81,7 @@ def _table(name: str, rows: Iterator[tuple[str, str, str]], words: Words, *, fol
     body = "".join(
         f'<tr data-plan="{key}"><th scope="row">{escape(words(f"plan.{key}"))}</th>'
         f'<td><span class="chip {escape(value)}">{escape(words.table.get(f"values.{value}", value))}</span></td>'
-        f"<td>{escape(reason)}</td></tr>"
+        f"<td>{escape(words.said(reason))}</td></tr>"
         for key, value, reason in rows
     )
     table = f"<table><tbody>{body}</tbody></table>"
@@ -110,10 +110,9 @@ def _memory(memory: MemoryPlan, words: Words) -> str:
         for name, part in parts
         if part >= memory.total / 200
     )
-    verdict = memory.verdict
-    state = verdict.value.replace(" ", "-")
+    state, reason = memory.verdict.value.replace(" ", "-"), escape(words.said(memory.verdict.reason))
     return (
         f'<div class="memory {state}"><p><b>{escape(words("memory.title"))}</b> '
-        f'<span class="verdict">{escape(words(f"memory.{state}"))}</span> {escape(verdict.reason)}</p>'
-        f'<div class="bar" role="img" aria-label="{escape(verdict.reason)}">{bars}{limit}</div><ul>{legend}</ul></div>'
+        f'<span class="verdict">{escape(words(f"memory.{state}"))}</span> {reason}</p>'
+        f'<div class="bar" role="img" aria-label="{reason}">{bars}{limit}</div><ul>{legend}</ul></div>'
     )

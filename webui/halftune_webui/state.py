@@ -11,17 +11,19 @@ from halftune.config.shape import Path, dotted
 from halftune.core.errors import HalftuneError
 from halftune_webui.edits import path_of
 from halftune_webui.form import Group, Row, form, shown
+from halftune_webui.labels import Words
 from halftune_webui.planning import Outlook
 from halftune_webui.recipe import Examined
 from halftune_webui.yaml_edit import child_at
 
 
-def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0, machine: str = "") -> str:
+def form_state(examined: Examined, outlook: Outlook | None, words: Words, seq: int = 0, machine: str = "") -> str:
     """The form's state as JSON.
 
     Args:
         examined: the recipe.
         outlook: its plan, where it has one.
+        words: the labels.
         seq: number of the change that this answers.
         machine: the one that the plan is for, where it is not this one.
     """
@@ -34,7 +36,7 @@ def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0, machin
     for problem in (*examined.problems, *(planned.problems if planned else ())):
         place = place_of(problem, known)
         if place:
-            beside.setdefault(place, []).append(said(problem))
+            beside.setdefault(place, []).append(words.problem(problem, place=False))
     state = {
         "seq": seq,
         "readable": values is not None,
@@ -43,30 +45,31 @@ def form_state(examined: Examined, outlook: Outlook | None, seq: int = 0, machin
         "fields": dict(shown(values)) if values is not None else {},
         "entries": counts,
         "problems": beside,
-        "impossible": outlook.impossible if outlook is not None else {},
+        "impossible": _impossible(outlook, words),
         "machine": machine,
-        "outcome": _outcome(outlook),
+        "outcome": _outcome(outlook, words),
     }
     return json.dumps(state, ensure_ascii=False)
 
 
-def _outcome(outlook: Outlook | None) -> dict[str, tuple[str, str]]:
+def _impossible(outlook: Outlook | None, words: Words) -> dict[str, dict[str, str]]:
+    found = outlook.impossible if outlook is not None else {}
+    return {path: {word: words.said(why) for word, why in reasons.items()} for path, reasons in found.items()}
+
+
+def _outcome(outlook: Outlook | None, words: Words) -> dict[str, tuple[str, str]]:
     """What the plan made of the choices that may say ``auto``: dotted key → (value, reason)."""
     if outlook is None or outlook.plan is None:
         return {}
     plan = outlook.plan
     packing, linear = plan.batch.packing, plan.attention.linear
-    return {
+    made = {
         "precision.compute": (plan.precision.compute.value, plan.precision.compute.reason),
         "attention.backend": (plan.attention.softmax.value, plan.attention.softmax.reason),
         "attention.linear": (linear.value, linear.reason),
         "data.packing.enabled": (str(packing.value).lower(), packing.reason),
     }
-
-
-def said(problem: HalftuneError) -> str:
-    """A problem beside its field: the words of the command line without the place."""
-    return f"{problem.what} · {problem.remedy}" if problem.remedy else problem.what
+    return {path: (value, words.said(reason)) for path, (value, reason) in made.items()}
 
 
 def place_of(problem: HalftuneError, known: list[str]) -> str:

@@ -173,7 +173,7 @@ def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any
     panel = plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first)
     ready = not examined.problems and (elsewhere or problem is None)
     return (
-        form_state(examined, planned, seq, machines()[machine].devices[0].name if elsewhere else ""),
+        form_state(examined, planned, context.words, seq, machines()[machine].devices[0].name if elsewhere else ""),
         panel,
         _problems(context.words, examined, planned),
         gr.Button(interactive=ready),
@@ -181,12 +181,12 @@ def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any
 
 
 def _problems(words: Words, examined: Examined, planned: Outlook | None) -> str:
-    """All problems in the words and order of the command line."""
+    """All problems in the words and order of the command line; in other languages, as far as they are known."""
     found: list[HalftuneError] = list(examined.problems)
     if planned is not None and planned.problem is not None:
         found += planned.problem.problems
     if not found:
         return '<div class="ht-problems fine"></div>'
     count = words("train.problems" if len(found) > 1 else "train.problem", n=len(found))
-    lines = "".join(f"<li>{escape(str(problem))}</li>" for problem in found)
+    lines = "".join(f"<li>{escape(words.problem(problem))}</li>" for problem in found)
     return f'<div class="ht-problems" role="status"><p>{escape(count)}</p><ul>{lines}</ul></div>'

@@ -1,0 +1,66 @@
+"""Sentences that halftune says in English, in the reader's language: known ones by a file, all others as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_PIECE = re.compile(r"\{([a-z]+)\}")
+_LONGEST = 2000  # characters, and so many sentences within sentences: what has more was not made of known ones
+_DEEPEST = 40
+_MOST = 2000  # sentences that are remembered
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """``phrases(text)`` → the text as the reader should see it.
+
+    Attributes:
+        table: English sentences → theirs, with ``{pieces}``: see ``labels/reasons.*.yaml``.
+    """
+
+    table: Mapping[str, str]
+    _known: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, text: str) -> str:
+        """The sentence in the reader's language; what is not known of it stays."""
+        if not self.table or len(text) > _LONGEST:
+            return text
+        told = self._known.get(text)
+        if told is None:
+            if len(self._known) > _MOST:  # numbers and names differ from recipe to recipe
+                self._known.clear()
+            told = self._known[text] = self._told(text, _DEEPEST)
+        return told
+
+    def match(self, text: str) -> tuple[str, dict[str, str]] | None:
+        """The sentence of the table that makes a text, and its pieces."""
+        for shape, english in self._shapes:
+            if found := shape.fullmatch(text):
+                return english, found.groupdict()
+        return None
+
+    def _told(self, text: str, deep: int) -> str:
+        if not deep or (found := self.match(text)) is None:
+            return text
+        english, pieces = found
+        return _PIECE.sub(lambda mark: self._told(pieces[mark[1]], deep - 1), self.table[english])
+
+    @cached_property
+    def _shapes(self) -> list[tuple[re.Pattern[str], str]]:
+        """Every sentence as a pattern."""
+        return [(_shape(english), english) for english in self.table]
+
+
+def _shape(english: str) -> re.Pattern[str]:
+    """A sentence as a pattern."""
+    parts = _PIECE.split(english)
+    patterns = [re.escape(part) if number % 2 == 0 else _piece(part) for number, part in enumerate(parts)]
+    return re.compile("".join(patterns), re.DOTALL)
+
+
+def _piece(name: str) -> str:
+    """Sentences are joined by semicolons and strokes, so a piece holds none; one that is called ``rest…`` may."""
+    return f"(?P<{name}>.+)" if name.startswith("rest") else f"(?P<{name}>(?:(?!; | / ).)+?)"
