@@ -24,6 +24,7 @@ from halftune_kernels.cases import Case
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import standing_in
 
+TENSOR_MEMORY = 512  # columns that a block may have where there is any (sm_100): what Triton checks at a launch
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -40,6 +41,7 @@ class Compiled:
         spills: bytes per thread that did not fit the registers.
         tensor_cores: whether it uses them.
         cut: tiles and warps it is cut into.
+        tensor_memory: columns of it; with too many, Triton compiles a trap and nothing else.
     """
 
     kernel: str
@@ -50,11 +52,12 @@ class Compiled:
     spills: int
     tensor_cores: bool
     cut: str
+    tensor_memory: int = 0
 
     @property
     def fits(self) -> bool:
-        """Whether a block fits the GPU's shared memory."""
-        return self.shared <= self.limit
+        """Whether a block fits the GPU's shared memory and tensor memory."""
+        return self.shared <= self.limit and self.tensor_memory <= TENSOR_MEMORY
 
 
 class _StandInDriver:
@@ -121,5 +124,5 @@ def _read(name: str, built: Any, capability: int, cut: str) -> Compiled:
     instruction = re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", built.asm["ptx"])
     limit = SHARED_MEMORY[capability]
     registers, spills = int(match[1]), int(match[2])
-    shared, products = built.metadata.shared, instruction is not None
-    return Compiled(name, capability, shared, limit, registers, spills, products, cut)
+    shared, columns, products = built.metadata.shared, built.metadata.tmem_size or 0, instruction is not None
+    return Compiled(name, capability, shared, limit, registers, spills, products, cut, columns)

@@ -9,10 +9,10 @@ sm_89 gets what sm_86 gets (Triton knows no difference between the two, the asse
 at one head size, as a sample, and a difference there is printed. float16 is as bfloat16 but for the states, which are
 kept in fp32: it is compiled at two head sizes, the usual and the largest.
 
-What a kernel needs is kept on disk under the operator's source, Triton's version and the kernel's cut on that GPU: a
-call resumes where the last one was stopped, and another cut (``CONFIGS``) compiles that kernel again, on the GPUs and
-at the head sizes that have it, and nothing else. The page gets all that is kept and not out of date, and the largest
-spills first. Leaves with 1 if a kernel does not fit.
+What a kernel needs is kept on disk under its source, what starts it, Triton's version and its cut on that GPU: a call
+resumes where the last one was stopped, and another kernel or another cut (``CONFIGS``) is compiled again, on the GPUs
+and at the head sizes that have it, and nothing else. The page gets all that is kept and not out of date, and the
+largest spills first. Leaves with 1 if a kernel does not fit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import triton
 import halftune_kernels
 from halftune_kernels import tuning
 from halftune_kernels.cases import case
-from halftune_kernels.compile_check import Compiled, compile_case
+from halftune_kernels.compile_check import TENSOR_MEMORY, Compiled, compile_case
 from halftune_kernels.dispatch import OPERATORS, expected, has_triton
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import power_of_two
@@ -63,25 +63,45 @@ class Combination(NamedTuple):
         return f"{self.operator}-{self.dtype}-{self.size}-sm{self.gpu}"
 
 
+def _package() -> Path:
+    return Path(halftune_kernels.__file__ or next(iter(halftune_kernels.__path__))).parent
+
+
 @functools.cache  # of the sources at hand when this process began, as are the kernels
-def fingerprint(operator: str) -> str:
-    """Of what a compiled kernel depends on but for its cut: the operator's files and those of the package that they
-    import, without comments and without the table of cuts."""
-    package = Path(halftune_kernels.__file__ or next(iter(halftune_kernels.__path__))).parent
-    files = [package / "ops" / operator / name for name in ("kernels.py", "triton.py")]
-    files = [file for file in files if file.exists()]
-    named = "".join(file.read_text() for file in files)
-    files += [package / f"{name}.py" for name in ("launch", "delta_kernels") if name in named]
-    text = triton.__version__ + "".join(_without_cuts(file.read_text()) for file in files)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def fingerprint(operator: str, kernel: str) -> str:
+    """Of what a compiled kernel depends on but for its cut: what starts it, itself and all that it calls, without
+    comments."""
+    own = [_package() / "ops" / operator / name for name in ("triton.py", "kernels.py")]
+    host, *kernels = [file.read_text() for file in own if file.exists()]
+    shared = [(_package() / f"{name}.py").read_text() for name in ("launch", "delta_kernels")]
+    parts = [triton.__version__, without_cuts(host), without_cuts(shared[0]), *closure(kernel, *kernels, shared[1])]
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
-def _without_cuts(source: str) -> str:
+def without_cuts(source: str) -> str:
+    """A module but for its table of cuts."""
     tree = ast.parse(source)
     tree.body = [
         one for one in tree.body if not (isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "CONFIGS")
     ]
     return ast.dump(tree)
+
+
+def closure(name: str, *sources: str) -> list[str]:
+    """The functions and constants of ``sources`` that ``name`` is made of."""
+    known: dict[str, ast.stmt] = {}
+    for statement in itertools.chain.from_iterable(ast.parse(source).body for source in sources):
+        if isinstance(statement, ast.FunctionDef):
+            known.setdefault(statement.name, statement)
+        elif isinstance(statement, ast.Assign):
+            known.setdefault(ast.unparse(statement.targets[0]), statement)
+    found, waiting = {}, [name]
+    while waiting:
+        one = waiting.pop()
+        if one in known and one not in found:
+            found[one] = ast.dump(known[one])
+            waiting += [node.id for node in ast.walk(known[one]) if isinstance(node, ast.Name)]
+    return [found[one] for one in sorted(found)]
 
 
 def cuts(one: Combination) -> dict[str, list[int]]:
@@ -104,15 +124,12 @@ class Kept:
         self._folder = folder
 
     def get(self, one: Combination) -> tuple[list[Compiled], set[str]] | None:
-        """Kernels that are not out of date, and the names of those that have another cut now; None if it was not
-        compiled, or from other sources."""
+        """Kernels that are not out of date, and the names of those that are; None if it was not compiled."""
         try:
             stored = json.loads((self._folder / f"{one.key}.json").read_text())
-            if stored["source"] != fingerprint(one.operator):
-                return None
             kernels = [Compiled(**kernel) for kernel in stored["kernels"]]
-            now, then = cuts(one), stored["cuts"]
-            stale = {kernel.kernel for kernel in kernels if then.get(kernel.kernel) != now.get(kernel.kernel)}
+            now, then = self._of(one, kernels), stored["of"]
+            stale = {name for name, of in now.items() if then.get(name) != of}
             return [kernel for kernel in kernels if kernel.kernel not in stale], stale
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, torn, or of another version
             return None
@@ -120,10 +137,15 @@ class Kept:
     def put(self, one: Combination, kernels: list[Compiled]) -> None:
         """All kernels of ``one``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        stored = {"source": fingerprint(one.operator), "cuts": cuts(one), "kernels": [asdict(one) for one in kernels]}
+        stored = {"of": self._of(one, kernels), "kernels": [asdict(kernel) for kernel in kernels]}
         part = self._folder / f"{one.key}.part"
         part.write_text(json.dumps(stored))
         part.replace(self._folder / f"{one.key}.json")
+
+    @staticmethod
+    def _of(one: Combination, kernels: list[Compiled]) -> dict[str, list[object]]:
+        cut, names = cuts(one), [kernel.kernel for kernel in kernels]
+        return {name: [fingerprint(one.operator, name), cut.get(name)] for name in names}
 
 
 def combinations(
@@ -223,7 +245,10 @@ def main(arguments: list[str] | None = None) -> int:
         for kernel in kernels:
             if not kernel.fits:
                 fits = False
-                print(f"{one.key}: {kernel.kernel} needs {kernel.shared:,} bytes of {kernel.limit:,}", flush=True)
+                needs = f"{kernel.shared:,} bytes of {kernel.limit:,}"
+                if kernel.tensor_memory > TENSOR_MEMORY:
+                    needs = f"{kernel.tensor_memory} columns of tensor memory of {TENSOR_MEMORY}"
+                print(f"{one.key}: {kernel.kernel} needs {needs}", flush=True)
     print(f"{missing} combinations are not compiled yet")
     if asked.write:
         everything = list(combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Collection
@@ -74,10 +75,12 @@ def test_a_second_call_compiles_only_what_changed(script: ModuleType, monkeypatc
     assert script.main(asked) == 0
     assert compiled == ["kda", "ssd"]
     before = script.fingerprint
-    monkeypatch.setattr(script, "fingerprint", lambda operator: "new" if operator == "kda" else before(operator))
+    monkeypatch.setattr(
+        script, "fingerprint", lambda operator, kernel: "new" if operator == "kda" else before(operator, kernel)
+    )
     script.main(asked)
     assert compiled == ["kda", "ssd", "kda"]
-    monkeypatch.setattr(script, "fingerprint", lambda operator: "newer")
+    monkeypatch.setattr(script, "fingerprint", lambda operator, kernel: "newer")
     script.main([*asked, "--minutes", "0"])
     assert compiled == ["kda", "ssd", "kda"]
 
@@ -107,10 +110,20 @@ def test_another_cut_compiles_its_kernel_again_where_it_is_used(
     assert [(kernel.kernel, kernel.spills) for kernel in kernels][1] == ("scan_forward", 9)
 
 
-def test_comments_and_cuts_are_no_part_of_the_source(script: ModuleType) -> None:
-    plain = script._without_cuts("A = 1\nCONFIGS: dict[str, int] = {}\n")
-    assert plain == script._without_cuts("# a word\nA = 1\nCONFIGS: dict[str, int] = {'scan': 1}\n")
-    assert plain != script._without_cuts("A = 2\nCONFIGS: dict[str, int] = {}\n")
+def test_a_kernel_is_of_what_it_calls_and_of_no_comment_or_cut(script: ModuleType) -> None:
+    plain = script.without_cuts("A = 1\nCONFIGS: dict[str, int] = {}\n")
+    assert plain == script.without_cuts("# a word\nA = 1\nCONFIGS: dict[str, int] = {'scan': 1}\n")
+    assert plain != script.without_cuts("A = 2\nCONFIGS: dict[str, int] = {}\n")
+    own = "def scan(x):\n    return _part(x)\ndef _part(x):\n    return x * LEAST\ndef solve(x):\n    return x\n"
+    scan = script.closure("scan", own, "LEAST = 2")
+    assert scan == script.closure("scan", own.replace("return x\n", "return -x\n"), "LEAST = 2")
+    assert scan != script.closure("scan", own.replace("x * ", "x + "), "LEAST = 2")
+    assert scan != script.closure("scan", own, "LEAST = 3")
+
+
+def test_a_kernel_that_is_a_trap_does_not_fit(script: ModuleType) -> None:
+    assert needs(100).fits
+    assert not dataclasses.replace(needs(100), tensor_memory=640).fits
 
 
 def test_the_page_has_a_row_for_each_cut_and_names_what_does_not_fit(
