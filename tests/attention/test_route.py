@@ -251,9 +251,48 @@ def test_linear_layers_on_request() -> None:
             route(machine, facts=hybrid, packages=FLA, linear="fla")
     with pytest.raises(PlanError, match="not installed"):
         route("a100", facts=hybrid, linear="fla")
+    with pytest.raises(PlanError, match=r"flash-linear-attention 0.1.9 is older than 0.2.2"):
+        route("a100", facts=hybrid, packages={"flash-linear-attention": "0.1.9"}, linear="fla")
     assert route("a100", linear="fla").linear.value == "none"
     with pytest.raises(PlanError, match="no kernels for the layers of bamba"):
         route("a100", facts=model("bamba"), packages=FLA, linear="fla")
+
+
+@pytest.mark.parametrize(
+    ("machine", "variable", "value", "says"),
+    [
+        ("a100", "HALFTUNE_KERNELS", "rubbish", "HALFTUNE_KERNELS is 'rubbish', not one of triton, torch"),
+        ("a100", "HALFTUNE_KERNELS_GATED_DELTA_RULE", "x", "HALFTUNE_KERNELS_GATED_DELTA_RULE is 'x'"),
+        ("cpu", "HALFTUNE_KERNELS", "triton", "the device is the CPU"),
+    ],
+)
+def test_what_the_environment_cannot_ask_for(
+    machine: str, variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    hybrid = model("qwen3_5_text", **LINEAR)
+    with pytest.raises(PlanError, match=says) as refused:
+        route(machine, facts=hybrid)
+    assert refused.value.remedy == f"unset {variable}"
+    assert route(machine, facts=hybrid, linear="torch").linear.value == "torch"
+    assert route(machine).linear.value == "none"
+
+
+def test_what_the_environment_asks_for_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halftune.attention.linear import IMPLEMENTATIONS, runs_in_torch
+    from halftune_kernels.dispatch import NAMES
+
+    assert set(IMPLEMENTATIONS) == {*NAMES, "auto"}
+    hybrid = model("qwen3_5_text", **LINEAR)
+    assert not runs_in_torch(lookup("a100"), hybrid)
+    monkeypatch.setenv("HALFTUNE_KERNELS", "torch")
+    assert route("a100", facts=hybrid).linear.reason == "own operators, HALFTUNE_KERNELS=torch"
+    assert runs_in_torch(lookup("a100"), hybrid)
+
+
+def test_heads_of_rwkv7_that_nothing_computes() -> None:
+    with pytest.raises(PlanError, match="head_dim 512 is over 256"):
+        route("cpu", facts=model("rwkv7", hidden_size=1024, head_dim=512))
 
 
 @pytest.mark.parametrize("linear", ["auto", "halftune", "fla", "torch"])

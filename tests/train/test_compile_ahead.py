@@ -57,12 +57,6 @@ def recipe(tmp_path: Path, name: str, adapter: str, packing: bool) -> tuple[Load
     return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
 
 
-@pytest.fixture
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
-
-
-@pytest.mark.usefixtures("_triton")
 @pytest.mark.parametrize(
     ("name", "adapter", "packing"),
     [
@@ -72,12 +66,13 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rwkv7-tiny", "lora", False),
     ],
 )
-def test_a_step_starts_nothing_new(tmp_path: Path, name: str, adapter: str, packing: bool) -> None:
-    phases: list[str] = []
-    with started():  # the plan looks for Triton, too
-        loaded, plan = recipe(tmp_path, name, adapter, packing)
+def test_a_step_starts_nothing_new(
+    tmp_path: Path, name: str, adapter: str, packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, plan = recipe(tmp_path, name, adapter, packing)
+    monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
     with started() as compiled:
-        compile_ahead(loaded.run, plan, torch.device("cpu"), phases.append)
+        compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
     model: Any = make_model(loaded.run, plan)[0]
     route_linear_layers(model, plan)
     with started() as needed, torch.autocast("cpu", dtype=torch.bfloat16):
@@ -91,17 +86,17 @@ def test_a_step_starts_nothing_new(tmp_path: Path, name: str, adapter: str, pack
     assert needed <= compiled, {(entry[0], entry[1]) for entry in needed - compiled}
 
 
-@pytest.mark.usefixtures("_triton")
-def test_a_kernel_that_does_not_fit_is_said_before_training(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_fit_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
     def start(*_: Any) -> None:
         raise OutOfResources(300_000, 101_376, "shared memory")
 
-    with standing_in(80, start):
-        loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
-        with pytest.raises(PlanError, match=r"does not run here: .*shared memory.*HALFTUNE_KERNELS=torch"):
-            compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
+    loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
+    monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
+    refused = pytest.raises(PlanError, match=r"does not run here: .*shared memory.*HALFTUNE_KERNELS=torch")
+    with standing_in(80, start), refused:
+        compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
 
 
 def test_nothing_is_compiled_where_torch_computes_and_no_draw_is_spent(

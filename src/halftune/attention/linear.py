@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,11 @@ ROUTED: dict[str, tuple[str, ...]] = {
     "rwkv7": ("rwkv7",),
 }
 _HEAD_SIZES = ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim")
+_HEAD_SIZES_OF = {"rwkv7": ("head_dim",)}
 _LARGEST_HEAD = 256
+# What HALFTUNE_KERNELS may say: halftune_kernels.dispatch.NAMES, which costs an import of torch, and auto.
+IMPLEMENTATIONS = ("triton", "torch", "cpu", "reference", "auto")
+_OLDEST_FLA = (0, 2, 2)  # transformers takes no older one, and says nothing
 
 
 class LinearRoute(NamedTuple):
@@ -65,6 +70,8 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
         fla = "the model is halftune's own code here, which calls halftune's operators"
     torch = f"transformers has no code for {facts.model_type}" if facts.model_type in OWN else ""
     objections = {"halftune": own, "fla": fla, "torch": torch}
+    if own and torch:
+        raise PlanError(f"nothing here computes the layers of {facts.model_type}: {own}; {torch}")
     asked = section.linear
     if asked != "auto" and objections[asked]:
         ways = "attention: {linear: auto}" + ("" if torch else " or {linear: torch}")
@@ -79,8 +86,29 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
         chosen, why = "fla", f"flash-linear-attention is installed; halftune: {own or slow}"
     else:
         chosen, why = "torch", f"transformers' own code; halftune: {own}; fla: {fla}"
+    if chosen == "halftune" and (environment := asked_by_environment(hardware, facts)):
+        why = f"own operators, {environment}"
     left = [(name, why_not or _not_taken(name, chosen, asked)) for name, why_not in objections.items()]
     return LinearRoute(Choice(chosen, why), tuple(entry for entry in left if entry[0] != chosen))
+
+
+def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> str:
+    """What the environment asks our operators to be computed by, ``HALFTUNE_KERNELS=torch``; empty for nothing.
+
+    Raises:
+        PlanError: it asks for what does not exist, or for Triton on a CPU.
+    """
+    for operator in operators_of(facts.model_type):
+        for variable in (f"HALFTUNE_KERNELS_{operator.upper()}", "HALFTUNE_KERNELS"):
+            value = os.environ.get(variable) or "auto"
+            if value not in IMPLEMENTATIONS:
+                what = f"{variable} is {value!r}, not one of {', '.join(IMPLEMENTATIONS)}"
+                raise PlanError(what, remedy=f"unset {variable}")
+            if value == "triton" and hardware.kind == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+                raise PlanError(f"{variable}=triton, and the device is the CPU", remedy=f"unset {variable}")
+            if value != "auto":
+                return f"{variable}={value}"
+    return ""
 
 
 def _speed(hardware: Hardware, facts: ModelFacts, slow: str) -> str:
@@ -104,7 +132,7 @@ def _own_objection(facts: ModelFacts) -> str:
         return f"no way into the layers of {facts.model_type}"
     raw = facts.raw or {}
     text = raw.get("text_config") or raw
-    for name in _HEAD_SIZES:
+    for name in _HEAD_SIZES_OF.get(facts.model_type, _HEAD_SIZES):
         if int(text.get(name) or 0) > _LARGEST_HEAD:
             return f"{name} {text[name]} is over {_LARGEST_HEAD}"
     return ""
@@ -112,7 +140,8 @@ def _own_objection(facts: ModelFacts) -> str:
 
 def runs_in_torch(hardware: Hardware, facts: ModelFacts) -> bool:
     """Whether our operators, where they are chosen, are computed by torch's operations: on a CPU or an old GPU."""
-    return hardware.kind == "cpu" or bool(_slow(hardware, facts))
+    asked = asked_by_environment(hardware, facts).partition("=")[2]
+    return hardware.kind == "cpu" or (bool(_slow(hardware, facts)) if asked in ("", "triton") else True)
 
 
 def _slow(hardware: Hardware, facts: ModelFacts) -> str:
@@ -151,8 +180,11 @@ def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
         return f"has no kernels for the layers of {facts.model_type}"
     if hardware.kind != "cuda":
         return f"needs CUDA, the device is {hardware.kind}"
-    if not any(hardware.version(package) for package in LINEAR_PACKAGES):
+    version = next(filter(None, map(hardware.version, LINEAR_PACKAGES)), None)
+    if version is None:
         return "flash-linear-attention is not installed"
+    if version_numbers(version) < _OLDEST_FLA:
+        return f"flash-linear-attention {version} is older than {'.'.join(map(str, _OLDEST_FLA))}"
     weak = [device for device in hardware.devices if (device.capability or (0, 0)) < (8, 0)]
     if weak:
         return f"Triton emits no tensor-core instructions for {weak[0].name}"

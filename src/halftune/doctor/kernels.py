@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from halftune.doctor.environment import Finding
+from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.dispatch import OPERATORS, choose
 from halftune_kernels.selfcheck import verdict
 
@@ -15,7 +16,11 @@ def check_kernels() -> Iterator[Finding]:
     """One finding for each operator, by the implementation that a run would take here. Kept on disk once found."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for operator in OPERATORS:
-        backend = choose(operator, device, torch.bfloat16)
+        try:
+            backend = choose(operator, device, torch.bfloat16)
+        except ArgumentError as error:  # HALFTUNE_KERNELS asks for what is not there
+            yield Finding(f"kernel {operator}", "fail", str(error), "unset that variable")
+            continue
         found = verdict(operator, device, backend.name)
         what = f"{found.backend}: {found.detail} ({found.seconds:.1f} s; {backend.reason})"
         remedy = "" if found.passed else f"HALFTUNE_KERNELS_{operator.upper()}=torch, and please report it"
