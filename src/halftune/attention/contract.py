@@ -258,6 +258,8 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint(_FUNCTIONS_3, "flash_attn_qkvpacked_func", ("qkv",), packed=3),
     EntryPoint(_FUNCTIONS_3, "flash_attn_with_kvcache", _CACHED),
 )
+# torch's own, which models import by hand too: it wants one dtype of all three, also under autocast.
+FLEX_ENTRY_POINT = EntryPoint("torch.nn.attention.flex_attention", "flex_attention", ("query", "key", "value"))
 ROTARY_ENTRY_POINT = EntryPoint("flash_attn.layers.rotary", "apply_rotary_emb", ("x", "cos", "sin"))
 
 # The functions of linear attention and state-space layers that transformers' modeling modules look up in their globals,

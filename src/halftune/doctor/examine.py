@@ -14,7 +14,15 @@ from torch.jit import _state as jit_state
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from halftune.attention.contract import ENTRY_POINTS, LINEAR_ENTRY_POINTS, ROTARY_ENTRY_POINT, Call, Operand, violations
+from halftune.attention.contract import (
+    ENTRY_POINTS,
+    FLEX_ENTRY_POINT,
+    LINEAR_ENTRY_POINTS,
+    ROTARY_ENTRY_POINT,
+    Call,
+    Operand,
+    violations,
+)
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import has_towers, inputs_for
@@ -88,7 +96,7 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
     tracer = Tracer(
         plan.precision,
         cuda_rules=plan.device.value != "cpu",
-        functions=ENTRY_POINTS,
+        functions=(*ENTRY_POINTS, FLEX_ENTRY_POINT),
         rotary=(ROTARY_ENTRY_POINT,),
         linear=LINEAR_ENTRY_POINTS,
     )
@@ -132,9 +140,11 @@ def objection(arrival: Arrival) -> str:
     """What flash-attn would raise if these operands reached it as they are; empty where it takes them."""
     if arrival.target != "attention" or len(arrival.operands) < 3:
         return ""
-    if not arrival.guarded:  # torch's own words
-        sdpa = arrival.function == "scaled_dot_product_attention"
-        return f"{'Expected query, key, and value' if sdpa else 'expected m1 and m2'} to have the same dtype"
+    torchs = arrival.function in ("scaled_dot_product_attention", FLEX_ENTRY_POINT.name)
+    if torchs or not arrival.guarded:  # torch's own words, where they differ
+        alike = len({operand.dtype for operand in arrival.operands}) == 1
+        text = f"{'Expected query, key, and value' if torchs else 'expected m1 and m2'} to have the same dtype"
+        return "" if torchs and alike else text
     shape = (1, 8, 1, 8)
     q, k, v = (Operand(str(each.dtype).removeprefix("torch."), shape) for each in arrival.operands[:3])
     return next(violations(Call(q, k, v)), "")
@@ -196,7 +206,7 @@ def _phases(model: nn.Module, inputs: dict[str, Any], config: RunConfig, tracer:
     except (*NEEDS_VALUES, HalftuneError):
         raise
     except Exception as error:  # the model's own code may raise anything
-        raise broken(error, config.model, None, doing) from error
+        raise broken(error, config.model, None, doing, tracer.refusal(config.model.name_or_path)) from error
 
 
 def _check(model: nn.Module, plan: Plan) -> None:

@@ -11,7 +11,9 @@ from halftune.precision.trace.sources import written_in
 BUILT = "the model cannot be built"
 
 
-def broken(error: BaseException, section: ModelSection, folder: Path | None, failed: str = BUILT) -> HalftuneError:
+def broken(
+    error: BaseException, section: ModelSection, folder: Path | None, failed: str = BUILT, since: str = ""
+) -> HalftuneError:
     """What went wrong in someone else's code, and on which line of it.
 
     Args:
@@ -19,6 +21,7 @@ def broken(error: BaseException, section: ModelSection, folder: Path | None, fai
         section: names the model.
         folder: of the model, where no line of it is known.
         failed: what was being done, in words that say that it did not work.
+        since: what else is known of the reason.
     """
     if isinstance(error, HalftuneError):
         return error
@@ -36,7 +39,9 @@ def broken(error: BaseException, section: ModelSection, folder: Path | None, fai
     where = f"{written_in(file, section.name_or_path)}{colon}{line}" or (
         str(folder) if folder else section.name_or_path
     )
-    return ModelError(f"{failed}: {type(error).__name__}: {first}", where=where, remedy=remedy)
+    return ModelError(
+        f"{failed}: {type(error).__name__}: {first}{f' ({since})' if since else ''}", where=where, remedy=remedy
+    )
 
 
 def _unreadable(folder: Path) -> str:

@@ -62,7 +62,7 @@ def load_model(
         loaded, info = _read(folder, model, plan, attention, own_code=own_code, unread=unread)
         if quantisation(folder) in WIDENED:
             store_as_planned(loaded, plan)
-    guard_imports_by_hand()
+    guard_imports_by_hand(own_code=own_code)
     _check_complete(info, folder)
     if unread is not None:
         unread.give_buffers(loaded)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, flash_attention_mask, flex_attention_mask, sdpa_mask
 
-from halftune.attention.contract import ENTRY_POINTS, ROTARY_ENTRY_POINT, silent_hole
+from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, silent_hole
 from halftune.attention.flash_in_torch import IN_TORCH
 from halftune.attention.varlen import Attention, attention_callable
 from halftune.core.errors import ModelError
@@ -113,7 +113,7 @@ def rehearsal() -> AbstractContextManager[None]:
 
 
 def guard_imports_by_hand(*, own_code: bool = False) -> list[str]:
-    """Puts the current guard before flash_attn's functions in every module that imported them by hand.
+    """Puts the current guard before flash_attn's functions in every module that imported them by hand, and before flex.
 
     Only where something has imported the package, or may: importing it costs seconds, and a model of transformers does
     not call it by itself. A plan in fp32 has those functions computed in plain torch.
@@ -127,9 +127,10 @@ def guard_imports_by_hand(*, own_code: bool = False) -> list[str]:
     if not {"flash_attn", "flash_attn_interface"} & sys.modules.keys() and not own_code:
         return []
     guard = current_guard()
+    functions = (*ENTRY_POINTS, FLEX_ENTRY_POINT) if own_code else ENTRY_POINTS
     if guard.compute == "fp32":  # no kernel of the package takes it
-        return patch(guard, ENTRY_POINTS, (ROTARY_ENTRY_POINT,), instead=IN_TORCH)
-    return patch(guard, ENTRY_POINTS, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
+        return patch(guard, functions, (ROTARY_ENTRY_POINT,), instead=IN_TORCH)
+    return patch(guard, functions, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
 
 
 def refuse_silent_hole(query: torch.Tensor, dropout: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from pathlib import Path
 from typing import Protocol
@@ -44,11 +45,19 @@ def note(number: int, target: str, arrived: str, dtype: str) -> None:
     guard = _guards[number]()
     frames = [frame for frame in TracingContext.extract_stack() if not frame.filename.startswith(_HERE)]
     if guard is not None:
-        place = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("compiled code", 0)
+        place = (frames[-1].filename, frames[-1].lineno or 0) if frames else _caller()
         guard.noted_in_graph(*place, target, _named(arrived), _named(dtype))
 
 
 note._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the decorator would import torch._dynamo: seconds
+
+
+def _caller() -> tuple[str, int]:
+    """File and line that call a function which is compiled by itself."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_HERE, "<")):
+        frame = frame.f_back
+    return ("compiled code", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _named(dtypes: str) -> str:

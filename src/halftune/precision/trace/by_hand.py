@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from halftune.precision.trace.steps import Source, Step
 
-PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
+_SOFTMAX = frozenset({"softmax", "exp"})  # the second where somebody divides by the sum himself, before or after
 _FAR = 32  # calls between a product and what is looked for: scale, mask, cap, dropout, reshapes
 
 
@@ -18,52 +19,72 @@ class Written:
     Attributes:
         operands: query, key and value, as they go into the two products.
         probabilities: what the values are multiplied with.
+        by_elements: whether a product is one of elements, summed: type promotion rules there, and autocast has no say.
     """
 
     operands: Mapping[str, Source]
     probabilities: Source
+    by_elements: bool = False
 
     @property
     def contradict(self) -> bool:
         """Whether torch refuses one of the two products where autocast is off."""
         query, key, value = (source.dtype for source in self.operands.values())
-        return query is not key or self.probabilities.dtype is not value
+        return not self.by_elements and (query is not key or self.probabilities.dtype is not value)
 
 
 def written_attention(step: Step) -> Written | None:
     """The attention whose last product ``step`` is, or None.
 
-    A product with a weight is no score: routers and pooled heads take a softmax too.
+    A product with a weight, or with what comes from buffers alone, is no score: routers, pooled heads and random
+    features take a softmax or an exponential too.
     """
-    if step.op not in PRODUCTS or len(step.sources) < 2:
+    factors = _factors(step)
+    if len(factors) < 2:
         return None
-    left, right = step.sources[-2:]
-    for probabilities, value in ((left, right), (right, left)):
-        softmax = _before(probabilities, frozenset({"softmax"}))
-        scores = _before(softmax.sources[0], PRODUCTS) if softmax is not None and softmax.sources else None
-        if scores is not None and len(scores.sources) >= 2 and not any(map(_is_weight, scores.sources[-2:])):
-            query, key = scores.sources[-2:]
-            return Written({"query": query, "key": key, "value": value}, probabilities)
+    for probabilities in factors:
+        softmax = _before(probabilities, lambda before: before.op in _SOFTMAX)
+        scores = _before(softmax.sources[0], _is_product) if softmax is not None and softmax.sources else None
+        data = [each for each in _factors(scores) if not _is_weight(each)] if scores is not None else []
+        values = [each for each in factors if each is not probabilities]
+        if len(data) >= 2:
+            value = next((each for each in reversed(values) if not _is_weight(each)), values[-1])
+            by_elements = "sum" in (step.op, scores.op if scores is not None else "")
+            return Written({"query": data[0], "key": data[1], "value": value}, probabilities, by_elements)
     return None
 
 
-def _before(source: Source, sought: frozenset[str]) -> Step | None:
+def _factors(step: Step | None) -> tuple[Source, ...]:
+    """What a product multiplies: of ``baddbmm`` the last two, of ``(a * b).sum()`` those of the multiplication."""
+    if step is None:
+        return ()
+    if step.op in _PRODUCTS:
+        return step.sources if step.op == "einsum" else step.sources[-2:]
+    made = step.sources[0].step if step.op == "sum" and step.sources else None
+    return made.sources if made is not None and made.op == "mul" and len(made.sources) == 2 else ()
+
+
+def _is_product(step: Step) -> bool:
+    return len(_factors(step)) >= 2
+
+
+def _before(source: Source, sought: Callable[[Step], bool]) -> Step | None:
     """The nearest of the sought calls on the way to ``source``, with no product or layer in between."""
     waiting, seen = [source.step], set[int]()
     while waiting and len(seen) < _FAR:
         step = waiting.pop(0)
         if step is None or step.index in seen:
             continue
-        if step.op in sought:
+        if sought(step):
             return step
         seen.add(step.index)
-        if step.op not in PRODUCTS and step.op != "linear":
+        if not _is_product(step) and step.op != "linear":
             waiting += [each.step for each in step.sources]
     return None
 
 
 def _is_weight(source: Source) -> bool:
-    """Whether it is a parameter, as it is or reshaped and cast."""
+    """Whether it is a parameter, as it is or reshaped and cast, or comes from no data at all."""
     while source.step is not None and len(source.step.sources) == 1:
         source = source.step.sources[0]
-    return source.leaf.startswith("parameter ")
+    return source.constant or source.leaf.startswith("parameter ")

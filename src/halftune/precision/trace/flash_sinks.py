@@ -1,6 +1,7 @@
-"""Shape-true stand-ins of flash_attn's functions for tensors without numbers, importable where the package is absent.
+"""Shape-true stand-ins of flash_attn's functions, importable where the package is absent, and of torch's flex.
 
-Numbers are those of attention over whole rows without masks: a trace looks at dtypes.
+Made for tensors without numbers: those that come out are of attention over whole rows without masks, since a trace
+looks at dtypes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import AuxOutput
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,6 +65,27 @@ def flash_attn_with_kvcache(
     return q * 1.0
 
 
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch's: ``[B, H, T, D]``, ``[B, G, S, D]``, ``[B, G, S, E]`` → ``[B, H, T, E]``, or a tuple that begins so."""
+    out = nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa)
+    lse = out.detach()[..., 0].float()
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse, max_scores=lse)
+    return (out, lse) if return_lse else out
+
+
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Like ``x``."""
     return x * 1.0
@@ -94,7 +117,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 _ATTENTION = tuple(name for name in list(globals()) if name.startswith("flash_attn_"))
 _PADDING = ("index_first_axis", "unpad_input", "pad_input")
-SINKS = {name: globals()[name] for name in (*_ATTENTION, *_PADDING, "apply_rotary_emb")}
+SINKS = {name: globals()[name] for name in (*_ATTENTION, *_PADDING, "apply_rotary_emb", "flex_attention")}
 """By name; these stay what they are while the module's own names are replaced like everybody's."""
 _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn": _ATTENTION,

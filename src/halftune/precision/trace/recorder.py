@@ -51,6 +51,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.on_attention, self.on_step = model, on_attention, on_step
         self.count = 0
+        self.refused: tuple[Source, ...] = ()  # what the last call was given that raised
         self._leaves: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks = ExitStack()
@@ -79,7 +80,11 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.on_attention is not None and func in _ATTENTION:
             self.on_attention(func, args, kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            self.refused = tuple(self._source(tensor) for tensor in _floating((args, kwargs)))
+            raise
         made = list(_floating(args[0] if _name(func) == "__setitem__" else result))
         if made:
             self._record(func, made, args, kwargs)

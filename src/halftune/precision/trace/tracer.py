@@ -22,7 +22,8 @@ from halftune.precision.trace.by_hand import written_attention
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.flash_sinks import SINKS
 from halftune.precision.trace.recorder import Recorder
-from halftune.precision.trace.steps import HALF, Step
+from halftune.precision.trace.sources import written_in
+from halftune.precision.trace.steps import HALF, Step, first_promotion, shown
 
 _WITH_LAYERS = (".modeling_", "halftune.model.rwkv7.")  # modules that call functions of linear attention by name
 
@@ -130,6 +131,23 @@ class Tracer:
             self._recorder = Recorder(model, self._direct, self._written)
             yield stack.enter_context(self._recorder)
 
+    def refusal(self, folder: str) -> str:
+        """Which operands were wide in the call that ended a phase, where they disagreed, and since which line.
+
+        Args:
+            folder: the model as the recipe names it.
+        """
+        refused = self._recorder.refused if self._recorder is not None else ()
+        if len({source.dtype for source in refused}) < 2:
+            return ""
+        firsts = [first_promotion(each.step) for each in refused if each.dtype not in HALF and each.step is not None]
+        said = (
+            f"{shown(each.dtype)} since {written_in(each.place.file, folder)}:{each.place.line}: {each.formula()}, "
+            f"{each.cause()}"
+            for each in firsts
+        )
+        return "; ".join(dict.fromkeys(said))
+
     def loss(self, logits: torch.Tensor) -> None:
         """Notes in which dtype logits arrive at the loss, which sums in fp32 whatever they are; backward follows."""
         assert self._recorder is not None, "inside a phase"
@@ -176,12 +194,15 @@ class Tracer:
         if found is not None:
             sources = found.operands.items()
             operands = {name: Operand(name, each.dtype, (), each.step, each.leaf) for name, each in sources}
-            self._by_itself("softmax of a product", operands, contradict=found.contradict)
+            elements = found.by_elements
+            self._by_itself("softmax of a product", operands, contradict=found.contradict, as_written=elements)
 
-    def _by_itself(self, function: str, operands: Mapping[str, Operand], *, contradict: bool) -> None:
+    def _by_itself(
+        self, function: str, operands: Mapping[str, Operand], *, contradict: bool, as_written: bool = False
+    ) -> None:
         """Notes attention outside of the guard: autocast brings it into one dtype, and without it torch wants one."""
         assert self._recorder is not None, "inside a phase"
-        on = torch.is_autocast_enabled("cpu")
+        on = torch.is_autocast_enabled("cpu") and not as_written
         dtype = torch.get_autocast_dtype("cpu") if on else torch_dtype(self.precision.compute.value)
         settled = (
             "autocast casts it at this call" if on else "" if contradict else "the call computes in it, as written"
