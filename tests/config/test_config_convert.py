@@ -173,7 +173,7 @@ def test_axolotl() -> None:
     assert new["data"]["overlong"] == "drop", "axolotl drops what is too long"
     assert new["training"]["gradient_checkpointing"] is True
     changed = {note.key for note in convert_file(Path("axolotl.yaml")).notes if note.kind == "changed"}
-    assert changed == {"adapter", "optimizer", "evals_per_epoch", "gradient_checkpointing"}
+    assert changed == {"adapter", "datasets", "optimizer", "evals_per_epoch", "gradient_checkpointing"}
 
 
 def test_trl() -> None:
@@ -239,6 +239,48 @@ def test_documents_and_conversations_in_one_axolotl_config_are_refused(tmp_path:
         convert_file(path, "axolotl")
     path.write_text(old.replace("alpaca", "completion"))
     assert convert_file(path, "axolotl").values["method"] == {"type": "pretrain"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "grouped"),
+    [
+        ("sample_packing: false", False),
+        ("group_by_length: true", True),
+        ("train_sampling_strategy: group_by_length", True),
+        ("sample_packing: true", None),
+    ],
+)
+def test_rows_are_grouped_by_length_where_they_were(tmp_path: Path, lines: str, grouped: bool | None) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(f"base_model: a/b\ndatasets: [{{path: a, type: chat_template}}]\nmicro_batch_size: 1\n{lines}\n")
+    assert convert_file(path, "axolotl").values["data"].get("group_by_length") is grouped
+
+
+def test_what_a_data_set_of_axolotl_says_is_accounted_for(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    entry = "{path: a, type: chat_template, message_field_role: who, train_on_eos: turn, shards: 4, roles: null}"
+    path.write_text(f"base_model: a/b\ndatasets: [{entry}]\nmicro_batch_size: 1\n")
+    (note,) = [note for note in convert_file(path, "axolotl").notes if note.key == "datasets"]
+    assert note.kind == "changed"
+    assert note.why == "who, content: messages hold role and content, or from and value, here; shards: not taken over"
+
+
+def test_columns_of_dataset_info_are_kept(tmp_path: Path) -> None:
+    sets = {
+        "mine": {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "turns", "tools": "tools"}},
+        "hub": {
+            "hf_hub_url": "o/n",
+            "formatting": "sharegpt",
+            "columns": {"messages": "chat"},
+            "tags": {"role_tag": "role"},
+        },
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(sets))
+    (tmp_path / "old.yaml").write_text(LLAMAFACTORY)
+    first, second = convert_file(tmp_path / "old.yaml").values["data"]["train"]
+    assert (first["format"], first["columns"]) == ("sharegpt", {"conversations": "turns"})
+    assert (second["format"], second["columns"]) == ("messages", {"messages": "chat"})
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.trainer import NO_EQUIVALENT as TRAINER
-from halftune.config.convert.trainer import number, optimizer, periods, resume, scheduler, whole_steps
+from halftune.config.convert.trainer import grouping, number, optimizer, periods, resume, scheduler, whole_steps
 
 RENAMED = {
     "base_model": "model.name_or_path",
@@ -117,6 +117,12 @@ NO_EQUIVALENT = {
     "chat_template_jinja": "write the template to a file and name it in model.chat_template",
     "train_on_eos": "the end of an answer is always trained",
 }
+# What is read of an entry of `datasets`; each other key of it is named in the report.
+READ = {
+    *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "roles_to_train"),
+    *("message_property_mappings", "message_field_role", "message_field_content"),
+}
+SPEAKERS = (("role", "content"), ("from", "value"))
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 
@@ -214,6 +220,7 @@ def _data(draft: Draft) -> None:
     draft.default("data.overlong", "drop", "excess_length_strategy")
     draft.default("data.max_length", 512, "sequence_len")
     draft.default("data.packing", False, "sample_packing")
+    grouping(draft)
 
 
 def _template(draft: Draft) -> None:
@@ -223,7 +230,8 @@ def _template(draft: Draft) -> None:
     elif template == "tokenizer_default":
         draft.none("chat_template", "the tokenizer's own template is the default")
     elif template is not None:
-        draft.changed("chat_template", "", None, "the tokenizer's own chat template renders conversations")
+        why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
+        draft.changed("chat_template", "", None, why)
 
 
 def _source(entry: Any) -> tuple[dict[str, Any], str]:
@@ -239,7 +247,12 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
     split = entry.get("split")
     if split and split != "train" and not entry.get("ds_type"):
         source["split"] = split
-    kind = str(entry.get("type") or "")
+    kind = entry.get("type") or ""
+    kind = kind if isinstance(kind, str) else "of its own"
+    if kind == "alpaca":
+        changes.append(
+            'type alpaca: the chat template renders questions, without Alpaca\'s "### Instruction:" around them'
+        )
     if kind in ("alpaca", "completion"):
         source["format"] = "text" if kind == "completion" else "alpaca"
     elif kind not in ("chat_template", "sharegpt", ""):
@@ -251,7 +264,19 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
         source["columns"] = {"messages": field}
     if entry.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["assistant", "gpt"]):
         changes.append("roles_to_train: assistant turns are trained")
-    return source, "; ".join(changes)
+    return source, "; ".join([*changes, *_left_out(entry)])
+
+
+def _left_out(entry: dict[str, Any]) -> list[str]:
+    """What a data set says that has no place in ours."""
+    said = entry.get("message_property_mappings") or {}
+    role = said.get("role") or entry.get("message_field_role") or "role"
+    content = said.get("content") or entry.get("message_field_content") or "content"
+    kept = {"train_on_eos": "turn"}  # so it is here
+    unread = [key for key, value in entry.items() if key not in READ and value not in (None, False, kept.get(key))]
+    turns = "messages hold role and content, or from and value, here"
+    left = [] if (role, content) in SPEAKERS else [f"{role}, {content}: {turns}"]
+    return left + ([f"{', '.join(unread)}: not taken over"] if unread else [])
 
 
 def _training(draft: Draft) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import attention, listed, precision, quantization
-from halftune.config.convert.trainer import convert_trainer, periods
+from halftune.config.convert.trainer import convert_trainer, grouping, periods
 
 MODEL = {
     "model_name_or_path": "model.name_or_path",
@@ -78,6 +78,8 @@ NO_EQUIVALENT = {
     "enable_thinking": "model.chat_template_kwargs, where the template knows it",
     "compute_accuracy": "evaluation is the loss",
 }
+# Columns of dataset_info.json, by ours.
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
 METHODS = {"sft": "sft", "pt": "pretrain"}
 
 
@@ -136,6 +138,7 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     if draft.has("val_size"):
         draft.translated("val_size", "data.eval_split", draft.take("val_size"))
     _packing(draft)
+    grouping(draft)
     if draft.has("template"):
         why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
         draft.changed("template", "", draft.take("template"), why)
@@ -223,15 +226,11 @@ def _source(name: str, entry: Any, base: Path) -> dict[str, Any]:
     if entry.get("num_samples"):
         source["samples"] = entry["num_samples"]
     columns = entry.get("columns") or {}
-    if entry.get("formatting", "alpaca") == "alpaca":
-        ours = {
-            "prompt": "instruction",
-            "query": "input",
-            "response": "output",
-            "system": "system",
-            "history": "history",
-        }
-        renamed = {ours[key]: column for key, column in columns.items() if key in ours and ours[key] != column}
-        if renamed:
-            source |= {"format": "alpaca", "columns": renamed}
+    alpaca = entry.get("formatting", "alpaca") == "alpaca"
+    turns = "messages" if (entry.get("tags") or {}).get("role_tag") == "role" else "conversations"
+    ours = ALPACA if alpaca else {"messages": turns, "system": "system", "tools": "tools"}
+    renamed = {ours[key]: column for key, column in columns.items() if key in ours and ours[key] != column}
+    if renamed:
+        form = "alpaca" if alpaca else "sharegpt" if turns == "conversations" else "messages"
+        source |= {"format": form, "columns": renamed}
     return source

@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "adagrad": "adagrad",
 }
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial")
+SHARING = "distributed.strategy: auto shares the model by fsdp2 where it does not fit one device"
 NO_EQUIVALENT = {
     "do_train": "halftune train always trains",
     "do_eval": "there is evaluation where there is evaluation data",
@@ -41,14 +42,13 @@ NO_EQUIVALENT = {
     "dataloader_pin_memory": "data is tokenised before training",
     "dataloader_drop_last": "every sample is seen",
     "remove_unused_columns": "only the columns of the format are read",
-    "group_by_length": "rows are packed, or grouped by length (data.group_by_length)",
     "length_column_name": "lengths are counted in tokens",
     "ddp_timeout": "data is prepared before the processes wait for each other",
     "ddp_find_unused_parameters": "decided by the adapter",
     "ddp_bucket_cap_mb": "torch's default",
-    "deepspeed": "not there today",
-    "fsdp": "not there today",
-    "fsdp_config": "not there today",
+    "deepspeed": SHARING,
+    "fsdp": SHARING,
+    "fsdp_config": SHARING,
     "accelerator_config": "an accelerate config never changes a run here",
     "gradient_checkpointing_kwargs": "non-reentrant, as recommended",
     "neftune_noise_alpha": "not there today",
@@ -157,6 +157,22 @@ def scheduler(draft: Draft, key: str) -> None:
     """The schedule."""
     table = {name: name for name in SCHEDULERS}
     draft.words(key, "training.lr_scheduler_type", table, "cosine", "cosine takes its place")
+
+
+def grouping(draft: Draft) -> None:
+    """Rows of like length together, which is off there unless it is asked for; call it when packing is known."""
+    asked, strategy = draft.take("group_by_length"), draft.take("train_sampling_strategy")
+    grouped = bool(asked) or strategy == "group_by_length"
+    packed = bool(draft.get("data.packing"))
+    for key, value in (("group_by_length", asked), ("train_sampling_strategy", strategy)):
+        if value is not None and packed:
+            draft.none(key, "rows are packed")
+        elif strategy == "sequential":
+            draft.changed(key, "data.group_by_length", False, "data is shuffled every epoch")
+        elif value is not None:
+            draft.translated(key, "data.group_by_length", grouped)
+    if not packed:
+        draft.default("data.group_by_length", False, "group_by_length")
 
 
 def report_to(draft: Draft) -> None:

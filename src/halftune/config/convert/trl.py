@@ -7,7 +7,7 @@ from typing import Any
 
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import attention, listed, precision, quantization
-from halftune.config.convert.trainer import convert_trainer, periods
+from halftune.config.convert.trainer import convert_trainer, grouping, periods
 
 MODEL = {
     "model_name_or_path": "model.name_or_path",
@@ -125,6 +125,7 @@ def _data(draft: Draft) -> None:
             draft.translated(key, "data.max_length", draft.take(key))
     draft.default("data.max_length", 1024, "max_length")
     _packing(draft)
+    grouping(draft)
 
 
 def _text_field(draft: Draft) -> None:
