@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from halftune.data.sample import NO_LABEL
 from halftune.train.feed import LABEL_POSITIONS
@@ -65,8 +65,11 @@ def forward_loss_sum(
     if positions.numel() == 0:
         positions = positions.new_zeros(1)
     targets = targets[:, positions]
-    base = _base(model)
-    head = None if _is_compiled(model) else plain_head(base, inputs, model if isinstance(model, FSDPModule) else None)
+    whole = _whole(model)
+    base = _base(whole)
+    # a graph would not notice that its head is another for a moment
+    compiled = whole._compiled_call_impl is not None
+    head = None if compiled else plain_head(base, inputs, model if isinstance(model, FSDPModule) else None)
     takes_positions = _takes_positions(type(base))
     if takes_positions:
         inputs["logits_to_keep"] = positions
@@ -171,16 +174,15 @@ def _may_overwrite(logits: torch.Tensor) -> bool:
     return False
 
 
+def _whole(model: nn.Module) -> nn.Module:
+    """The model below what shares it among processes; accelerate's function for it visits each module."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def _base(model: nn.Module) -> Any:
-    """The transformers model itself, below wrappers for several processes and adapters."""
-    base = extract_model_from_parallel(model)
-    unwrap = getattr(base, "get_base_model", None)  # peft
-    return unwrap() if unwrap is not None else base
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether the model runs as a graph, which would not notice that its head is another for a moment."""
-    return extract_model_from_parallel(model)._compiled_call_impl is not None
+    """The transformers model itself, below an adapter."""
+    unwrap = getattr(model, "get_base_model", None)  # peft
+    return unwrap() if unwrap is not None else model
 
 
 @cache
