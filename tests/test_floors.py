@@ -25,7 +25,6 @@ FLOORS: dict[str, int] = {
     "halftune.train": 7,
     "halftune.infer": 7,
     "halftune.export": 7,
-    "halftune.evaluate": 8,
     "halftune.bench": 8,
     "halftune.launch": 9,
     "halftune.doctor": 9,
