@@ -9,10 +9,13 @@ import pytest
 from halftune.config.load import load_config
 from halftune.config.shipped import recipes
 from halftune.core.errors import ConfigError
+from halftune_webui.dependencies import needless, without_needless
+from halftune_webui.edits import edited
 from halftune_webui.labels import load_words
 from halftune_webui.recipe import examine, shipped
 from halftune_webui.settings import Settings
 from halftune_webui.state import form_state
+from halftune_webui.yaml_edit import read
 
 GOOD = "model: {name_or_path: builtin:qwen2-tiny}\ndata: {train: builtin:python-docs}\ntraining: {output_dir: runs/x}\n"
 
@@ -140,3 +143,34 @@ def test_runnable_text_names_whole_paths(limits: Settings) -> None:
     assert not examined.problems
     assert str(Path("below.yaml").resolve()) in examined.runnable
     assert examined.runnable.startswith("# kept\n")
+
+
+MADE = "depends_on: [below.yaml]\nmodel: {name_or_path: runs/base/final}\n" + GOOD.split("\n", 1)[1]
+
+
+def test_another_model_lets_go_of_the_recipe_that_made_the_one_before(limits: Settings) -> None:
+    Path("below.yaml").write_text(GOOD.replace("runs/x", "runs/base"))
+    assert not needless(MADE, limits)
+    edit = {"op": "set", "field": "model.name_or_path", "value": "builtin:llama-tiny"}
+    changed = edited(MADE, [edit], limits)
+    assert "depends_on" not in changed
+    assert "builtin:llama-tiny" in changed
+    other = edited(MADE, [{**edit, "field": "training.seed", "value": "3"}], limits)
+    assert "depends_on" in other
+    by_hand = MADE.replace("runs/base/final", "builtin:llama-tiny")  # a text stays as it was written, and it is said
+    assert needless(by_hand, limits) == ["below.yaml"]
+    assert "depends_on" in edited(by_hand, [{**edit, "value": "builtin:qwen2-tiny"}], limits)
+
+
+def test_of_several_only_the_one_that_was_needed_goes(limits: Settings) -> None:
+    Path("below.yaml").write_text(GOOD.replace("runs/x", "runs/base"))
+    Path("other.yaml").write_text(GOOD.replace("runs/x", "runs/other"))
+    text = MADE.replace("[below.yaml]", "[other.yaml, below.yaml]").replace("builtin:python-docs", "runs/other")
+    assert read(without_needless(text, text.replace("runs/base", "runs/b"), limits)).values["depends_on"] == [
+        "other.yaml"
+    ]
+
+
+def test_a_recipe_outside_the_limits_is_not_read_for_that(limits: Settings, tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text(GOOD.replace("runs/x", "runs/base"))
+    assert needless(GOOD + "depends_on: [../below.yaml]\n", limits) == []

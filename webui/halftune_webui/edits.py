@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any, get_origin
 
 from halftune.config.reading.yaml_source import parse, scalar
 from halftune.config.shape import Path, Shape, accepts, choices, options, shape_at, shape_of
 from halftune.core.errors import ConfigError
+from halftune_webui.dependencies import without_needless
 from halftune_webui.form import display
+from halftune_webui.settings import Settings
 from halftune_webui.yaml_edit import ABSENT, child_at, read, set_value
 
 _PART = re.compile(r"([a-z0-9_]+)|\[(\d{1,4})\]")
+
+
+def edited(text: str, edits: list[dict[str, Any]], settings: Settings) -> str:
+    """The recipe after what was done in the form, in order."""
+    for edit in edits:
+        with suppress(ConfigError):  # the text is no recipe meanwhile: the answer says what is wrong with it
+            match edit["op"]:
+                case "set":
+                    changed = change(text, edit["field"], edit["value"])
+                    if edit["field"].startswith("model."):  # another model needs no training of the one before
+                        changed = without_needless(text, changed, settings)
+                    text = changed
+                case "add":
+                    text = add_entry(text, edit["field"])
+                case "remove":
+                    text = remove_entry(text, edit["field"])
+    return text
 
 
 def path_of(dotted: str) -> Path:

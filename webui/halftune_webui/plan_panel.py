@@ -15,7 +15,13 @@ MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "overhea
 
 
 def plan_panel(
-    plan: Plan | None, problem: HalftuneError | None, words: Words, *, elsewhere: bool, first: Sequence[str] = ()
+    plan: Plan | None,
+    problem: HalftuneError | None,
+    words: Words,
+    *,
+    elsewhere: bool,
+    first: Sequence[str] = (),
+    unused: Sequence[str] = (),
 ) -> str:
     """The panel.
 
@@ -25,10 +31,13 @@ def plan_panel(
         words: the labels.
         elsewhere: whether the plan is for another machine than this one.
         first: recipes that are trained before this one.
+        unused: those of them whose result it does not use.
     """
     note = f'<p class="elsewhere">{escape(words("plan.elsewhere"))}</p>' if elsewhere else ""
     if first:
         note += f'<p class="elsewhere">{escape(words("plan.first", names=", ".join(first)))}</p>'
+    if unused:
+        note += f'<p class="warning">{escape(words("plan.unused", names=", ".join(unused)))}</p>'
     if problem is not None:
         said = "<br>".join(escape(words.problem(each)) for each in problem.problems)
         return f'<div class="ht-plan">{note}<p class="problem" role="alert">{said}</p></div>'

@@ -116,7 +116,7 @@ def outside(
         folder: where the recipe lies.
         seen: recipes that depend on this one.
     """
-    for key, text in _paths_of(tree.values):
+    for key, text in paths_of(tree.values):
         try:
             _reach(settings, text, start, folder, key[0])
         except OutsideError as error:
@@ -157,7 +157,7 @@ def _reach(settings: Settings, text: str, start: Path, folder: Path, section: An
             check_links(settings.roots, path)
 
 
-def _paths_of(values: Any) -> Iterator[tuple[Key, str]]:
+def paths_of(values: Any) -> Iterator[tuple[Key, str]]:
     """Every value that is, or may be, a path: (key, text)."""
     found: list[tuple[Key, Any]] = []
     for section, names in (

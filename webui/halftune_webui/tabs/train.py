@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -13,10 +12,11 @@ from typing import Any
 import gradio as gr
 
 from halftune.config.shipped import recipes
-from halftune.core.errors import ConfigError, HalftuneError
+from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
 from halftune_webui.context import Context
-from halftune_webui.edits import add_entry, change, remove_entry
+from halftune_webui.dependencies import needless
+from halftune_webui.edits import edited
 from halftune_webui.form import as_json, form
 from halftune_webui.hints import hints
 from halftune_webui.labels import Words
@@ -127,7 +127,7 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
         return _react(context, text, name)
 
     def form_changed(text: str, name: str, event: gr.EventData) -> tuple[Any, ...]:
-        changed = _edited(text, event.edits)
+        changed = edited(text, event.edits, context.settings)
         return changed, *_react(context, changed, name, event.seq)
 
     def picked(name: str | None, text: str, machine_name: str) -> tuple[Any, ...]:
@@ -149,20 +149,6 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
 
 
-def _edited(text: str, edits: list[dict[str, Any]]) -> str:
-    """The recipe after what was done in the form, in order."""
-    for edit in edits:
-        with suppress(ConfigError):  # the text is no recipe meanwhile: the answer says what is wrong with it
-            match edit["op"]:
-                case "set":
-                    text = change(text, edit["field"], edit["value"])
-                case "add":
-                    text = add_entry(text, edit["field"])
-                case "remove":
-                    text = remove_entry(text, edit["field"])
-    return text
-
-
 def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any, ...]:
     """Everything beside the text: the form, the plan, the list of problems, whether it can be started."""
     examined = examine(text or "", context.settings)
@@ -170,7 +156,8 @@ def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any
     problem = planned.problem if planned is not None else None
     first = [Path(name).name for name in examined.loaded.run.depends_on] if examined.loaded is not None else []
     plan, elsewhere = planned.plan if planned else None, machine != HERE
-    panel = plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first)
+    unused = [Path(name).name for name in needless(text or "", context.settings)] if first else []
+    panel = plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first, unused=unused)
     ready = not examined.problems and (elsewhere or problem is None)
     return (
         form_state(examined, planned, context.words, seq, machines()[machine].devices[0].name if elsewhere else ""),
