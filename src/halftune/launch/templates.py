@@ -7,9 +7,12 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from halftune.config.run import RunConfig
+from halftune.core.errors import ConfigError, DtypeContractError, MissingPackageError, ModelError
 from halftune.launch.command import command
 
 GRACE = 120  # seconds between a scheduler's SIGTERM and its SIGKILL, for the step and its checkpoint
+# Exit codes of a machine after which another attempt would end as this one: see core/errors.py, and the last a bug.
+FINAL = (*sorted({one.exit_code for one in (ConfigError, ModelError, DtypeContractError, MissingPackageError)}), 70)
 _CORES = 8  # for each process: its share of data, and the threads of torch; Slurm gives a task one core otherwise
 # In a template the machine's number and the first machine's name are known only when the job runs.
 _RANK, _HOST = 999_983, "main.process.ip"
@@ -78,7 +81,11 @@ spec:
     enableDNSHostnames: true
     subdomain: halftune
   failurePolicy:
-    maxRestarts: 0
+    maxRestarts: {config.distributed.max_restarts}
+    rules:
+    - name: nothingToTryAgain
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
   - name: machine
     replicas: 1
@@ -88,6 +95,12 @@ spec:
         parallelism: {machines}
         completions: {machines}
         backoffLimit: 0
+        podFailurePolicy:
+          rules:
+          - action: FailJob  # what is wrong in the recipe, the data, the model or the image is wrong next time, too
+            onExitCodes:
+              operator: In
+              values: [{", ".join(map(str, FINAL))}]
         template:
           spec:
             restartPolicy: Never

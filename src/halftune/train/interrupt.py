@@ -46,7 +46,7 @@ def told(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
     """
     reached = [(rank, number, host) for rank, (number, host) in enumerate(answers) if number]
     number = signal.Signals(reached[0][1])
-    if len(reached) == len(answers):
+    if len(reached) == len(answers) or not all(host for *_, host in reached):
         return number, ""
     return number, "to " + ", ".join(f"rank {rank} on {host}" for rank, _, host in reached) + " "
 
@@ -69,7 +69,7 @@ class Interrupts:
         self.received: signal.Signals | None = None
         self._noting = self._left = False
         self._since = 0.0
-        self._process = os.getpid()
+        self._process, self._parent = os.getpid(), os.getppid()
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interrupts:
@@ -92,8 +92,11 @@ class Interrupts:
         self._noting = True
 
     def answer(self) -> tuple[int, str]:
-        """The first signal that came, or 0, and the name of this machine."""
-        return int(self.received or 0), socket.gethostname()
+        """The first signal that came, or 0, and the name of this machine; no name where the launcher is gone.
+
+        Then all processes send the signal to themselves, each in its own time.
+        """
+        return int(self.received or 0), socket.gethostname() if os.getppid() == self._parent else ""
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         forked = os.getpid() != self._process  # and has nothing to save
