@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from halftune.config.facts.model_types import OWN
+from halftune.core.errors import ModelError
+from halftune.model.damage import first_line
 from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM
 
 # The class is the key here, and it is ours alone: nothing of anybody else's is replaced.
@@ -51,7 +54,14 @@ def runs_its_code(folder: Path, *, trust_remote_code: bool) -> bool:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration object of a checkpoint, its own code imported where it brings some and is trusted."""
-    with own_architectures():
-        trusted = runs_its_code(folder, trust_remote_code=trust_remote_code)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    """The configuration object of a checkpoint, its own code imported where it brings some and is trusted.
+
+    Raises:
+        ModelError: transformers refuses a value in it.
+    """
+    try:
+        with own_architectures():
+            trusted = runs_its_code(folder, trust_remote_code=trust_remote_code)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    except StrictDataclassError as error:
+        raise ModelError(first_line(error), where=str(folder), remedy="fetch the checkpoint again") from error

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from halftune.attention.linear import operators_of
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
+from halftune.model.damage import first_line
 from halftune.model.packing_check import REFUSALS, packed_row, shrunken, silent
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
@@ -70,11 +71,11 @@ def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.de
                     _run(model, plan, device, lengths)
         except failures() as error:
             if type(error).__module__.startswith("triton."):
-                what = f"a Triton kernel of the linear-attention layers does not run here: {_first_line(error)}"
+                what = f"a Triton kernel of the linear-attention layers does not run here: {first_line(error)}"
                 raise PlanError(what, remedy="set HALFTUNE_KERNELS=torch, and please report it") from error
-            log.warning("kernels are compiled in the first steps: ahead of them, %s", _first_line(error))
+            log.warning("kernels are compiled in the first steps: ahead of them, %s", first_line(error))
         except REFUSALS as error:  # a copy that cannot be made is no reason not to train
-            log.warning("kernels are compiled in the first steps: ahead of them, %s", _first_line(error))
+            log.warning("kernels are compiled in the first steps: ahead of them, %s", first_line(error))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return time.perf_counter() - start
@@ -108,7 +109,3 @@ def _run(model: PreTrainedModel, plan: Plan, device: torch.device, lengths: tupl
         logits = model.train()(inputs_embeds=embedded, use_cache=False, **given).logits
         loss = logits.float().square().mean()
     loss.backward()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().split("\n") or [""])[0] or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
@@ -32,5 +33,8 @@ TEMPLATE_FAULTS = (
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    """What an error says, in one line; of a config.json that transformers refuses, which value and why."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, StrictDataclassError) and len(lines) > 1:  # "validation error for …:", then "ValueError: …"
+        return f"config.json: {lines[1].strip().partition(': ')[2]}"
+    return lines[0][:300]

@@ -138,6 +138,7 @@ def _read(
                 trust_remote_code=trusted,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name and not as "the above report"
                 **({} if unread is None else {"device_map": {"": META.type}}),
             )
         return loaded

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from halftune.core.choice import Choice
 from halftune.core.errors import HalftuneError, ModelError
+from halftune.model.damage import first_line
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
@@ -82,9 +83,10 @@ def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
         except REFUSALS as refusal:
             if not isinstance(refusal, HalftuneError) and _raised_by_us(refusal):
                 raise
-            said = refusal.what if isinstance(refusal, HalftuneError) else str(refusal)  # the caller has the remedy
-            first = (said.strip().split("\n") or [""])[0] or type(refusal).__name__
-            return Choice(False, f"a small copy of {kind} cannot run a packed row: {first}")
+            said = (
+                refusal.what if isinstance(refusal, HalftuneError) else first_line(refusal)
+            )  # the caller has the remedy
+            return Choice(False, f"a small copy of {kind} cannot run a packed row: {said}")
     if error > TOLERANCE:
         return Choice(
             False, f"packed samples see each other in {kind}: the logits of a small copy are off by {error:.1e}"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -46,6 +47,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises nothing more precise
         first = first_line(error)
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
+        if isinstance(error, StrictDataclassError):  # transformers reads it for the tokenizer's class
+            raise ModelError(first, where=str(folder), remedy="fetch the checkpoint again") from error
         if "trust_remote_code" in str(error):
             first = "it brings Python code of its own"
             remedy = "read the code, then set model.tokenizer to a local copy and model.trust_remote_code: true"

@@ -167,6 +167,6 @@ def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:
         log.info("packing: %s", verdict.reason)
         return plan
     if explicit:
-        raise PlanError(f"packing would mix samples: {verdict.reason}", remedy="data.packing: false")
+        raise PlanError(f"packing is not possible: {verdict.reason}", remedy="data.packing: false")
     log.warning("packing is off: %s", verdict.reason)
     return plan.unpacked(verdict.reason)

@@ -1,6 +1,6 @@
 """The configuration of an RWKV-7: names and defaults of flash-linear-attention's format, so files read both ways."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: transformers checks values by these types, and takes a string for none.
 
 from typing import Any, ClassVar
 
@@ -34,21 +34,21 @@ class RWKV7Config(PreTrainedConfig):
     a_low_rank_dim: int | None = 64
     v_low_rank_dim: int | None = 16
     hidden_act: str = "sqrelu"
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int | None = 2048
     norm_first: bool = True
     norm_bias: bool = True
-    norm_eps: float = 1e-5
+    norm_eps: float | int = 1e-5
     attn: dict[str, Any] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     fuse_norm: bool = True
-    fuse_cross_entropy: bool = True
-    fuse_linear_cross_entropy: bool = False
-    use_l2warp: bool = True
+    fuse_cross_entropy: bool | None = True
+    fuse_linear_cross_entropy: bool | None = False
+    use_l2warp: bool | None = True
     vocab_size: int = 32000
     value_dim: int | list[int] | None = None
 

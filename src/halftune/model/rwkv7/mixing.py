@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from halftune.config.facts.rwkv7_shape import Rwkv7Shape
+from halftune.core.errors import ModelError
 from halftune.model.rwkv7.row import CHANNEL, TIME, Row
 from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 
@@ -183,7 +184,10 @@ class ChannelMixing(nn.Module):
         self.x_k = nn.Parameter(torch.zeros(shape.hidden))
         self.key = nn.Linear(shape.hidden, shape.width, bias=False)
         self.value = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.act = ACT2FN["relu2" if act == "sqrelu" else act]
+        name = "relu2" if act == "sqrelu" else act
+        if name not in ACT2FN:
+            raise ModelError(f"config.json: hidden_act {act!r} is not known", remedy="fetch the checkpoint again")
+        self.act = ACT2FN[name]
 
     def forward(self, x_BTD: torch.Tensor, row: Row) -> torch.Tensor:
         """[B, T, D] of the normed input [B, T, D]."""
