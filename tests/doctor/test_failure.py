@@ -1,13 +1,18 @@
-"""What a verb says when a compiler that torch.compile needs is not there: the sentence and the remedy, no traceback."""
+"""What a verb says when libraries fail: torch.compile without a compiler, or stopped; formats that do not agree."""
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
+from tiny_model import plan
 
 from halftune.cli.failure import tell
+from halftune.model.patch import registered_attention
 
 
 def without_compiler(graph: Any, inputs: Any) -> NoReturn:
@@ -25,3 +30,37 @@ def test_a_failure_of_torch_compile_is_a_sentence(capsys: pytest.CaptureFixture[
     assert "No working C++ compiler found in /nonexistent" in said
     assert "Traceback" not in said
     assert "an error in halftune" not in said
+
+
+def stopped_compiler(graph: Any, inputs: Any) -> NoReturn:
+    try:
+        subprocess.run("kill -TERM $$", shell=True, check=True)
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError("C++ compile error") from error
+    raise AssertionError
+
+
+def test_a_signal_that_reached_the_compiler_stops_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 2, backend=stopped_compiler)
+    with pytest.raises(Exception, match=r"C\+\+ compile error") as caught:
+        compiled(torch.ones(2))
+    assert tell(caught.value, "train", show=False) == 143
+    said = capsys.readouterr().err
+    assert "stopped by SIGTERM while torch.compile was building" in said
+    assert "fails" not in said
+
+
+@pytest.mark.parametrize(("mode", "code"), [("off", 4), ("cast", 70)])
+def test_formats_that_nobody_brought_together_name_the_guard_that_is_off(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, code: int
+) -> None:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    settled = plan("bf16", "fp32")
+    settled = replace(settled, attention=replace(settled.attention, guard=mode))
+    with registered_attention(settled):
+        query, key = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="same dtype") as caught:
+            torch.nn.functional.scaled_dot_product_attention(query, key, key)
+        assert tell(caught.value, "train", show=False) == code
+    assert ("attention.guard: cast brings" in capsys.readouterr().err) == (mode == "off")

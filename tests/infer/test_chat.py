@@ -18,12 +18,13 @@ import torch
 from tiny_model import checkpoint, finished_run
 
 from halftune.cli import main
-from halftune.core.errors import ConfigError, ModelError, PlanError
+from halftune.core.errors import ConfigError, DtypeContractError, ModelError, PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
+from halftune.model.generate import OnText
 
 
 @pytest.fixture(scope="module")
@@ -323,3 +324,25 @@ def test_an_answer_is_stopped_in_the_middle(adapter_run: Path) -> None:
     assert end["stopped"]
     pieces = [json.loads(line).get("text", "") for line in written.getvalue().splitlines()]
     assert end["answer"] == "".join(pieces)
+
+
+def test_what_is_logged_while_an_answer_streams_comes_after_it(
+    adapter_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = open_session(open_run(str(adapter_run)))
+    package = logging.getLogger("halftune")
+    console = logging.StreamHandler(sys.stdout)
+    monkeypatch.setattr(package, "handlers", [console])
+
+    def answer(text: str, *, tuned: bool, on_text: OnText) -> str:
+        on_text("half ")
+        package.getChild("precision").warning("query fp32 arrives")
+        on_text("done")
+        if text == "refused":
+            raise DtypeContractError("no")
+        return "half done"
+
+    monkeypatch.setattr(session, "answer", answer)
+    Repl(session).handle("asked")
+    Repl(session).handle("refused")
+    assert capsys.readouterr().out == "model> half done\nquery fp32 arrives\n" * 2

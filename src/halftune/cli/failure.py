@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import platform
+import re
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -13,13 +16,18 @@ from pathlib import Path
 
 from halftune import __version__
 from halftune.core.atomic import is_full
-from halftune.core.errors import HalftuneError, ModelError, TrainingError
+from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
 from halftune.core.failures import leave
 from halftune.core.paths import cache_dir
 from halftune.precision.trace.sources import where_written
+from halftune.train.interrupt import Interrupted, Interrupts
 
 VARIABLE = "HALFTUNE_TRACEBACK"
 BUG = 70  # the exit code of an error that is ours, as in sysexits.h
+# torch's and flash-attn's words for operands of several formats, or of one that is too wide
+_FORMATS = re.compile(
+    r"to have the same dtype|must have the same dtype|only support fp16 and bf16|expected scalar type"
+)
 _CODE = (f"{os.sep}transformers_modules{os.sep}", f"{os.sep}halftune{os.sep}")
 
 
@@ -36,7 +44,11 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
         verb: its name.
         show: print the traceback, too.
     """
-    known = error if isinstance(error, HalftuneError) else _of_the_machine(error) or _of_the_model(error)
+    known = (
+        error
+        if isinstance(error, HalftuneError)
+        else _of_the_machine(error) or _unguarded(error) or _of_the_model(error)
+    )
     if show:
         traceback.print_exception(error)
     if known is None:
@@ -65,6 +77,9 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
     if isinstance(error, MemoryError):
         return TrainingError("the main memory is full", remedy="`halftune plan` estimates what a run needs")
     if "torch._dynamo" in sys.modules and isinstance(error, sys.modules["torch._dynamo"].exc.TorchDynamoException):
+        if (number := _signal_of_compiler(error)) is not None:
+            again = "the same command goes on from the last checkpoint, or starts again where there is none"
+            return Interrupted(number, "while torch.compile was building", again)
         lines = str(error).strip().splitlines() or ["no message"]
         first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]  # "backend='inductor' raised:" says nothing
         remedy = "training.torch_compile: false, or a compiler that works (g++, or CXX; building takes memory, too)"
@@ -73,6 +88,36 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
         remedy = "a smaller training.per_device_train_batch_size or data.max_length; `halftune plan` estimates the need"
         return TrainingError("the memory of the GPU is full", remedy=remedy)
     return None
+
+
+def _signal_of_compiler(error: BaseException) -> signal.Signals | None:
+    """The signal that ended a compiler which torch.compile had started, where somebody meant the whole run by it."""
+    waiting, seen = [error], list[BaseException]()
+    while waiting:
+        each = waiting.pop()
+        seen.append(each)
+        number = -each.returncode if isinstance(each, subprocess.CalledProcessError) else 0
+        if number in Interrupts.SIGNALS:
+            return signal.Signals(number)
+        if found := re.search(r"died with <Signals\.(SIGINT|SIGTERM|SIGHUP):", str(each)):  # in a process of torch's
+            return signal.Signals[found.group(1)]
+        inner = (each.__cause__, each.__context__, vars(each).get("inner_exception"))
+        waiting += [one for one in inner if isinstance(one, BaseException) and one not in seen]
+    return None
+
+
+def _unguarded(error: Exception) -> HalftuneError | None:
+    """The sentence for formats that the guard would have brought together, were it not switched off."""
+    loaded = sys.modules.get("halftune.model.patch")
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    if loaded is None or not _FORMATS.search(first) or not loaded.is_unguarded():
+        return None
+    model = _of_the_model(error)
+    remedy = (
+        "the guard is off: attention.guard: cast brings what goes into attention into one format; `halftune doctor` "
+        "names the line that promotes"
+    )
+    return DtypeContractError(first, where=model.where if model is not None else "attention", remedy=remedy)
 
 
 def _of_the_model(error: Exception) -> HalftuneError | None:

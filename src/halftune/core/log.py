@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,6 +33,27 @@ def configure(level: int = logging.INFO) -> None:
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         for name in _ALIKE:
             root.getChild(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Inside ``with``, the console is left to what is being written there; what is logged follows at the end."""
+    waiting: list[tuple[logging.Handler, logging.LogRecord]] = []
+    consoles = [each for each in logging.getLogger("halftune").handlers if not isinstance(each, logging.FileHandler)]
+
+    def holding(handler: logging.Handler) -> Callable[[logging.LogRecord], bool]:
+        return lambda record: waiting.append((handler, record)) is not None
+
+    filters = [(handler, holding(handler)) for handler in consoles]
+    for handler, hold in filters:
+        handler.addFilter(hold)
+    try:
+        yield
+    finally:
+        for handler, hold in filters:
+            handler.removeFilter(hold)
+        for handler, record in waiting:
+            handler.handle(record)
 
 
 @contextmanager

@@ -57,9 +57,16 @@ def render_examination(found: Examination, width: int | None = None) -> str:
         count = len(found.broken)
         lines.append(
             f"The contract breaks in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
-            + (f" mends it for {_size(total)} written per step." if found.guard == "cast" else ".")
+            f"{_GUARDED[found.guard].format(cost=_size(total))}"
         )
     return _printed([Text(line) for line in lines], width)
+
+
+_GUARDED = {
+    "cast": " mends it for {cost} written per step.",
+    "strict": " stops the run there; cast mends it.",
+    "off": " leaves it as it is; cast mends it.",
+}
 
 
 def _block(number: int, finding: Finding) -> Iterator[str]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from halftune.core.errors import HalftuneError
+from halftune.core.log import held_back
 from halftune.core.table import did_you_mean
 from halftune.infer.session import ChatSession
 
@@ -84,19 +85,23 @@ class Repl:
         self.session.record(text, trained if self.session.tuned else base)
 
     def _stream(self, text: str, *, tuned: bool, label: str = "model> ") -> str:
-        """Prints an answer as it comes; Ctrl-C ends it, and what was said by then counts."""
+        """Prints an answer as it comes, and after it what was logged; Ctrl-C ends it, what was said by then counts."""
         said: list[str] = []
 
         def on_text(piece: str) -> None:
             said.append(piece)
             print(piece, end="", flush=True)
 
-        print(label, end="", flush=True)
-        try:
-            answer = self.session.answer(text, tuned=tuned, on_text=on_text)
-            print("" if answer else "(an empty answer)")
-        except KeyboardInterrupt:
-            print(" … stopped")
+        with held_back():
+            print(label, end="", flush=True)
+            try:
+                answer = self.session.answer(text, tuned=tuned, on_text=on_text)
+                print("" if answer else "(an empty answer)", flush=True)
+            except KeyboardInterrupt:
+                print(" … stopped", flush=True)
+            except HalftuneError:
+                print(flush=True)  # what is wrong is told on a line of its own
+                raise
         return "".join(said)
 
     def _adapter(self, argument: str) -> None:

@@ -107,6 +107,11 @@ def current_guard() -> Guard:
     return _current[-1].guard
 
 
+def is_unguarded() -> bool:
+    """Whether the latest registration's guard is switched off."""
+    return bool(_current) and _current[-1].guard.mode == "off"
+
+
 def rehearsal() -> AbstractContextManager[None]:
     """For a forward pass that only looks at a model; see ``Guard.rehearsal``."""
     return _current[-1].guard.rehearsal() if _current else nullcontext()

@@ -158,7 +158,11 @@ def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
         return "raises: a cast would copy the cache, which is written to"
     if mode == "strict":
         return "raises"
-    return f"casts {operand.name} to {shown(arrival.dtype)}" if mode == "cast" else "nothing: it is off"
+    return (
+        f"casts {operand.name} to {shown(arrival.dtype)}"
+        if mode == "cast"
+        else "nothing: attention.guard is off, cast turns it on"
+    )
 
 
 def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
