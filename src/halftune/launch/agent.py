@@ -18,12 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from halftune.core.failures import NAMED, Record, from_message, read
+from halftune.launch.deadline import Deadline
 from halftune.launch.machines import Machines
-from halftune.launch.summary import Failure, say, stopped, summary
+from halftune.launch.summary import FAILED, Failure, say, stopped, summary
 
 NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed
 _REPORT = 60.0  # seconds for one that has said it to write the report of the run, and end by itself
 _POLL = 0.1  # seconds
+_STUCK = 30.0  # seconds more than anything may take that this waits for
 # torchrun waits 300 s for machines whose processes have not left yet. Ours leave together, and what rank 0 still writes
 # is the report; a launcher that was killed meanwhile would hold the others for as long.
 _PARTING = 60.0
@@ -54,15 +56,19 @@ class Agent(LocalElasticAgent):
             self._worker_group.spec.master_addr = self.machines.this.host
         self.ended: dict[int, float] = {}
         self.killed: set[int] = set()
-        self.said = self._told = False
+        self.said = self._told = self._meeting = False
+        self._deadline = Deadline(_STUCK, self._stuck) if self.machines is not None else None
         Agent.latest = self
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.machines is None:
             super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
             return
+        self._extend(self.machines.this.seconds)
+        self._meeting = True
         with self.machines.waiting():
             super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
+        self._meeting = False
         worker_group.group_rank = self.machines.this.rank  # pyright: ignore[reportAttributeAccessIssue]
 
     def _assign_worker_ranks(
@@ -72,10 +78,12 @@ class Agent(LocalElasticAgent):
         return super()._assign_worker_ranks(store, number, group_world_size, spec)  # pyright: ignore[reportCallIssue]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._extend(0.0)
         if self._somebody_failed():
             began = time.monotonic()
             while self._some_will_end(worker_group) and time.monotonic() - began < self._patience():
                 self._speak(self._settled(worker_group))
+                self._extend(0.0)
                 time.sleep(_POLL)
             self.kill()
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
@@ -122,7 +130,25 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         # run() comes here after a signal, and once more where another one came while it waited
         timeout, self._told = int(NOTICE) if self._told else timeout, True
+        self._extend(timeout)
         super()._shutdown(death_sig, timeout)
+
+    def _extend(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.extend(seconds + _STUCK)
+
+    def _stuck(self) -> None:
+        """Ends this launcher where torch waits for ever for machine 0, and nobody here waits for it any more."""
+        if not self._meeting and not self._somebody_failed():
+            return
+        assert self.machines is not None
+        self._remaining_restarts = 0
+        self._speak(self._settled(self._worker_group))
+        if not self.said:
+            place = self.machines.this.place
+            say(f"machine 0 at {place} does not answer: it is gone, or the network to it is cut", FAILED)
+        self.kill()
+        os._exit(FAILED)
 
     def has_started(self) -> bool:
         """Whether it has started processes."""

@@ -9,9 +9,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,10 +25,13 @@ from halftune.train.parallel.meeting import Meeting, open_store
 
 BEAT = 1.0  # seconds
 _GRACE = 10.0  # for the main thread to notice by itself that it waits in vain
+_ANSWER = 8.0  # seconds after which the store will not answer any more: torch has no limit for that
 _PHRASES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL")
 _REMEDY = "the same command goes on from the newest checkpoint"
 
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, accelerate and ours
+
+_T = TypeVar("_T")
 
 log = get_logger(__name__)
 _ticks = 0
@@ -85,7 +91,7 @@ class Pulse:
 
     def __init__(self, meeting: Meeting, seconds: float) -> None:
         self.rank, self.world_size, self.seconds = meeting.rank, meeting.world_size, seconds
-        self.store, self.lock, self.beat = open_store(seconds), threading.Lock(), 0
+        self.store, self.lock, self.beat, self.cut = open_store(seconds), threading.Lock(), 0, False
         self.main, self.over = threading.get_ident(), threading.Event()
         self.launcher = os.getppid() if _LAUNCHED in os.environ else None  # one of the user's own may leave
         self.alone_since: float | None = None
@@ -121,6 +127,8 @@ class Pulse:
                 confessed = self._confessions()
             after = self.signs()
         except (RuntimeError, OSError):
+            if self.cut:
+                return self._lost("rank 0 does not answer: its machine is gone, or the network to it is cut")
             return self._lost("rank 0 is gone, and with it the store that all meet at; its own output says why")
         if confessed:
             return PeerLost(confessed[0], named=True)
@@ -138,26 +146,49 @@ class Pulse:
         """Tells the others what went wrong here, before they only see that this process is gone."""
         what = str(error).strip() or type(error).__name__
         try:
-            with self.lock:
-                self.store.set(f"failed/{self.rank}", f"rank {self.rank} on {socket.gethostname()}: {what}")
+            said = f"rank {self.rank} on {socket.gethostname()}: {what}"
+            self._ask(lambda: self.store.set(f"failed/{self.rank}", said))
         except (RuntimeError, OSError):
             return  # the store is gone, and with it those that would read
 
     def _confessions(self) -> list[str]:
         keys = [f"failed/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        with self.lock:
-            return [self.store.get(key).decode() for key in keys if self.store.check([key])]
+        return self._ask(lambda: [self.store.get(key).decode() for key in keys if self.store.check([key])])
 
     def signs(self) -> dict[int, Sign]:
-        """Everybody's last sign; of one that never gave any, an empty one."""
-        found = {}
-        with self.lock:
-            for rank in range(self.world_size):
-                key = f"pulse/{rank}"
-                found[rank] = (
-                    Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(-1, -1, "?", "?")
-                )
-        return found
+        """Everybody's last sign; of one that never gave any, an empty one.
+
+        Raises:
+            RuntimeError, OSError: the store is gone, or does not answer.
+        """
+        return self._ask(lambda: {rank: self._sign(rank) for rank in range(self.world_size)})
+
+    def _sign(self, rank: int) -> Sign:
+        key = f"pulse/{rank}"
+        return Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(-1, -1, "?", "?")
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """What the store answers, within :data:`_ANSWER`."""
+        if self.cut:
+            raise OSError("the store does not answer")
+        answers: SimpleQueue[_T | RuntimeError | OSError] = SimpleQueue()
+
+        def go() -> None:
+            try:
+                with self.lock:
+                    answers.put(question())
+            except (RuntimeError, OSError) as error:
+                answers.put(error)
+
+        threading.Thread(target=go, name="pulse asks", daemon=True).start()
+        try:
+            answer = answers.get(timeout=_ANSWER)
+        except Empty:
+            self.cut = True
+            raise OSError("the store does not answer") from None
+        if isinstance(answer, (RuntimeError, OSError)):
+            raise answer
+        return answer
 
     def _lost(self, what: str) -> PeerLost:
         return PeerLost(what, remedy=_REMEDY, named=True)
@@ -169,8 +200,8 @@ class Pulse:
             sign = {"ticks": _ticks, "beat": self.beat, "host": socket.gethostname(), "where": self._where()}
             try:
                 if listening:
-                    with self.lock:
-                        self.store.set(f"pulse/{self.rank}", json.dumps(sign))
+                    text = json.dumps(sign)
+                    self._ask(partial(self.store.set, f"pulse/{self.rank}", text))
             except (RuntimeError, OSError):
                 listening = False  # the store is gone; what is left is to end this process where it hangs
             self._end_alone()
