@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from halftune_kernels.arguments import check_choice
 
 BOUNDS = (0, 1, 64, 65, 65, 200)  # length 1, a whole chunk, empty, a ragged tail
+FAST = -4.0  # log decays below it are the fast ones of `_among_fast`
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Case:
         inputs: tensors that get a gradient, by argument name, fp64 on the CPU.
         wide: names that stay fp32 where the others are half: decays, states, parameters.
         options: other arguments.
+        scalar_decay: name of a log decay [B, T, H] whose gradient at fast steps is an output of its own; see `call`.
     """
 
     operator: str
@@ -32,9 +34,15 @@ class Case:
     inputs: dict[str, torch.Tensor]
     wide: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    scalar_decay: str = ""
 
     def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
-        """Outputs, and the gradient of every input under a fixed random cotangent, by name."""
+        """Outputs, and the gradient of every input under a fixed random cotangent, by name.
+
+        The gradient of ``scalar_decay`` is there once more at the fast steps alone. It is small there, beside terms
+        that have no part in it: kernels that form it as a difference of sums give noise, which the norm over all steps
+        hides.
+        """
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         half = dtype in (torch.float16, torch.bfloat16)
@@ -57,6 +65,9 @@ class Case:
         for key, x in given.items():
             assert x.grad is not None, f"{self.operator}: {key} got no gradient"
             results[f"d {key}"] = x.grad
+        if self.scalar_decay:
+            fast = (self.inputs[self.scalar_decay] < FAST).to(device)
+            results[f"d {self.scalar_decay} of fast steps"] = results[f"d {self.scalar_decay}"][fast]
         return results
 
 
@@ -67,7 +78,7 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
         key: value.to(torch.float32 if half and key in case.wide else dtype).double()
         for key, value in case.inputs.items()
     }
-    return Case(case.operator, case.function, inputs, case.wide, case.options)
+    return replace(case, inputs=inputs)
 
 
 def case(operator: str, size: int = 128, bounds: tuple[int, ...] = BOUNDS, seed: int = 0) -> Case:
@@ -78,6 +89,12 @@ def case(operator: str, size: int = 128, bounds: tuple[int, ...] = BOUNDS, seed:
 
 def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _among_fast(decay: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The log decay, one in 16 of them between exp(-5) and exp(-20)."""
+    fast = -5 - 15 * torch.rand(decay.shape, generator=generator, dtype=torch.float64)
+    return torch.where(torch.rand(decay.shape, generator=generator) < 1 / 16, fast, decay)
 
 
 def _packed(bounds: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -113,8 +130,9 @@ def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case
         "w": F.softplus(_normal(generator, 1, length, heads)),
         "initial_state": _normal(generator, len(bounds) - 1, heads, size, size),
     }
+    inputs["g"] = _among_fast(inputs["g"], generator)
     options = _packed(bounds, output_final_state=True)
-    return Case("ssd", "halftune_kernels.ops.ssd:simple_decay", inputs, ("g", "w", "initial_state"), options)
+    return Case("ssd", "halftune_kernels.ops.ssd:simple_decay", inputs, ("g", "w", "initial_state"), options, "g")
 
 
 def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torch.Generator], Case]:
@@ -130,8 +148,10 @@ def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torc
             "beta": torch.sigmoid(_normal(generator, 1, length, heads)),
             "initial_state": _normal(generator, len(bounds) - 1, heads, size, size),
         }
+        inputs["g"] = _among_fast(inputs["g"], generator)
         options = _packed(bounds, output_final_state=True, use_qk_l2norm_in_kernel=True)
-        return Case(operator, function, inputs, ("g", "initial_state"), options)
+        scalar = "g" if operator == "gated_delta_rule" else ""
+        return Case(operator, function, inputs, ("g", "initial_state"), options, scalar)
 
     return make
 
@@ -148,6 +168,7 @@ def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Ca
         "b": unit * torch.sigmoid(_normal(generator, *shape)),
         "initial_state": _normal(generator, len(bounds) - 1, 2, size, size),
     }
+    inputs["w"] = _among_fast(inputs["w"], generator)
     options = _packed(bounds, output_final_state=True)
     return Case("rwkv7", "halftune_kernels.ops.rwkv7:rwkv7", inputs, ("w", "initial_state"), options)
 

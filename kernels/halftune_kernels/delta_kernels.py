@@ -16,6 +16,18 @@ LEAST = tl.constexpr(-160.0)  # of a step's log2 decay: exp2 of it is 0 in fp32
 
 
 @triton.jit
+def decay_sums(g, live):
+    """Inclusive sums of the log2 decays of a chunk's rows, each rounded once.
+
+    Whole numbers are summed by themselves, which is exact: roundings would add up beside a fast decay. A step counts
+    down to `LEAST` only, minus infinity too: exp2 of less is 0 anyway."""
+    decay = tl.load(g, mask=live, other=0.0).to(tl.float32) * LOG2E
+    decay = tl.where(decay < LEAST, LEAST, decay)
+    whole = tl.floor(decay + 0.5)
+    return tl.cumsum(whole, 0) + tl.cumsum(decay - whole, 0)
+
+
+@triton.jit
 def between(pairs, C: tl.constexpr):
     """What the decay of each row t has of pairs [C, C] of rows: those with i >= t > j, which it stands between.
 
@@ -198,16 +210,34 @@ def block_decays(
 
 
 @triton.jit
+def load_tile(x, at, keep):
+    """A tile of a chunk; 0 where not ``keep``."""
+    return tl.load(x + at, mask=keep, other=0.0)
+
+
+@triton.jit
+def at_hand(tile, x, at, keep, PRECISION: tl.constexpr):
+    """``tile`` of a scan, for a product now.
+
+    In half all tiles of a chunk are read at the top of the loop, which waits for them once. In fp32 they would be more
+    than the registers hold, each split in two for tf32x3: there each is read here, and the compiler drops the read
+    above."""
+    if PRECISION == "tf32x3":
+        tile = tl.load(x + at, mask=keep, other=0.0)
+    return tile
+
+
+@triton.jit
 def scan_forward(
     q, p, w, u, k, whole, v, p2, k2, o, new, states, initial, final, table,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
-    tile, head, segment = scan_place(HV, V, BV)
+    part, head, segment = scan_place(HV, V, BV)
     entry = table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     s = tl.zeros((BK, BV), tl.float32)
@@ -219,26 +249,28 @@ def scan_forward(
         at_k, in_k = row * K + c[:, None] * (HV * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
         at_v, in_v = row * V + c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
         square, number = row * C + c[:, None] * (HV * C) + c[None, :], tl.cast(chunk + place, tl.int64) * HV + head
-        bq = tl.load(q + at_k, mask=in_k, other=0.0)
-        bw, bk = tl.load(w + at_k, mask=in_k, other=0.0), tl.load(k + at_k, mask=in_k, other=0.0)
-        bp = tl.load(p + square, mask=live[:, None], other=0.0)
+        bq, bw, bk = load_tile(q, at_k, in_k), load_tile(w, at_k, in_k), load_tile(k, at_k, in_k)
+        bp = load_tile(p, square, live[:, None])
         if states is not None:
             tl.store(states + number * K * V + at_state, s.to(states.dtype.element_ty), mask=in_state)
-        half = s.to(bq.dtype)
-        fresh = tl.load(u + at_v, mask=in_v, other=0.0).to(tl.float32)
+        half = s.to(q.dtype.element_ty)
+        fresh = load_tile(u, at_v, in_v).to(tl.float32)
+        bw = at_hand(bw, w, at_k, in_k, PRECISION)
         fresh = tl.dot(bw, half, fresh, input_precision=PRECISION)
+        bq = at_hand(bq, q, at_k, in_k, PRECISION)
         out = tl.dot(bq, half, input_precision=PRECISION)
         s = s * tl.load(whole + number * K + kk, mask=kk < K, other=0.0)[:, None]
         if v is not None:
-            bv = tl.load(v + at_v, mask=in_v, other=0.0)
-            out = tl.dot(tl.load(p2 + square, mask=live[:, None], other=0.0), bv, out, input_precision=PRECISION)
-            b2 = tl.load(k2 + at_k, mask=in_k, other=0.0)
-            s = tl.dot(tl.trans(b2), bv, s, input_precision=PRECISION)
-        bn = fresh.to(bq.dtype)
+            bv = load_tile(v, at_v, in_v)
+            out = tl.dot(load_tile(p2, square, live[:, None]), bv, out, input_precision=PRECISION)
+            s = tl.dot(tl.trans(load_tile(k2, at_k, in_k)), bv, s, input_precision=PRECISION)
+        bn = fresh.to(half.dtype)
+        bp = at_hand(bp, p, square, live[:, None], PRECISION)
         out = tl.dot(bp, bn, out, input_precision=PRECISION)
         tl.store(o + at_v, out.to(o.dtype.element_ty), mask=in_v)
         if states is not None:
             tl.store(new + at_v, bn, mask=in_v)
+        bk = at_hand(bk, k, at_k, in_k, PRECISION)
         s = tl.dot(tl.trans(bk), bn, s, input_precision=PRECISION)
     if final is not None:
         tl.store(final + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, s, mask=in_state)
@@ -251,10 +283,10 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dN = Pᵀ dO + K dS and each chunk's leaving dS, from the last chunk to the first."""
-    tile, head, segment = scan_place(HV, V, BV)
+    part, head, segment = scan_place(HV, V, BV)
     entry = table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     ds = tl.zeros((BK, BV), tl.float32)
@@ -268,16 +300,19 @@ def scan_backward(
         at_k, in_k = row * K + c[:, None] * (HV * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
         at_v, in_v = row * V + c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
         square, number = row * C + c[:, None] * (HV * C) + c[None, :], tl.cast(chunk + place, tl.int64) * HV + head
-        bq = tl.load(q + at_k, mask=in_k, other=0.0)
-        bw, bk = tl.load(w + at_k, mask=in_k, other=0.0), tl.load(k + at_k, mask=in_k, other=0.0)
-        bp = tl.load(p + square, mask=live[:, None], other=0.0)
-        bo = tl.load(do + at_v, mask=in_v, other=0.0)
+        bq, bw, bk = load_tile(q, at_k, in_k), load_tile(w, at_k, in_k), load_tile(k, at_k, in_k)
+        bp = load_tile(p, square, live[:, None])
+        bo = load_tile(do, at_v, in_v)
         tl.store(dstates + number * K * V + at_state, ds.to(dstates.dtype.element_ty), mask=in_state)
+        bp = at_hand(bp, p, square, live[:, None], PRECISION)
         bn = tl.dot(tl.trans(bp), bo, input_precision=PRECISION)
+        bk = at_hand(bk, k, at_k, in_k, PRECISION)
         bn = tl.dot(bk, ds.to(bk.dtype), bn, input_precision=PRECISION).to(bk.dtype)
         tl.store(dn + at_v, bn, mask=in_v)
         ds = ds * tl.load(whole + number * K + kk, mask=kk < K, other=0.0)[:, None]
+        bq = at_hand(bq, q, at_k, in_k, PRECISION)
         ds = tl.dot(tl.trans(bq), bo, ds, input_precision=PRECISION)
+        bw = at_hand(bw, w, at_k, in_k, PRECISION)
         ds = tl.dot(tl.trans(bw), bn, ds, input_precision=PRECISION)
     if dinitial is not None:
         tl.store(dinitial + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, ds, mask=in_state)

@@ -33,6 +33,15 @@ class Config:
 
 # Shipped choices of a kernel, the first that fits: largest padded key size, GPUs (capabilities; none for all), cut.
 Rows = tuple[tuple[int, tuple[int, ...], Config], ...]
+# Of the scans in fp32, where every operand is split in two: the least spilled for each column of values. At 256, on two
+# GPUs, only narrow tiles keep ptxas from giving up and leaving nearly everything in memory.
+SCAN_FP32: Rows = (
+    (64, (), Config(16, 4, 1)),
+    (128, (90,), Config(16, 4, 1)),
+    (128, (), Config(16, 8, 1)),
+    (256, (80, 100), Config(8, 4, 1)),
+    (256, (), Config(16, 4, 1)),
+)
 
 
 @dataclass(frozen=True)

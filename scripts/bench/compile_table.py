@@ -79,12 +79,14 @@ def fingerprint(operator: str, kernel: str) -> str:
 
 
 def without_cuts(source: str) -> str:
-    """A module but for its table of cuts."""
+    """A module but for its tables of cuts and its imports."""
     tree = ast.parse(source)
-    tree.body = [
-        one for one in tree.body if not (isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "CONFIGS")
-    ]
+    tree.body = [one for one in tree.body if not isinstance(one, ast.Import | ast.ImportFrom) and not _is_table(one)]
     return ast.dump(tree)
+
+
+def _is_table(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.AnnAssign) and "Rows" in ast.unparse(statement.annotation)
 
 
 def closure(name: str, *sources: str) -> list[str]:

@@ -111,9 +111,9 @@ def test_another_cut_compiles_its_kernel_again_where_it_is_used(
 
 
 def test_a_kernel_is_of_what_it_calls_and_of_no_comment_or_cut(script: ModuleType) -> None:
-    plain = script.without_cuts("A = 1\nCONFIGS: dict[str, int] = {}\n")
-    assert plain == script.without_cuts("# a word\nA = 1\nCONFIGS: dict[str, int] = {'scan': 1}\n")
-    assert plain != script.without_cuts("A = 2\nCONFIGS: dict[str, int] = {}\n")
+    plain = script.without_cuts("A = 1\nCONFIGS: dict[str, Rows] = {}\n")
+    assert plain == script.without_cuts("# a word\nA = 1\nCONFIGS: dict[str, Rows] = {'scan': SCAN}\n")
+    assert plain != script.without_cuts("A = 2\nCONFIGS: dict[str, Rows] = {}\n")
     own = "def scan(x):\n    return _part(x)\ndef _part(x):\n    return x * LEAST\ndef solve(x):\n    return x\n"
     scan = script.closure("scan", own, "LEAST = 2")
     assert scan == script.closure("scan", own.replace("return x\n", "return -x\n"), "LEAST = 2")

@@ -27,7 +27,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import LEAST, LOG2E, between, row_factor, scan_place, store_inverse, unit_inverse
+from halftune_kernels.delta_kernels import (
+    at_hand,
+    between,
+    decay_sums,
+    load_tile,
+    row_factor,
+    scan_place,
+    store_inverse,
+    unit_inverse,
+)
 
 
 @triton.jit
@@ -126,9 +135,7 @@ def solve(
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
         nq, nk = nq + _square(y), nk + _square(x)
     by_row = base * HV + head + c * HV
-    decay = tl.load(g + by_row, mask=live, other=0.0).to(tl.float32) * LOG2E
-    # exp2 of less is 0 anyway, and sums of it would cost the digits of the decays that follow
-    sums = tl.cumsum(tl.where(decay < LEAST, LEAST, decay), 0)
+    sums = decay_sums(g + by_row, live)
     tl.store(b + by_row, sums, mask=live)
     met = met * tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf"))) * scale
     if rk is not None:
@@ -166,14 +173,12 @@ def scan_forward(
         live = place * C + c < length
         in_k, in_v = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
         at_k, at_v = c[:, None] * (H * K) + kk[None, :], c[:, None] * (HV * V) + vv[None, :]
-        bk = tl.load(k + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
-        bq = tl.load(q + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
+        from_k, from_t, at_t = (base * H + hk) * K, (base * HV + head) * C, c[:, None] * (HV * C) + c[None, :]
+        bk, bq = load_tile(k + from_k, at_k, in_k), load_tile(q + from_k, at_k, in_k)
         nk = row_factor(rk, base * H + hk + c * H, live)
         nq = row_factor(rq, base * H + hk + c * H, live) * scale
-        bv = tl.load(v + (base * HV + head) * V + at_v, mask=in_v, other=0.0).to(tl.float32)
-        at_t = c[:, None] * (HV * C) + c[None, :]
-        bt = tl.load(t + (base * HV + head) * C + at_t, mask=live[:, None], other=0.0)
-        bp = tl.load(p + (base * HV + head) * C + at_t, mask=live[:, None], other=0.0)
+        bv = load_tile(v + (base * HV + head) * V, at_v, in_v).to(tl.float32)
+        bt, bp = load_tile(t + from_t, at_t, live[:, None]), load_tile(p + from_t, at_t, live[:, None])
         by_row = base * HV + head + c * HV
         sums = tl.load(b + by_row, mask=live, other=0.0)
         last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
@@ -182,15 +187,20 @@ def scan_forward(
         if states is not None:
             into = states + (tl.cast(chunk + place, tl.int64) * HV + head) * K * V + at_state
             tl.store(into, s.to(states.dtype.element_ty), mask=in_state)
-        half = s.to(bk.dtype)
+        half = s.to(k.dtype.element_ty)
+        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
         x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(bk, half, input_precision=PRECISION))
-        fresh = tl.dot(bt, x.to(bk.dtype), input_precision=PRECISION)
+        bt = at_hand(bt, t + from_t, at_t, live[:, None], PRECISION)
+        fresh = tl.dot(bt, x.to(half.dtype), input_precision=PRECISION)
+        bq = at_hand(bq, q + from_k, at_k, in_k, PRECISION)
         out = (e * nq)[:, None] * tl.dot(bq, half, input_precision=PRECISION)
-        out += tl.dot(bp, fresh.to(bk.dtype), input_precision=PRECISION)
+        bp = at_hand(bp, p + from_t, at_t, live[:, None], PRECISION)
+        out += tl.dot(bp, fresh.to(half.dtype), input_precision=PRECISION)
         tl.store(o + (base * HV + head) * V + at_v, out.to(o.dtype.element_ty), mask=in_v)
         if states is not None:
             tl.store(new + (base * HV + head) * V + at_v, fresh.to(new.dtype.element_ty), mask=in_v)
-        kept = (fresh * (left * nk)[:, None]).to(bk.dtype)
+        kept = (fresh * (left * nk)[:, None]).to(half.dtype)
+        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
         s = s * tl.exp2(last) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
     if final is not None:
         tl.store(final + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, s, mask=in_state)
@@ -219,14 +229,12 @@ def scan_backward(
         live = place * C + c < length
         in_k, in_v = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
         at_k, at_v = c[:, None] * (H * K) + kk[None, :], c[:, None] * (HV * V) + vv[None, :]
-        bk = tl.load(k + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
-        bq = tl.load(q + (base * H + hk) * K + at_k, mask=in_k, other=0.0)
+        from_k, from_t, at_t = (base * H + hk) * K, (base * HV + head) * C, c[:, None] * (HV * C) + c[None, :]
+        bk, bq = load_tile(k + from_k, at_k, in_k), load_tile(q + from_k, at_k, in_k)
         nk = row_factor(rk, base * H + hk + c * H, live)
         nq = row_factor(rq, base * H + hk + c * H, live) * scale
-        bo = tl.load(do + (base * HV + head) * V + at_v, mask=in_v, other=0.0)
-        at_t = c[:, None] * (HV * C) + c[None, :]
-        bt = tl.load(t + (base * HV + head) * C + at_t, mask=live[:, None], other=0.0)
-        bp = tl.load(p + (base * HV + head) * C + at_t, mask=live[:, None], other=0.0)
+        bo = load_tile(do + (base * HV + head) * V, at_v, in_v)
+        bt, bp = load_tile(t + from_t, at_t, live[:, None]), load_tile(p + from_t, at_t, live[:, None])
         by_row = base * HV + head + c * HV
         sums = tl.load(b + by_row, mask=live, other=0.0)
         last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
@@ -234,15 +242,21 @@ def scan_backward(
         e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
         into = dstates + (tl.cast(chunk + place, tl.int64) * HV + head) * K * V + at_state
         tl.store(into, ds.to(dstates.dtype.element_ty), mask=in_state)
-        dn = (left * nk)[:, None] * tl.dot(bk, ds.to(bk.dtype), input_precision=PRECISION)
+        kind = k.dtype.element_ty
+        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
+        dn = (left * nk)[:, None] * tl.dot(bk, ds.to(kind), input_precision=PRECISION)
+        bp = at_hand(bp, p + from_t, at_t, live[:, None], PRECISION)
         dn += tl.dot(tl.trans(bp), bo, input_precision=PRECISION)
-        bx = tl.dot(tl.trans(bt), dn.to(bk.dtype), input_precision=PRECISION)
+        bt = at_hand(bt, t + from_t, at_t, live[:, None], PRECISION)
+        bx = tl.dot(tl.trans(bt), dn.to(kind), input_precision=PRECISION)
         tl.store(dx + (base * HV + head) * V + at_v, bx.to(dx.dtype.element_ty), mask=in_v)
         bx = bx * bb[:, None]
         tl.store(dv + (base * HV + head) * V + at_v, bx.to(dv.dtype.element_ty), mask=in_v)
         ds = ds * tl.exp2(last)
-        ds += tl.dot(tl.trans(bq), (bo.to(tl.float32) * (e * nq)[:, None]).to(bk.dtype), input_precision=PRECISION)
-        ds -= tl.dot(tl.trans(bk), (bx * (e * nk)[:, None]).to(bk.dtype), input_precision=PRECISION)
+        bq = at_hand(bq, q + from_k, at_k, in_k, PRECISION)
+        ds += tl.dot(tl.trans(bq), (bo.to(tl.float32) * (e * nq)[:, None]).to(kind), input_precision=PRECISION)
+        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
+        ds -= tl.dot(tl.trans(bk), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
     if dinitial is not None:
         tl.store(dinitial + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, ds, mask=in_state)
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels import delta_kernels
-from halftune_kernels.launch import Config, Rows, ceil_div, dot_precision, power_of_two, start
+from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.kda import kernels
 from halftune_kernels.segments import Segments, chunk_table, segment_table
 from halftune_kernels.tuning import configuration
@@ -23,13 +23,13 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("solve", True): ((256, (), Config(64, 4, 1, 64)),),
     ("solve", False): ((256, (), Config(32, 4, 1, 32)),),
     ("scan_forward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
-    ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", False): SCAN_FP32,
     ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
-    ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", False): SCAN_FP32,
     ("square_gradients", True): ((256, (), Config(32, 8, 1)),),
-    ("square_gradients", False): ((256, (), Config(32, 8, 1)),),
+    ("square_gradients", False): ((256, (), Config(16, 8, 1)),),
     ("chunk_backward", True): ((256, (), Config(32, 8, 1, 32)),),
-    ("chunk_backward", False): ((256, (), Config(32, 4, 1, 32)),),
+    ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
 }
 _ROWS = Config(width=0, warps=4, stages=1)  # of the kernels that go row by row
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import LEAST, LOG2E, between, scan_place
+from halftune_kernels.delta_kernels import at_hand, between, decay_sums, load_tile, scan_place
 
 
 @triton.jit
@@ -44,9 +44,7 @@ def prepare(
         inside = live[:, None] & (kk < K)[None, :]
         x, y = tl.load(k + at, mask=inside, other=0.0), tl.load(q + at, mask=inside, other=0.0)
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
-    decay = tl.load(g + base * H + head + c * H, mask=live, other=0.0).to(tl.float32) * LOG2E
-    # exp2 of less is 0 anyway, and sums of it would cost the digits of the decays that follow
-    sums = tl.cumsum(tl.where(decay < LEAST, LEAST, decay), 0)
+    sums = decay_sums(g + base * H + head + c * H, live)
     tl.store(b + base * H + head + c * H, sums, mask=live)
     decay = tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf")))
     square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
@@ -60,10 +58,10 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps the entering states if asked."""
-    tile, head, segment = scan_place(H, V, BV)
+    part, head, segment = scan_place(H, V, BV)
     group, entry = head // (H // G), table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     s = tl.zeros((BK, BV), tl.float32)
@@ -76,20 +74,23 @@ def scan_forward(
         at_k = (base * G + group) * K + c[:, None] * (G * K) + kk[None, :]
         at_v = (base * H + head) * V + c[:, None] * (H * V) + vv[None, :]
         by_row = base * H + head + c * H
-        bk, bq = tl.load(k + at_k, mask=in_k, other=0.0), tl.load(q + at_k, mask=in_k, other=0.0)
+        bk, bq = load_tile(k, at_k, in_k), load_tile(q, at_k, in_k)
         bv = _weighted(v, w, at_v, by_row, in_v, live)
         square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
-        bp = tl.load(p + square, mask=live[:, None], other=0.0)
+        bp = load_tile(p, square, live[:, None])
         sums = tl.load(b + by_row, mask=live, other=0.0)
         last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
         left = tl.where(live, tl.exp2(last - sums), 0.0)
         if states is not None:
             into = states + (tl.cast(chunk + place, tl.int64) * H + head) * K * V + at_state
             tl.store(into, s.to(states.dtype.element_ty), mask=in_state)
-        out = (tl.exp2(sums) * scale)[:, None] * tl.dot(bq, s.to(bk.dtype), input_precision=PRECISION)
+        bq = at_hand(bq, q, at_k, in_k, PRECISION)
+        out = (tl.exp2(sums) * scale)[:, None] * tl.dot(bq, s.to(bv.dtype), input_precision=PRECISION)
+        bp = at_hand(bp, p, square, live[:, None], PRECISION)
         out += tl.dot(bp, bv, input_precision=PRECISION)
         tl.store(o + at_v, out.to(o.dtype.element_ty), mask=in_v)
-        kept = (bv.to(tl.float32) * left[:, None]).to(bk.dtype)
+        kept = (bv.to(tl.float32) * left[:, None]).to(bv.dtype)
+        bk = at_hand(bk, k, at_k, in_k, PRECISION)
         s = s * tl.exp2(last) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
     if final is not None:
         tl.store(final + (tl.cast(n, tl.int64) * H + head) * K * V + at_state, s, mask=in_state)
@@ -102,10 +103,10 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV and each chunk's leaving dS, last chunk first; dws [tiles, rows, H] gets this tile's part of dw."""
-    tile, head, segment = scan_place(H, V, BV)
+    part, head, segment = scan_place(H, V, BV)
     group, entry = head // (H // G), table + segment * 4
     n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
     at_state = kk[:, None] * V + vv[None, :]
     in_state = (kk < K)[:, None] & (vv < V)[None, :]
     ds = tl.zeros((BK, BV), tl.float32)
@@ -120,24 +121,27 @@ def scan_backward(
         at_k = (base * G + group) * K + c[:, None] * (G * K) + kk[None, :]
         at_v = (base * H + head) * V + c[:, None] * (H * V) + vv[None, :]
         by_row = base * H + head + c * H
-        bk, bq = tl.load(k + at_k, mask=in_k, other=0.0), tl.load(q + at_k, mask=in_k, other=0.0)
-        bo = tl.load(do + at_v, mask=in_v, other=0.0)
+        bk, bq = load_tile(k, at_k, in_k), load_tile(q, at_k, in_k)
+        bo = load_tile(do, at_v, in_v)
         square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
-        bp = tl.load(p + square, mask=live[:, None], other=0.0)
+        bp = load_tile(p, square, live[:, None])
         sums = tl.load(b + by_row, mask=live, other=0.0)
         last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
         left = tl.where(live, tl.exp2(last - sums), 0.0)
         into = dstates + (tl.cast(chunk + place, tl.int64) * H + head) * K * V + at_state
         tl.store(into, ds.to(dstates.dtype.element_ty), mask=in_state)
-        bx = left[:, None] * tl.dot(bk, ds.to(bk.dtype), input_precision=PRECISION)
+        bk = at_hand(bk, k, at_k, in_k, PRECISION)
+        bx = left[:, None] * tl.dot(bk, ds.to(bo.dtype), input_precision=PRECISION)
+        bp = at_hand(bp, p, square, live[:, None], PRECISION)
         bx += tl.dot(tl.trans(bp), bo, input_precision=PRECISION)
         if w is not None:
             bv = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
-            part = tl.cast(tile, tl.int64) * rows * H
-            tl.store(dws + part + by_row, tl.sum(bx * bv, 1), mask=live)
+            of_part = tl.cast(part, tl.int64) * rows * H
+            tl.store(dws + of_part + by_row, tl.sum(bx * bv, 1), mask=live)
             bx = bx * tl.load(w + by_row, mask=live, other=0.0).to(tl.float32)[:, None]
         tl.store(dv + at_v, bx.to(dv.dtype.element_ty), mask=in_v)
-        kept = (bo.to(tl.float32) * (tl.exp2(sums) * scale)[:, None]).to(bk.dtype)
+        kept = (bo.to(tl.float32) * (tl.exp2(sums) * scale)[:, None]).to(bo.dtype)
+        bq = at_hand(bq, q, at_k, in_k, PRECISION)
         ds = ds * tl.exp2(last) + tl.dot(tl.trans(bq), kept, input_precision=PRECISION)
     if dinitial is not None:
         tl.store(dinitial + (tl.cast(n, tl.int64) * H + head) * K * V + at_state, ds, mask=in_state)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.launch import Config, Rows, ceil_div, dot_precision, power_of_two, start
+from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.ssd import kernels
 from halftune_kernels.segments import Segments, chunk_table, segment_table
 from halftune_kernels.tuning import configuration
@@ -19,11 +19,11 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("prepare", True): ((256, (), Config(0, 4, 1, 32)),),
     ("prepare", False): ((256, (), Config(0, 4, 1, 32)),),
     ("scan_forward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
-    ("scan_forward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", False): SCAN_FP32,
     ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
-    ("scan_backward", False): ((64, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", False): SCAN_FP32,
     ("chunk_backward", True): ((256, (90, 100), Config(64, 8, 1, 32)), (256, (), Config(32, 8, 1, 32))),
-    ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
+    ("chunk_backward", False): ((256, (90, 100), Config(16, 8, 1, 16)), (256, (), Config(16, 4, 1, 16))),
 }
 
 
