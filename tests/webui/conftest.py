@@ -20,7 +20,7 @@ QUIET = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 )
-START = 180  # seconds, on a machine that is busy with other tests
+START = 300  # seconds, on a machine that is busy with other tests
 PATIENCE = 60_000  # milliseconds for whatever a page does by itself; what starts a process takes longer
 
 
@@ -32,11 +32,13 @@ class Board:
         url: its address.
         folder: its working directory; runs lie in ``folder / "runs"``.
         process: the server.
+        terminal: what it prints there besides its address.
     """
 
     url: str
     folder: Path
     process: subprocess.Popen[str]
+    terminal: Path
 
     def stop(self, how: int = signal.SIGTERM) -> None:
         """Ends the server; runs that it started go on."""
@@ -54,21 +56,26 @@ def start_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         folder = folder or tmp_path_factory.mktemp("board")
         command = [sys.executable, "-m", "halftune", "webui", "--port", "0", *arguments]
         environment = {**os.environ, "LANG": "C.UTF-8", **variables}
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-        boards.append(Board(_address(process), folder, process))
+        terminal = tmp_path_factory.mktemp("terminal") / "stderr.txt"
+        with terminal.open("w") as errors:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        boards.append(Board(_address(process, terminal), folder, process, terminal))
         return boards[-1]
 
     yield start
     for board in boards:
         if board.process.poll() is None:
             board.stop()
+        print(board.terminal.read_text(), file=sys.stderr)
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _address(process: subprocess.Popen[str], terminal: Path) -> str:
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START)
     line = process.stdout.readline() if ready else ""
-    assert "http://" in line, f"the board did not start: {line!r}, exit code {process.poll()}"
+    assert "http://" in line, f"the board did not start: {line!r}, exit code {process.poll()}, {terminal.read_text()}"
     return line.split()[-1]
 
 

@@ -130,3 +130,18 @@ def test_a_verb_that_fails_speaks_for_itself(tmp_path: Path, monkeypatch: pytest
         ask.ask("doctor")
     with pytest.raises(HalftuneError, match=r"^rows\.jsonl: no such file · name one$"):
         ask.ask("data", "bad")
+
+
+def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in a file of the board while it is looked at, which nobody knows."""
+    script = tmp_path / "verb.py"
+    script.write_text(
+        "import json, sys\n"
+        "print('halftune data:', sys.argv[3] + ':3: too small', file=sys.stderr) if 'bad' in sys.argv else None\n"
+        "print(json.dumps({'where': sys.argv[3]}))\nsys.exit('bad' in sys.argv)\n"
+    )
+    monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
+    with ask.recipe_file(tmp_path, "model: 3") as file:
+        assert ask.ask("doctor", recipe=file) == {"where": "recipe.yaml"}
+        with pytest.raises(HalftuneError, match=r"^recipe\.yaml:3: too small$"):
+            ask.ask("data", "bad", recipe=file)

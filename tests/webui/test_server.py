@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -60,6 +61,36 @@ def test_no_function_is_offered_to_programs(board: Any) -> None:
     status, text = ask(board.url, "/gradio_api/info")
     assert status == 200
     assert json.loads(text)["named_endpoints"] == {}
+
+
+def calls(board: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls that no page makes: (path, body)."""
+    body = {"session_hash": "x", "event_data": None}
+    unknown = {**body, "fn_index": 999, "data": []}
+    yield "/gradio_api/queue/join", unknown
+    yield "/gradio_api/run/predict", unknown
+    yield "/gradio_api/api/nothing", {"data": []}
+    for function in json.loads(ask(board.url, "/config")[1].partition("access-token")[0])["dependencies"]:
+        path = "/gradio_api/run/predict" if function["queue"] is False else "/gradio_api/queue/join"
+        for value in (3, "x", {"path": "/etc/passwd"}):
+            data = [value for _ in function["inputs"]]
+            for event in (None, {}, {"act": 3, "run": None, "on": 1}, {"edits": 3, "seq": "x"}):
+                if event is None or function["targets"][0][1] == "submit":
+                    yield path, {**body, "fn_index": function["id"], "data": data, "event_data": event}
+
+
+def test_rubbish_gets_a_line_on_the_terminal_and_no_traceback(board: Any) -> None:
+    before, json_type = len(board.terminal.read_text()), {"content_type": "application/json"}
+    sent = [ask(board.url, path, "POST", json.dumps(body), **json_type)[0] for path, body in calls(board)]
+    assert sent[:3] == [404, 404, 404]
+    assert set(sent) == {200, 404, 500}  # taken into the queue, unknown, refused
+    end = time.monotonic() + 300
+    while "an event without act, run, on" not in (printed := board.terminal.read_text()[before:]):  # it has a queue
+        assert time.monotonic() < end, printed
+        time.sleep(0.1)
+    assert all(line.startswith("refused a call") for line in printed.splitlines()), printed
+    assert len(printed.splitlines()) > 20
+    assert ask(board.url)[0] == 200
 
 
 def test_password(start_board: Callable[..., Any]) -> None:

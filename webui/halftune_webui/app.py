@@ -10,6 +10,7 @@ import gradio as gr
 from gradio.themes import Base, Color, colors, sizes
 
 from halftune.core.table import load
+from halftune_webui.calls import Board
 from halftune_webui.context import Context
 from halftune_webui.labels import load_words
 from halftune_webui.settings import Settings
@@ -24,7 +25,7 @@ MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospac
 def build(settings: Settings) -> gr.Blocks:
     """The page for these settings; nothing is started or listened on."""
     words = load_words(settings.language)
-    with gr.Blocks(title=words("board.title"), analytics_enabled=False, fill_width=True) as board:
+    with Board(title=words("board.title"), analytics_enabled=False, fill_width=True) as board:
         head = f"<b>{escape(words('board.title'))}</b><span>{escape(words('board.tagline'))}</span>"
         gr.HTML(f'<header class="ht-head">{head}</header>', js_on_load=None)
         recipe = gr.Code(

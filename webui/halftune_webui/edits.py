@@ -17,20 +17,20 @@ from halftune_webui.yaml_edit import ABSENT, child_at, read, set_value
 _PART = re.compile(r"([a-z0-9_]+)|\[(\d{1,4})\]")
 
 
-def edited(text: str, edits: list[dict[str, Any]], settings: Settings) -> str:
-    """The recipe after what was done in the form, in order."""
+def edited(text: str, edits: list[Any], settings: Settings) -> str:
+    """The recipe after what was done in the form, in order; what the form cannot have sent does nothing."""
     for edit in edits:
         with suppress(ConfigError):  # the text is no recipe meanwhile: the answer says what is wrong with it
-            match edit["op"]:
-                case "set":
-                    changed = change(text, edit["field"], edit["value"])
-                    if edit["field"].startswith("model."):  # another model needs no training of the one before
+            match edit:
+                case {"op": "set", "field": str(field), "value": (str() | bool() | list()) as value}:
+                    changed = change(text, field, value)
+                    if field.startswith("model."):  # another model needs no training of the one before
                         changed = without_needless(text, changed, settings)
                     text = changed
-                case "add":
-                    text = add_entry(text, edit["field"])
-                case "remove":
-                    text = remove_entry(text, edit["field"])
+                case {"op": "add", "field": str(field)}:
+                    text = add_entry(text, field)
+                case {"op": "remove", "field": str(field)}:
+                    text = remove_entry(text, field)
     return text
 
 

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from halftune.core.errors import ConfigError
+from halftune.core.log import get_logger
 from halftune.core.startup import quick_imports
 from halftune_webui.origin import SameOrigin, Scope
 from halftune_webui.settings import Settings, check_address
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request
+    from gradio.routes import App
 
+log = get_logger(__name__)
 # Gradio and huggingface_hub read these when they are imported.
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_SHARE": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 MAX_UPLOAD = "1mb"  # a recipe; data files are named by their path
@@ -65,20 +68,26 @@ def serve(
         show_error=True,
         max_file_size=MAX_UPLOAD,
     )
-    guarded = SameOrigin(outer, host, _signed_in(outer)) if auth else SameOrigin(outer, host)
+    mounted = _mounted(outer)
+    _refuse_unknown(mounted)
+    guarded = SameOrigin(outer, host, _signed_in(mounted)) if auth else SameOrigin(outer, host)
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _signed_in(outer: FastAPI) -> Callable[[Scope], bool]:
-    """Whether a request carries a cookie that the mounted board gave for the password."""
+def _mounted(outer: FastAPI) -> App:
+    """Gradio's own application."""
     from gradio.routes import App
-    from starlette.requests import HTTPConnection
     from starlette.routing import Mount
 
     mounted = (route.app for route in outer.routes if isinstance(route, Mount))
-    board = next(app for app in mounted if isinstance(app, App))
+    return next(app for app in mounted if isinstance(app, App))
+
+
+def _signed_in(board: App) -> Callable[[Scope], bool]:
+    """Whether a request carries a cookie that the mounted board gave for the password."""
+    from starlette.requests import HTTPConnection
 
     def known(scope: Scope) -> bool:
         cookies = HTTPConnection(scope).cookies
@@ -86,6 +95,19 @@ def _signed_in(outer: FastAPI) -> Callable[[Scope], bool]:
         return any(cookies.get(name) in board.tokens for name in names)
 
     return known
+
+
+def _refuse_unknown(board: App) -> None:
+    """Answers calls of functions that the board has not; the errors of those that it has come another way."""
+    from gradio.route_utils import FnIndexInferError
+    from starlette.responses import PlainTextResponse
+
+    def answer(request: Request, error: Exception) -> PlainTextResponse:
+        log.warning("refused a call of a function that this board has not: %s", str(error)[:200])
+        return PlainTextResponse("halftune: this board has no such function", 404)
+
+    board.add_exception_handler(KeyError, answer)
+    board.add_exception_handler(FnIndexInferError, answer)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -28,7 +28,7 @@ element.addEventListener('click', (event) => {
   const button = event.target.closest('[data-act]');
   if (!button || button.tagName === 'INPUT') return;
   if (button.dataset.ask && !window.confirm(button.dataset.ask)) return;
-  trigger('submit', {act: button.dataset.act, run: button.dataset.run || ''});
+  trigger('submit', {act: button.dataset.act, run: button.dataset.run || '', on: false});
 });
 element.addEventListener('change', (event) => {
   if (event.target.dataset.act) trigger('submit', {act: event.target.dataset.act, run: event.target.dataset.run, on: event.target.checked});

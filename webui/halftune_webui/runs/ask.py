@@ -12,6 +12,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import HalftuneError
+from halftune_webui.recipe import LABEL
 from halftune_webui.runs.detached import environment
 from halftune_webui.runs.log_tail import cause_in
 from halftune_webui.runs.queue import BOARD
@@ -20,20 +21,22 @@ from halftune_webui.settings import HALFTUNE
 PATIENCE = 900.0  # seconds
 
 
-def ask(verb: str, *arguments: str, good: Sequence[int] = (0,)) -> dict[str, Any]:
+def ask(verb: str, *arguments: str, good: Sequence[int] = (0,), recipe: Path | None = None) -> dict[str, Any]:
     """What ``halftune VERB … --json`` answers.
 
     Args:
         verb: the verb.
         arguments: its options.
         good: exit codes that come with an answer.
+        recipe: a file that holds a recipe of the browser, whose name there says nothing to a reader.
 
     Raises:
         HalftuneError: it failed, in its own words, or took longer than a quarter of an hour.
     """
+    named = [] if recipe is None else ["--config", str(recipe)]
     try:
         done = subprocess.run(
-            [*HALFTUNE, verb, *arguments, "--json"],
+            [*HALFTUNE, verb, *named, *arguments, "--json"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=PATIENCE,
@@ -42,9 +45,11 @@ def ask(verb: str, *arguments: str, good: Sequence[int] = (0,)) -> dict[str, Any
         )
     except subprocess.TimeoutExpired as error:
         raise HalftuneError(f"halftune {verb} took longer than {PATIENCE / 60:.0f} minutes") from error
-    said = done.stderr.decode(errors="replace")
+    said, answered = (stream.decode(errors="replace") for stream in (done.stderr, done.stdout))
+    if recipe is not None:
+        said, answered = (text.replace(str(recipe), LABEL) for text in (said, answered))
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(answered)
     except ValueError:
         answer = None
     if done.returncode not in good or not isinstance(answer, dict):

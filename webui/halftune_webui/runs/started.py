@@ -50,6 +50,7 @@ class Started:
         ended: Unix time of that.
         out_of_memory: the system ended processes for want of memory meanwhile.
         stop_asked: Unix time at which the board asked it to stop.
+        unreadable: names of notes that are damaged, or that somebody else wrote.
     """
 
     command: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ def build(context: Context) -> None:
         yield waiting(words("data.reading"))
         try:
             with recipe_file(settings.runs, examined.runnable) as file:
-                answer = ask("data", "--config", str(file), "--samples", str(int(number)))
+                answer = ask("data", "--samples", str(int(number)), recipe=file)
         except HalftuneError as error:
             yield failed(str(error))
         else:

@@ -50,7 +50,7 @@ def build(context: Context) -> None:
                 answer = ask("doctor", *options, good=_ANSWERS)
             else:
                 with recipe_file(settings.runs, examined.runnable) as file:
-                    answer = ask("doctor", "--config", str(file), *options, good=_ANSWERS)
+                    answer = ask("doctor", *options, good=_ANSWERS, recipe=file)
         except HalftuneError as error:
             yield failed(str(error))
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 from halftune.core.errors import HalftuneError
+from halftune_webui.calls import told
 from halftune_webui.context import Context
 from halftune_webui.runs import export, launch
 from halftune_webui.runs.listing import Listing
@@ -53,10 +54,11 @@ def build(context: Context) -> None:
         return cards()
 
     def acted(event: gr.EventData) -> str:
+        what, run = told(event, act=str, run=str)
+        job = Path(run)
         try:
-            job = Path(event.run)
             if job in [state.folder for state in export.exports(settings)]:
-                _act(settings, job, event.act)
+                _act(settings, job, what)
         except HalftuneError as error:
             gr.Warning(escape(str(error)))
         return cards()

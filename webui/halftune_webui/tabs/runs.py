@@ -11,6 +11,7 @@ import gradio as gr
 from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
+from halftune_webui.calls import told
 from halftune_webui.context import Context
 from halftune_webui.runs.desk import Desk, View, act, refresh, start
 
@@ -42,9 +43,9 @@ def build(context: Context) -> None:
         return [gr.skip() if area is None else area for area in refresh(desk, seen)]
 
     def acted(seen: View, event: gr.EventData) -> list[Any]:
-        shown = None
+        shown, (what, run, on) = None, told(event, act=str, run=str, on=bool)
         try:
-            shown = act(desk, seen, event.act, event.run, bool(event._data.get("on")))
+            shown = act(desk, seen, what, run, on)
         except HalftuneError as error:
             gr.Warning(escape(str(error)))
         return [*looked(seen), gr.skip() if shown is None else shown]

@@ -14,6 +14,7 @@ import gradio as gr
 from halftune.config.shipped import recipes
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
+from halftune_webui.calls import told
 from halftune_webui.context import Context
 from halftune_webui.dependencies import needless
 from halftune_webui.edits import edited
@@ -123,12 +124,19 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     # past Gradio's queue: an answer is one request then, not one to ask and another one to listen
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 
+    known = {shipped(name).strip(): name for name in recipes()}
+
+    def name_of(text: str | None) -> str | None:
+        """The recipe of ``configs/`` that this is; none as soon as it says anything else than that one."""
+        return known.get((text or "").strip())
+
     def react(text: str, name: str) -> tuple[Any, ...]:
-        return _react(context, text, name)
+        return name_of(text), *_react(context, text, name)
 
     def form_changed(text: str, name: str, event: gr.EventData) -> tuple[Any, ...]:
-        changed = edited(text, event.edits, context.settings)
-        return changed, *_react(context, changed, name, event.seq)
+        edits, number = told(event, edits=list, seq=int)
+        changed = edited(text, edits, context.settings)
+        return changed, name_of(changed), *_react(context, changed, name, number)
 
     def picked(name: str | None, text: str, machine_name: str) -> tuple[Any, ...]:
         chosen = shipped(name) if name else text
@@ -136,15 +144,13 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
 
     def loaded(text: str, machine_name: str) -> tuple[Any, ...]:
         text = text or shipped(FIRST)
-        name = next((name for name in recipes() if shipped(name).strip() == text.strip()), None)
-        return name, text, *_react(context, text, machine_name)
+        return name_of(text), text, *_react(context, text, machine_name)
 
-    parts.form.submit(form_changed, [recipe, machine], [recipe, *reactions], trigger_mode="multiple", **quiet)
-    recipe.input(react, [recipe, machine], reactions, trigger_mode="always_last", **quiet)
-    machine.input(react, [recipe, machine], reactions, **quiet)
-    known = json.dumps([shipped(name).strip() for name in recipes()])
+    parts.form.submit(form_changed, [recipe, machine], [recipe, pick, *reactions], trigger_mode="multiple", **quiet)
+    recipe.input(react, [recipe, machine], [pick, *reactions], trigger_mode="always_last", **quiet)
+    machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
     question = json.dumps(context.words("train.replace"))
-    ask = PICK.replace("SHIPPED", known).replace("QUESTION", question)
+    ask = PICK.replace("SHIPPED", json.dumps(list(known))).replace("QUESTION", question)
     pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
     context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
 
