@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.hardware.catalogue import lookup
 from halftune.model.load import load_model
+from halftune.model.save import write_model
 from halftune.model.unread import Unread
 from halftune.plan import resolve
 
@@ -70,3 +72,22 @@ def test_tables_are_those_of_fp32(tmp_path: Path, apart: bool) -> None:
             assert torch.equal(table, turns)
         assert torch.equal(block.angles, torch.arange(4096)[:, None] * turns), "no buffer, and there all the same"
         assert torch.equal(block.seen, torch.ones(8, 8, dtype=torch.bool).tril())
+
+
+def test_who_loads_it_elsewhere_is_told_how(tmp_path: Path) -> None:
+    model: Any = loaded(tmp_path, MADE)
+    written = tmp_path / "written"
+    written.mkdir()
+    write_model(model, "bf16", (), written)
+    said = (written / "README.md").read_text()
+    assert "Its Python code computes `freqs`, `seen`, `angles` when" in said
+    (code,) = re.findall(r"```python\n(.*?)```", said, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace('folder = "."', f"folder = {str(written)!r}"), names)
+    other = names["model"]
+    assert other.head.weight.dtype is torch.bfloat16
+    for block, its in zip(model.blocks, other.blocks, strict=True):
+        assert torch.equal(its.freqs, block.freqs)
+        assert torch.equal(its.angles, block.angles)
+    ids = torch.arange(8)[None]
+    assert torch.equal(other(ids).logits, model.eval()(ids).logits)

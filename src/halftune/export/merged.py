@@ -13,6 +13,7 @@ from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.export.output import check_output
+from halftune.model.card import CARD
 from halftune.model.finished import FinishedRun
 from halftune.model.locate import locate
 from halftune.model.merge import Merge, Progress, merge_adapter, round_model, unwatched
@@ -42,6 +43,8 @@ class Export:
     def describe(self) -> str:
         """The result in a few lines for a terminal."""
         lines = [f"{self.folder}: weights and config.json in {self.stored} ({self.source})"]
+        if (self.folder / CARD).is_file():
+            lines.append(f"transformers alone would load it wrongly: {self.folder / CARD} says why, and how to")
         if self.merge is None:
             lines.append("copied as it was trained: a full model needs no merging")
             return "\n".join(lines)

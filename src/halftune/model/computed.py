@@ -34,6 +34,14 @@ def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{path}.{name}" if path else name, buffer
 
 
+def uncomputed(model: nn.Module) -> Iterator[str]:
+    """Names of the tensors that no checkpoint holds: non-persistent buffers, and tensors that are attributes."""
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch."):
+            yield from sorted(name for name in module._non_persistent_buffers_set if name in module._buffers)
+            yield from _loose(module)
+
+
 def compute_in_fp32(model: PreTrainedModel, section: ModelSection, *, stored: bool = False) -> None:
     """Gives a model the tensors that its code computes when it is made, as they are where fp32 is the default.
 

@@ -17,6 +17,7 @@ from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.model.adapters.mixtures import for_plain_peft
+from halftune.model.card import write_card
 from halftune.model.quiet import quiet
 from halftune.model.save_pieces import Named, write_pieces
 from halftune.model.tying import name_tying
@@ -107,6 +108,7 @@ def write_model(
         else:
             model.save_pretrained(folder, state_dict={})  # configs and code
             write_pieces(model, (one for item in state for one in _cast(dict([item]), saved, kept).items()), folder)
+    write_card(model, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _name_dtype(config, CONFIG_NAMES[saved])
