@@ -174,6 +174,8 @@ def test_a_run_from_start_to_export(board: Any, start_board: Callable[..., Any],
     page.locator("#chat-load").click()
     page.locator("#chat-ready, #chat-loaded .cause").wait_for(timeout=LONG)
     assert page.locator("#chat-ready").count(), page.locator("#chat-loaded").inner_text()
+    page.locator("#chat-settings > button").click()
+    page.wait_for_function("document.querySelector('#chat-settings input[type=number]')?.value === '8'")  # the recipe's
     page.locator("#chat-text textarea").fill("Add 3 <img src=x> and 4.")
     page.locator("#chat-send").click()
     for side in ("#trained", "#base"):

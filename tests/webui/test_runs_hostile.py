@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import HalftuneError
 from halftune.core.process import identity
 from halftune.core.status import Status, read_json, read_status
@@ -19,7 +20,7 @@ from halftune_webui.runs.metrics import Metrics
 from halftune_webui.runs.show import run_card, run_list
 from halftune_webui.runs.started import read_started
 from halftune_webui.runs.state import look
-from halftune_webui.runs.stored import check_model
+from halftune_webui.runs.stored import check_model, generation_of
 from halftune_webui.settings import Settings
 
 GOOD: dict[str, Any] = {
@@ -90,6 +91,15 @@ def test_chat_and_export_run_no_code_of_a_checkpoint(settings: Settings, tmp_pat
     (run / "resolved.yaml").write_text(json.dumps(EVIL))
     with pytest.raises(HalftuneError, match="would run code"):
         check_model(settings, run)
+
+
+@pytest.mark.parametrize("text", ["", "[", "generation: 3", "generation: {top_p: 7}", "generation: {what: 1}"])
+def test_a_chat_begins_with_the_settings_of_the_run(settings: Settings, text: str) -> None:
+    run = settings.runs / "x"
+    (run / "resolved.yaml").write_text(text)
+    assert generation_of(run) == GenerationSection()
+    (run / "resolved.yaml").write_text("generation: {max_new_tokens: 48, repetition_penalty: 1.3}")
+    assert generation_of(run) == GenerationSection(max_new_tokens=48, repetition_penalty=1.3)
 
 
 def test_the_queue_starts_no_command_of_a_file(settings: Settings, launched: list[Any]) -> None:

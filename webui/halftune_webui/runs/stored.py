@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from halftune.config.reading.yaml_source import parse, read_text
+from halftune.config.sections.generation import GenerationSection
+from halftune.config.shape import child
 from halftune.core.errors import ConfigError
 from halftune_webui.paths import check_links
 from halftune_webui.recipe import outside
@@ -47,6 +49,14 @@ def check_model(settings: Settings, run: Path) -> None:
     if not (run / RESOLVED).is_file():
         raise ConfigError("nothing says what this run is", where=str(run), remedy="train it again from its recipe")
     _check(settings, run, run / RESOLVED, settings.roots[0], section="model")
+
+
+def generation_of(run: Path) -> GenerationSection:
+    """How the run's recipe lets answers be decoded; as by default where it says nothing that can be read."""
+    try:
+        return GenerationSection.model_validate(child(parse(read_text(run / RESOLVED), RESOLVED).values, "generation"))
+    except (ConfigError, ValueError):
+        return GenerationSection()
 
 
 def _check(settings: Settings, run: Path, file: Path, start: Path, section: str = "") -> None:

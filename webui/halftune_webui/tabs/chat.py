@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -18,13 +19,21 @@ from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.state import is_live
-from halftune_webui.runs.stored import check_model
+from halftune_webui.runs.stored import check_model, generation_of
 from halftune_webui.tabs.choose import chooser
 from halftune_webui.tabs.data import failed, waiting
 from halftune_webui.tabs.runs import live
 
 Messages = list[dict[str, str]]
-_DEFAULTS = GenerationSection()
+_DEFAULTS = GenerationSection().model_dump()
+# Of the run's recipe, for the reader to change: smallest, largest, step.
+_SAMPLING = {
+    "max_new_tokens": (1, 2048, 1),
+    "temperature": (0, 2, 0.05),
+    "top_p": (0.01, 1, 0.01),
+    "top_k": (0, 200, 1),
+    "repetition_penalty": (0.5, 2, 0.05),
+}
 
 
 @dataclass
@@ -86,11 +95,8 @@ def build(context: Context) -> None:
         system = gr.Textbox(label=words("chat.system"), lines=2, elem_id="chat-system")
         with gr.Row():
             sampling = [
-                gr.Slider(1, 2048, value=_DEFAULTS.max_new_tokens, step=1, label=words("chat.max_new_tokens")),
-                gr.Slider(0, 2, value=_DEFAULTS.temperature, step=0.05, label=words("chat.temperature")),
-                gr.Slider(0.01, 1, value=_DEFAULTS.top_p, step=0.01, label=words("chat.top_p")),
-                gr.Slider(0, 200, value=_DEFAULTS.top_k, step=1, label=words("chat.top_k")),
-                gr.Slider(0.5, 2, value=_DEFAULTS.repetition_penalty, step=0.05, label=words("chat.penalty")),
+                gr.Slider(low, high, value=_DEFAULTS[name], step=step, label=words(f"chat.{name}"))
+                for name, (low, high, step) in _SAMPLING.items()
             ]
     parts = _Parts(run, loaded, both, system, [gr.State([]), gr.State([])], [trained, base], base_side, text, sampling)
     _wire(context, parts, load, free, send, stop, anew)
@@ -120,7 +126,11 @@ def _wire(
     chats, quiet = Chats(), dict[str, Any](show_progress="hidden", api_visibility="private")
 
     def opened(name: str | None, request: gr.Request) -> Iterator[Any]:
-        yield from _load(context, chats, name, str(request.session_hash))
+        for shown in _load(context, chats, name, str(request.session_hash)):
+            yield [shown, *(gr.skip() for _ in parts.sampling)]
+        chat = chats.of.get(str(request.session_hash))
+        if chat is not None and chat.alive:
+            yield [gr.skip(), *_sampling(chat.run)]
 
     def asked(request: gr.Request, *values: Any) -> Iterator[Any]:
         yield [gr.skip() for _ in (parts.text, *sides)]  # a question that is not put empties nothing
@@ -144,7 +154,9 @@ def _wire(
     def empty() -> list[Any]:
         return [[], [], *(conversation([], title, "") for title in titles)]
 
-    load.click(opened, parts.run, parts.loaded, concurrency_limit=4, **quiet).then(empty, None, sides, **quiet)
+    load.click(opened, parts.run, [parts.loaded, *parts.sampling], concurrency_limit=4, **quiet).then(
+        empty, None, sides, **quiet
+    )
     free.click(freed, None, parts.loaded, **quiet)
     gr.on([send.click, parts.text.submit], asked, inputs, [parts.text, *sides], concurrency_limit=8, **quiet)
     stop.click(stopped, None, None, queue=False, api_visibility="private")
@@ -178,6 +190,15 @@ def _load(context: Context, chats: Chats, name: str | None, page: str) -> Iterat
     yield f'<p class="ok" id="chat-ready">{escape(what)}</p>'
 
 
+def _sampling(run: Path) -> list[gr.Slider]:
+    """As the run's recipe has it; a value beyond a slider's end makes it longer."""
+    values = generation_of(run).model_dump()
+    return [
+        gr.Slider(minimum=min(low, values[name]), maximum=max(high, values[name]), value=values[name])
+        for name, (low, high, _) in _SAMPLING.items()
+    ]
+
+
 def _ask(
     context: Context,
     chat: Chat | None,
@@ -194,9 +215,8 @@ def _ask(
     if chat is None or not chat.alive:
         gr.Warning(context.words("chat.first"))
         return
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
     whole = {"max_new_tokens", "top_k"}
-    generation = {name: int(value) if name in whole else value for name, value in zip(names, sampling, strict=True)}
+    generation = {name: int(value) if name in whole else value for name, value in zip(_SAMPLING, sampling, strict=True)}
     sides = {True: trained, **({False: base} if both else {})}
     for adapter in sides:
         sides[adapter] = [*sides[adapter], {"role": "user", "content": text}]

@@ -34,7 +34,8 @@ def build(context: Context) -> None:
             with recipe_file(settings.runs, examined.runnable) as file:
                 answer = ask("data", "--samples", str(int(number)), recipe=file)
         except HalftuneError as error:
-            yield failed(str(error))
+            where = f'<p class="help">{escape(words("data.mend_columns"))}</p>' if "columns:" in str(error) else ""
+            yield failed(str(error)) + where
         else:
             yield data_view(answer, words)
 
