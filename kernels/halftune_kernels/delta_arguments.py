@@ -76,6 +76,11 @@ def check_step_arguments(
 
 def _check_sizes(operator: str, shapes: Shapes, heads: str) -> None:
     check_heads(operator, "v", shapes[heads], of="k", groups=shapes["H"])
+    check_head_sizes(operator, shapes)
+
+
+def check_head_sizes(operator: str, shapes: Shapes) -> None:
+    """K and V, on every device: what trains on one runs on another."""
     for argument, name in (("k", "K"), ("v", "V")):
         if not 1 <= shapes[name] <= MOST_KEYS:
             came = f"of head size {shapes[name]}"

@@ -52,7 +52,8 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
         requested: ``triton``, ``torch``, ``cpu``, ``reference`` or None.
 
     Raises:
-        ArgumentError: no such operator or implementation.
+        ArgumentError: no such operator or implementation; Triton for tensors on the CPU, be it a variable that asks for
+            it and there is no GPU.
     """
     check_choice("dispatch", "operator", operator, OPERATORS)
     for source, value in (
@@ -64,8 +65,10 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
             check_choice("dispatch", source, value, (*NAMES, "auto"))
             runs = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") or stands_in()
             if value == "triton" and not runs:
-                came = "triton with tensors on the CPU"
-                raise ArgumentError("dispatch", source, came=came, expected="cpu, torch, reference or auto there")
+                if source != "requested" and torch.cuda.is_available():  # it is the GPU's that was meant
+                    return Backend("cpu", f"the tensors are on the CPU, where {source}=triton has no say")
+                expected = "cpu, torch, reference or auto for tensors on the CPU"
+                raise ArgumentError(operator, source, came="'triton'", expected=expected)
             return Backend(value, "asked for" if source == "requested" else f"{source}={value}")  # type: ignore[arg-type]
     if device.type == "cpu":
         return Backend("cpu", "the tensors are on the CPU")

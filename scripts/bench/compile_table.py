@@ -24,6 +24,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -140,7 +141,7 @@ class Kept:
         """All kernels of ``one``."""
         self._folder.mkdir(parents=True, exist_ok=True)
         stored = {"of": self._of(one, kernels), "kernels": [asdict(kernel) for kernel in kernels]}
-        part = self._folder / f"{one.key}.part"
+        part = self._folder / f"{one.key}.{os.getpid()}.part"  # of two calls at once, each has its own
         part.write_text(json.dumps(stored))
         part.replace(self._folder / f"{one.key}.json")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -50,6 +51,8 @@ def assert_matches(case: Case, backend: str, dtype: torch.dtype) -> None:
         bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype)
         if bound is None:
             bound = max(2 * relative_error(truth[name].to(dtype), truth[name]), 1e-5)
+        if dtype == torch.float64 and name.endswith("of fast steps"):
+            bound = 1e-10  # the CPU path forms it in fp64 as a difference, of which it is a hundredth
         error = relative_error(value, truth[name])
         assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
 
@@ -78,7 +81,7 @@ def assert_packed_as_alone(case: Case, time_axes: dict[str, int], backend: str) 
                 piece = [slice(None)] * whole.dim()
                 piece[axis] = slice(start, end)
                 inputs[name][tuple(piece)] = whole[tuple(piece)]
-        others = Case(case.operator, case.function, inputs, case.wide, case.options).call(torch.float32, CPU, backend)
+        others = dataclasses.replace(case, inputs=inputs).call(torch.float32, CPU, backend)
         for name, axis in (*time_axes.items(), ("output 0", case_output_axis(case))):
             key = name if name.startswith("output") else f"d {name}"
             both = [x[n] if axis == -1 else x.narrow(axis, start, end - start) for x in (packed[key], others[key])]

@@ -39,8 +39,14 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
-    with pytest.raises(ArgumentError, match="HALFTUNE_KERNELS is triton with tensors on the CPU, expected cpu"):
+    with pytest.raises(ArgumentError, match="HALFTUNE_KERNELS is 'triton', expected cpu"):
         choose("ssd", torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: True
+    )  # what the variable is for; some tensors are not there
+    assert choose("ssd", CPU, HALF).name == "cpu"
+    with pytest.raises(ArgumentError, match="ssd: requested is 'triton'"):
+        choose("ssd", CPU, HALF, "triton")
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,10 @@ def test_state_update_is_that_of_transformers() -> None:
         ({"k": torch.zeros(1, 6, 2, 9)}, "k is of shape [1, 6, 2, 9], expected [B, T, G, K] with B=1, T=6, G=2, K=8"),
         ({"k": torch.zeros(1, 6, 2, 8, dtype=torch.bfloat16)}, "k is torch.bfloat16, expected torch.float32"),
         ({"v": torch.zeros(1, 6, 3, 5)}, "v is of 3 heads, expected a multiple of k's 2"),
+        (
+            {"q": torch.zeros(1, 6, 2, 257), "k": torch.zeros(1, 6, 2, 257)},
+            "k is of head size 257, expected a head size of",
+        ),
         ({"g": torch.zeros(1, 6, 2)}, "g is of shape [1, 6, 2], expected [B, T, H]"),
         ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, "falling at 2: 4 then 2, expected never falling"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens is from 0 to 5, expected from 0 to T = 6"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +94,36 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
 
     with pytest.raises(OSError, match="kernels"):
         tuning.tune("ssd", CPU, HALF, 64, refuse)
+
+
+def _tune_and_check(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        tuning.tune("ssd", CPU, HALF, 64, in_turn(10.0, 5.0))
+        for kept in selfcheck.cache_dir().glob("selfcheck/*.json"):
+            kept.unlink(missing_ok=True)
+        selfcheck.verdict("ssd", CPU, "cpu")
+
+
+def test_two_processes_at_once_tear_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detail = "worst: d q" * 5_000  # not written at one go
+    monkeypatch.setattr(selfcheck, "check", lambda *args: selfcheck.Verdict("ssd", "cpu", True, detail, 0.1))
+    both = [multiprocessing.get_context("fork").Process(target=_tune_and_check, args=(1.0,)) for _ in range(2)]
+    for one in both:
+        one.start()
+    read = set()
+    while any(one.is_alive() for one in both):
+        for file in cache.parent.glob("*/*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                json.loads(file.read_text())
+                read.add(file.parent.name)
+    for one in both:
+        one.join()
+    assert [one.exitcode for one in both] == [0, 0]
+    assert read == {"cuts", "selfcheck"}
+    assert not list(cache.parent.glob("*/*.part"))
+    tuning._measured.cache_clear()
+    assert prepare().warps == 2
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gated_delta_rule", "kda", "rwkv7"])

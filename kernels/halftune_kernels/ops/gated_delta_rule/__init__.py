@@ -32,7 +32,7 @@ def gated_delta_rule(
     """``S_t = (I - beta_t k_t^T k_t) exp(g_t) S_{t-1} + beta_t k_t^T v_t``, ``o_t = scale q_t S_t``.
 
     Args:
-        q: [B, T, H, K] queries.
+        q: [B, T, H, K] queries; K and V are 1 to 256.
         k: [B, T, H, K] keys. Of norm 1, or else ``use_qk_l2norm_in_kernel``: with longer keys the rule diverges.
         v: [B, T, HV, V] values; HV is a multiple of H, head h uses keys of head h // (HV / H).
         g: [B, T, HV] log decay, at most 0; fp32 for accuracy.

@@ -40,7 +40,7 @@ def rwkv7(
     RWKV-7 calls it with a = -κ̂ and b = κ̂ ∘ η, κ̂ of norm 1, η in 0 … 1; larger products let the state grow.
 
     Args:
-        r: [B, T, H, K] receptance (queries).
+        r: [B, T, H, K] receptance (queries); K and V are 1 to 256.
         w: [B, T, H, K] log decay per channel, at most 0.
         k: [B, T, H, K] keys.
         v: [B, T, H, V] values.

@@ -13,6 +13,7 @@ from halftune_kernels.arguments import (
     check_same_dtype,
     check_scale,
 )
+from halftune_kernels.delta_arguments import check_head_sizes
 from halftune_kernels.dispatch import module
 from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from halftune_kernels.own_precision import without_autocast
@@ -39,7 +40,7 @@ def simple_decay(
     """``S_t = exp(g_t) S_{t-1} + k_t^T (w_t v_t)``, ``o_t = scale q_t S_t``.
 
     Args:
-        q: [B, T, G, K] queries.
+        q: [B, T, G, K] queries; K and V are 1 to 256.
         k: [B, T, G, K] keys.
         v: [B, T, H, V] values; H is a multiple of G, head h uses keys of group h // (H / G).
         g: [B, T, H] log decay, at most 0, fp32 for accuracy; or [H], the same at every token (RetNet, lightning).
@@ -60,8 +61,7 @@ def simple_decay(
     shapes = Shapes("simple_decay")
     for name, tensor, names in (("q", q, "B T G K"), ("k", k, "B T G K"), ("v", v, "B T H V"), ("w", w, "B T H")):
         shapes.check(name, tensor, names, optional=name == "w")
-    if shapes["K"] < 1:
-        raise ArgumentError("simple_decay", "k", came="of head size 0", expected="a head size of at least 1")
+    check_head_sizes("simple_decay", shapes)
     if not isinstance(g, torch.Tensor):
         raise ArgumentError("simple_decay", "g", came=f"a {type(g).__name__}", expected="a tensor, [B, T, H] or [H]")
     check_heads("simple_decay", "v", shapes["H"], of="k", groups=shapes["G"])
@@ -117,6 +117,7 @@ def simple_decay_step(
     ):  # fmt: skip
         shapes.check(name, tensor, names, optional=name == "w")
     check_heads("simple_decay_step", "v", shapes["H"], of="k", groups=shapes["G"])
+    check_head_sizes("simple_decay_step", shapes)
     if state.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("simple_decay_step", "state", came=state.dtype, expected="float32: half loses the sum")
     repeat, wide = shapes["H"] // shapes["G"], state.dtype
