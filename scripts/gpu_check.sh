@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # What a machine with a CUDA device can tell, in about ten minutes and one command; a part that fails does not stop the
-# others. Everything goes into one folder; summary.txt says what passed, failed and was left out, and why.
+# others. Everything goes into one folder; summary.txt says what passed, failed and was left out, and why. Leaves with 1
+# if a part failed or did not come to its end.
 #   bash scripts/gpu_check.sh                       the python on PATH if its torch sees the device, else a new .venv
 #   GPU_CHECK_OUT=FOLDER bash scripts/gpu_check.sh  the folder (default: gpu_check)
-#   GPU_CHECK_DRY=1 bash scripts/gpu_check.sh       the same commands without a device, as far as they go
-# Parts, the most telling first: the operators' self-checks, their times beside published ones, the tests that need a
-# device (attention routes and half formats, then every operator, dtype and head size), recipes, the quickstart.
+#   GPU_CHECK_DRY=1 bash scripts/gpu_check.sh       without a device: what of it runs on a CPU, and what is left
+# Parts, the most telling first: the operators' self-checks, their times beside published ones and beside
+# flash-linear-attention where it is installed, attention routes (torch's kernels, flash-attn, FlashAttention-3 and -4),
+# formats in training, every operator, dtype and head size, recipes of hybrids, the quickstart.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${GPU_CHECK_OUT:-gpu_check}"
@@ -20,11 +22,12 @@ if [ -z "$dry" ] && ! python -c "$sees" 2>/dev/null; then
     source scripts/environment.sh dev || { say "failed  environment: neither this python nor .venv"; exit 1; }
     python -c "$sees" || { say "failed  no CUDA device for $(command -v python)"; exit 1; }
 fi
-export PYTHONPATH="src:kernels:webui${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD/kernels:$PWD/webui${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false HALFTUNE_CACHE="$out/cache"
 
 present=" $(python -c 'import importlib.util as u, sys; print(*(p for p in sys.argv[1:] if u.find_spec(p)))' \
-    torch triton pytest xdist pydantic yaml transformers peft accelerate safetensors) "
+    torch triton pytest xdist pydantic yaml transformers peft accelerate safetensors fla flash_attn \
+    flash_attn_interface) "
 has() { [[ "$present" == *" $1 "* ]]; }
 # part NAME SECONDS PACKAGES COMMAND...: runs it into NAME.log, unless a package is missing.
 part() {
@@ -33,13 +36,41 @@ part() {
     for package in $needs; do
         has "$package" || { say "left    $name: no $package here"; return; }
     done
-    timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1
+    timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1 </dev/null
     rc=$?
     case $rc in
-        0) say "passed  $name ($((SECONDS - start)) s)" ;;
+        0) say "passed  $name${dry:+, on the CPU} ($((SECONDS - start)) s)" ;;
         124 | 137) say "stopped $name after $seconds s: $(tail -n 1 "$out/$name.log")" ;;
         *) say "failed  $name ($rc, $((SECONDS - start)) s): $(tail -n 1 "$out/$name.log")" ;;
     esac
+}
+# tests NAME SECONDS PACKAGES FILE OPTIONS...: tests that need a device; without one they are only collected.
+tests() {
+    local name="$1" seconds="$2" needs="$3"
+    shift 3
+    if [ -n "$dry" ]; then
+        say "left    $name: no CUDA device; $1 is only collected"
+        collected+=("$1")
+    else
+        part "$name" "$seconds" "$needs" python -m pytest -q -rs -m gpu -p no:cacheprovider "$@"
+    fi
+}
+# losses FOLDER: leaves with 1 unless a run's loss is lower at its end than at its begin; a few steps only have one.
+losses='import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1] + "/metrics.jsonl")]
+found = [line["loss"] for line in lines if "loss" in line]
+print("losses", found[0], "to", found[-1])
+sys.exit(not found[-1] < (found[0] if len(found) > 4 else float("inf")))'
+# trains NAME SECONDS CONFIG OVERRIDES...: a recipe by the command line, and whether it learns.
+trains() {
+    local name="$1" seconds="$2" config="$3"
+    shift 3
+    part "train_$name" "$seconds" "$all" bash -c '
+        config="$1" folder="$2" losses="$3"
+        shift 3
+        python -m halftune train --config "$config" training.output_dir="$folder" "$@" || exit
+        grep -hE "kernels: |is computed by torch" "$folder/train.log"
+        exec python -c "$losses" "$folder"' trains "configs/$config" "$out/runs/$name" "$losses" "$@"
 }
 
 {
@@ -49,26 +80,43 @@ if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.get
     command -v nvidia-smi >/dev/null && nvidia-smi
 } >"$out/machine.txt" 2>&1
 say "$(sed -n '2,3p' "$out/machine.txt" | tr '\n' ' ')"
+for package in fla flash_attn flash_attn_interface; do
+    has "$package" || say "left    everything beside $package: it is not installed"
+done
 all="pydantic yaml transformers peft accelerate safetensors"
+collected=()
 
-# One process for each operator: they compile for most of the time, each on its own core.
-operators="gated_delta_rule kda rwkv7 ssd causal_conv1d gated_rms_norm"
-for operator in ${dry:+gated_rms_norm} $([ -n "$dry" ] || echo "$operators"); do
-    part "check_$operator" 150 torch python -m halftune_kernels check --operators "$operator" &
-done
-wait
-part times 120 torch python scripts/bench/kernels_gpu.py --out "$out" ${dry:+--dry-run}
-part plan 40 "$all" python -m halftune plan --config configs/quickstart.yaml
-tests="python -m pytest -q -m gpu -p no:cacheprovider"
-part attention 170 "$all pytest" $tests tests/end_to_end/test_gpu.py &
-part operators 170 pytest $tests tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 6") &
-wait
-for model in qwen3_5 kimi_linear mamba2 rwkv7; do
-    part "train_$model" 60 "$all" python -m halftune train --config "configs/${model}_tiny.yaml" \
-        training.output_dir="$out/runs/$model" ${dry:+training.max_steps=1} &
-done
-wait
-part quickstart 60 "$all" python -m halftune train --config configs/quickstart.yaml \
-    training.output_dir="$out/runs/quickstart" ${dry:+training.max_steps=1}
-say "in all $SECONDS s; everything is in $out"
-! grep -q '^failed' "$out/summary.txt"
+if [ -n "$dry" ]; then
+    say "left    the operators' Triton kernels: no CUDA device; scripts/bench/compile_table.py compiles them without one"
+    part check_gated_rms_norm 200 torch python -m halftune_kernels check --operators gated_rms_norm
+else
+    # One process for each operator: they compile for most of the time, each on its own core.
+    for operator in gated_delta_rule kda rwkv7 ssd causal_conv1d gated_rms_norm; do
+        part "check_$operator" 200 "torch triton" python -m halftune_kernels check --operators "$operator" &
+    done
+    wait
+fi
+part times 200 torch python scripts/bench/kernels_gpu.py --out "$out" ${dry:+--dry-run}
+part plan 100 "$all" python -m halftune plan --config configs/quickstart.yaml
+tests attention 120 "$all pytest" tests/attention/test_flash_on_gpu.py
+tests formats 200 "$all pytest" tests/end_to_end/test_gpu.py
+tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 6")
+if [ -n "$dry" ]; then
+    part collected 200 "$all pytest" python -m pytest -q --collect-only -m gpu -p no:cacheprovider "${collected[@]}"
+    short="data.max_length=128 training.max_steps=3 training.logging_steps=1 logging.progress=false"
+    for model in qwen3_5 kimi_linear mamba2 rwkv7; do
+        trains "$model" 200 "${model}_tiny.yaml" $short
+    done
+    trains quickstart 200 quickstart.yaml $short 'depends_on=[]' model.name_or_path=builtin:qwen2-tiny \
+        logging.sample_prompts='[]' data.eval_split=0 training.warmup_ratio=0
+else
+    for model in qwen3_5 kimi_linear mamba2 rwkv7; do
+        trains "$model" 120 "${model}_tiny.yaml" &
+    done
+    wait
+    trains quickstart 200 quickstart.yaml
+fi
+count() { grep -c "^$1" "$out/summary.txt"; }
+say "in all $(count passed) passed, $(count failed) failed, $(count stopped) stopped, $(count left) left out;" \
+    "$SECONDS s; everything is in $out"
+! grep -qE '^(failed|stopped)' "$out/summary.txt"

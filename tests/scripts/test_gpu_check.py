@@ -1,0 +1,32 @@
+"""The script for a machine with a GPU names only files that are there: nobody here would see it fail."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "scripts" / "gpu_check.sh"
+
+
+def test_its_files_exist_and_it_parses() -> None:
+    text = SCRIPT.read_text()
+    named = re.findall(r"\b(?:tests|scripts|configs)/[\w/]+\.(?:py|sh|yaml)", text)
+    recipes = re.findall(r'^ +trains \S+ \d+ "?([\w${}]+\.yaml)', text, re.MULTILINE)
+    models = re.findall(r"for model in ([^;]+);", text)[0].split()
+    assert len(named) > 5
+    assert len(recipes) == 4
+    named += [f"configs/{recipe.replace('${model}', model)}" for recipe in recipes for model in models]
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+
+
+def test_every_test_for_a_gpu_is_in_it() -> None:
+    marked = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    left = [
+        path
+        for path in marked
+        if path != Path(__file__) and str(path.relative_to(REPOSITORY)) not in SCRIPT.read_text()
+    ]
+    assert left == []
