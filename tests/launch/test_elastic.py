@@ -63,7 +63,7 @@ def watching(restarts: int) -> tuple[Agent, Any]:
     """An agent between two looks at its processes."""
     agent, group = Agent.__new__(Agent), SimpleNamespace(spec=SimpleNamespace(max_restarts=restarts), workers=[])
     agent._pcontext, agent._worker_group = None, group  # pyright: ignore[reportAttributeAccessIssue]
-    agent.ended, agent.killed, agent.said, agent._deadline = {}, set(), False, None
+    agent.ended, agent.killed, agent.said, agent.heard, agent._deadline = {}, set(), False, 0, None
     return agent, group
 
 

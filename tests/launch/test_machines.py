@@ -138,6 +138,11 @@ def test_a_machine_that_does_not_come_back_is_named(
     zero, one = together(first, replace(first, rank=1))
     assert isinstance(zero, Machines)
     assert isinstance(one, Machines)
+    assert zero.heard() is one.heard() is None
+    one.tell("rank 1 on b: there are no data", 2)
+    zero.tell("rank 1 is gone", 5)  # which is what followed from it
+    assert zero.heard() == ("rank 1 on b: there are no data", 2)
+    assert one.heard() is None, "it has said so itself"
     with zero.waiting(), one.waiting():
         assert zero.absent() == []
     assert zero.absent() == [0, 1]  # for the next failure

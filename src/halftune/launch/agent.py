@@ -45,6 +45,7 @@ class Agent(LocalElasticAgent):
         ended: process ids by the time when they were seen to have ended, in seconds since the epoch.
         killed: process ids of those that did not end by themselves.
         said: whether it has said how this attempt failed.
+        heard: the exit code of another machine, which all end of; 0 where there is none.
     """
 
     latest: Agent | None = None
@@ -57,6 +58,7 @@ class Agent(LocalElasticAgent):
         self.ended: dict[int, float] = {}
         self.killed: set[int] = set()
         self.said = self._told = self._meeting = False
+        self.heard = 0
         self._deadline = Deadline(_STUCK, self._stuck) if self.machines is not None else None
         Agent.latest = self
 
@@ -79,9 +81,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._extend(0.0)
-        if self._somebody_failed():
+        self._listen()
+        if self.heard or self._somebody_failed():
             began = time.monotonic()
             while self._some_will_end(worker_group) and time.monotonic() - began < self._patience():
+                self._listen()
                 self._speak(self._settled(worker_group))
                 self._extend(0.0)
                 time.sleep(_POLL)
@@ -94,7 +98,16 @@ class Agent(LocalElasticAgent):
             elif self._remaining_restarts:
                 self._speak(failures)
                 self.said = False  # of the next attempt, which begins now
+            elif self.machines is not None and not self.heard:
+                self.machines.tell(*summary(failures, worker_group.spec.max_restarts))
         return result
+
+    def _listen(self) -> None:
+        """Ends with another machine, whose processes these would wait for."""
+        if self.machines is None or self.said or (told := self.machines.heard()) is None:
+            return
+        self.said, self._remaining_restarts, self.heard = True, 0, told[1]
+        say(told[0], told[1])
 
     def _patience(self) -> float:
         left, files = self._alive(), self._files()

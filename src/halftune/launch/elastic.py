@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         assert Agent.latest is not None
         text, code = summary(Agent.latest.failures(error.failures), int(args.max_restarts))
+        if Agent.latest.heard:
+            return Agent.latest.heard
         return code if Agent.latest.said or (code > 128 and Agent.latest.has_told(code)) else say(text, code)
     except HalftuneError as error:
         return say(str(error), error.exit_code)

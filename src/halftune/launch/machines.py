@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from socket import gethostname
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _ANSWER = 30.0  # seconds
 _KEY = "main_process_ip"
+_FAILED = "halftune/failed"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,20 @@ class Machines:
     def absent(self) -> list[int]:
         """Numbers of the machines that do not wait for the others, though this one does or did in vain."""
         return [rank for rank in range(self.this.count) if not self._store.check([self._key(rank)])]
+
+    def tell(self, text: str, code: int) -> None:
+        """Lets the other machines know what this one ends of, and with which exit code; the first one counts."""
+        said = json.dumps({"machine": self.this.rank, "text": text, "code": code})
+        with suppress(RuntimeError):  # of the store: machine 0 has left
+            self._store.compare_set(_FAILED, "", said)
+
+    def heard(self) -> tuple[str, int] | None:
+        """What another machine has told."""
+        with suppress(RuntimeError):
+            if self._store.check([_FAILED]):
+                said = json.loads(self._store.get(_FAILED))
+                return None if said["machine"] == self.this.rank else (said["text"], said["code"])
+        return None
 
     def _say_who(self, over: threading.Event) -> None:
         patience = Patience(self.this.seconds)

@@ -60,7 +60,8 @@ def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, in
     first = first_of(list(failures.values()))
     if first.record is not None:
         text, code = first.record.text, first.code if first.code > 0 else FAILED
-        head = text if first.record.names_rank else f"rank {first.rank} on {socket.gethostname()}: {text}"
+        whole = first.record.names_rank or first.record.stopped
+        head = text if whole else f"rank {first.rank} on {socket.gethostname()}: {text}"
     else:
         code = FAILED
         how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"left with {first.code}"
