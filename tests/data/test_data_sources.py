@@ -77,6 +77,32 @@ def test_a_folder_is_its_files_in_order_and_rows_keep_their_place(write, tmp_pat
     assert rows.where(1).endswith("b.jsonl line 1")
 
 
+def test_what_datasets_saves_to_disk(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([*ROWS, {"instruction": "E?", "output": None}]).select([1, 0])
+    saved.save_to_disk(tmp_path / "one")
+    assert read(tmp_path / "one").all() == ROWS[::-1]
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
+    assert read(tmp_path / "both" / "test").all() == ROWS[::-1]
+    with pytest.raises(
+        DataError, match=r"both: holds train/data.*arrow and test/data.*arrow, which would be one source"
+    ):
+        read(tmp_path / "both")
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1 and no more")
+    with pytest.raises(DataError, match="not an Arrow file"):
+        read(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize("held", ["test.jsonl", "x/validation-00000-of-00001.jsonl", "dev_set.jsonl"])
+def test_a_folder_with_a_test_set_is_not_one_source(held, write, tmp_path):
+    write(ROWS, "set/train.jsonl")
+    write(ROWS, f"set/{held}")
+    with pytest.raises(DataError, match=r"which would be one source · name the files"):
+        read(tmp_path / "set")
+    (tmp_path / "set" / "train.jsonl").rename(tmp_path / "set" / "more.jsonl")
+    assert len(read(tmp_path / "set")) == 2 * len(ROWS)
+
+
 WRONG = [
     ("a.jsonl", '{"a": 1}\n{"a": 2,}\n', r"a\.jsonl line 2: not valid JSON: .* at column 9"),
     ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl line 3: a row should be an object"),

@@ -1,4 +1,4 @@
-"""Reads rows out of one file: JSON, JSONL, CSV, TSV, Parquet, text; each with .gz too. Errors name file and line."""
+"""Reads rows out of one file: JSON, JSONL, CSV, TSV, Parquet, Arrow, text (with .gz too). Errors name file and line."""
 
 from __future__ import annotations
 
@@ -214,6 +214,23 @@ def _parquet(path: Path) -> FileRows:
     return arrow_rows(path, rows)
 
 
+def _arrow(path: Path) -> FileRows:
+    """What ``save_to_disk`` of datasets writes (a stream), or an Arrow file (Feather)."""
+    arrow = need("pyarrow", why="reading Arrow files")
+    need("pyarrow.ipc", why="reading Arrow files", distribution="pyarrow")
+    try:
+        with arrow.memory_map(str(path)) as file:
+            try:
+                table = arrow.ipc.open_stream(file).read_all()
+            except arrow.ArrowInvalid:
+                file.seek(0)
+                table = arrow.ipc.open_file(file).read_all()
+            _check_names(table.schema.names, str(path))
+            return arrow_rows(path, table.to_pylist())
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"not an Arrow file: {error}", where=str(path), remedy=_AGAIN) from error
+
+
 def arrow_rows(path: Path, rows: list[dict[str, Any]]) -> FileRows:
     """Rows that come from Arrow, which gives every object of a column the members of all of them, null where unset.
 
@@ -264,6 +281,7 @@ READERS: dict[str, Callable[[Path], FileRows]] = {
     ".csv": _csv,
     ".tsv": _tsv,
     ".parquet": _parquet,
+    ".arrow": _arrow,
     ".txt": _lines_or_document,
     ".md": _document,
     ".rst": _document,

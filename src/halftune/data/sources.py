@@ -19,6 +19,9 @@ from halftune.data.files import READERS, FileRows, ending, read_file
 from halftune.data.hub import hub_fingerprint, hub_rows
 
 BUILTIN = "builtin:"
+# Names by which the part of a data set that must not be trained is known.
+HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+SAVED_BESIDE = {"dataset_info.json", "dataset_dict.json", "state.json"}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -137,11 +140,16 @@ def _builtin(section: SourceSection, name: str) -> Source:
 
 
 def _folder(folder: Path) -> list[Path]:
-    """Files of one kind: the first of the known endings that the folder holds decides; sorted by name."""
+    """Files of one kind: the first of the known endings that the folder holds decides; sorted by name.
+
+    What ``save_to_disk`` of datasets writes beside its Arrow files is no data.
+    """
     found = [path for path in folder.rglob("*") if not path.name.startswith(".")]
     if broken := sorted(path for path in found if path.is_symlink() and not path.exists()):
         raise DataError("is a link to nothing", where=str(broken[0]), remedy="mend or remove the link")
     files = sorted(path for path in found if path.is_file())
+    if any(path.suffix == ".arrow" for path in files):
+        files = [path for path in files if path.name not in SAVED_BESIDE]
     for kind in READERS:
         if chosen := [path for path in files if ending(path) == kind]:
             others = {ending(path) for path in files} & READERS.keys() - {kind, ".md", ".rst", ".py", ".txt"}
@@ -151,8 +159,24 @@ def _folder(folder: Path) -> list[Path]:
                     where=str(folder),
                     remedy="name the files or sub-folders one by one",
                 )
+            _check_splits(folder, chosen)
             return chosen
     raise DataError("holds no data file", where=str(folder), remedy=f"known endings: {', '.join(READERS)}")
+
+
+def _check_splits(folder: Path, files: list[Path]) -> None:
+    """A folder of train.jsonl and test.jsonl is not one source: the test set would be trained."""
+    first: dict[str, Path] = {}
+    for path in files:
+        for part in path.relative_to(folder).parts:
+            first.setdefault(re.split(r"[-_.]", part.lower())[0], path.relative_to(folder))
+    held = next((first[word] for word in HELD_OUT if word in first), None)
+    if held is not None and "train" in first:
+        raise DataError(
+            f"holds {first['train']} and {held}, which would be one source",
+            where=str(folder),
+            remedy="name the files or sub-folders, the one under data.train and the other under data.eval",
+        )
 
 
 def _missing(path: Path) -> DataError:

@@ -124,6 +124,7 @@ WORDS = {
     **dict.fromkeys(("flash_attention_3", "flash_attn_3", "flashattention3", "flashattention_3", "fa_3"), "fa3"),
     **dict.fromkeys(("flash_attention_4", "flash_attn_4", "flashattention4", "flashattention_4", "fa_4"), "fa4"),
     **dict.fromkeys(("flex_attention", "flex_attn", "flexattention"), "flex"),
+    **dict.fromkeys(("openai", "oai", "chatml", "chat", "chat_template"), "messages"),
     **dict.fromkeys(("sdp", "scaled_dot_product_attention", "torch_sdpa", "mem_efficient", "xformers"), "sdpa"),
 }
 

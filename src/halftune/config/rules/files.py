@@ -17,7 +17,7 @@ from halftune.core.table import did_you_mean
 
 BUILTIN = "builtin:"
 EFFECTIVE = os.access in os.supports_effective_ids  # whether rights can be asked for as whom we act
-DATA_ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".rst", ".py")
+DATA_ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".rst", ".py")
 WEIGHT_ENDINGS = (".gguf", ".bin", ".pt", ".pth", ".safetensors", ".ckpt")
 
 
@@ -79,6 +79,8 @@ def _ending(path: str) -> str:
 
 def _near(path: str) -> str:
     """The nearest name in the same folder, else where the missing part of the path begins."""
+    if "*" in path:
+        return "a * stands for nothing here: name the folder, whose files are all read, or list the files"
     folder, name = os.path.split(os.path.abspath(path))
     if os.path.isdir(folder):
         close = get_close_matches(name, os.listdir(folder)[:2000], n=1, cutoff=0.6)
