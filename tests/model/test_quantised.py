@@ -85,12 +85,31 @@ def test_what_cannot_be_loaded_is_refused_before(tmp_path: Path, monkeypatch: py
 
 def test_four_bit_layers_compute_in_the_plans_format() -> None:
     class Linear4bit(nn.Linear):
-        compute_dtype, compute_type_is_set = torch.float32, False
+        compute_dtype, compute_type_is_set, support_avx512bf16_for_cpu = torch.float32, False, True
 
-    model = nn.ModuleDict({"a": Linear4bit(2, 2), "b": nn.Linear(2, 2)})
-    assert quantised.compute_as_planned(model, plan("bf16", "fp32")) == 1
+    model = nn.ModuleDict({"a": Linear4bit(64, 32), "odd": Linear4bit(32, 32), "b": nn.Linear(2, 2)})
+    assert quantised.compute_as_planned(model, plan("bf16", "fp32"), for_training=False) == 2
     assert model["a"].compute_dtype == torch.bfloat16
     assert model["a"].compute_type_is_set
+    assert model["a"].support_avx512bf16_for_cpu
+    assert not model["odd"].support_avx512bf16_for_cpu, "no block of 64 in a row"
+    quantised.compute_as_planned(model, plan("bf16", "fp32"), for_training=True)
+    assert not model["a"].support_avx512bf16_for_cpu
+
+
+def test_four_bit_layers_keep_their_gradients_after_an_evaluation() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = nn.ModuleDict({name: bitsandbytes.nn.Linear4bit(width, 64) for name, width in (("a", 128), ("odd", 96))})
+    model.to("cpu")
+    for name, layer in model.items():
+        layer.weight = bitsandbytes.nn.Params4bit(torch.randn(64, layer.in_features), requires_grad=False).to("cpu")
+        x = torch.randn(1, 3, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+        quantised.compute_as_planned(model, plan("bf16", "fp32"), for_training=True)
+        (before,) = torch.autograd.grad(layer.train()(x).sum(), x)
+        with torch.no_grad():
+            layer.eval()(x.detach())
+        (after,) = torch.autograd.grad(layer.train()(x).sum(), x)
+        assert torch.equal(before, after), name
 
 
 def test_nothing_is_merged_into_weights_that_stay_quantised(tmp_path: Path) -> None:

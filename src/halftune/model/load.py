@@ -69,7 +69,7 @@ def load_model(
     compute_in_fp32(loaded, model)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
-    compute_as_planned(loaded, plan)
+    compute_as_planned(loaded, plan, for_training=for_training)
     _mark_kept(loaded, plan)
     name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)

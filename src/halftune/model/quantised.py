@@ -61,16 +61,29 @@ def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
             parameter.data = parameter.data.to(torch.float32 if kept else storage)
 
 
-def compute_as_planned(model: nn.Module, plan: Plan) -> int:
-    """Has 4-bit layers compute in the plan's format instead of their checkpoint's; returns how many there are.
+def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> int:
+    """Has 4-bit layers compute in the plan's format, and right on CPUs; returns how many there are.
 
     bitsandbytes brings what arrives into the format that the checkpoint was quantised with (fp32 where it says none),
-    and what leaves back again: nobody would see it.
+    and what leaves back again: nobody would see it. On CPUs with AVX512-BF16 it rearranges the weights of a layer in
+    evaluation mode for an operator that has no backward pass: in training, gradients would end at that layer from the
+    first evaluation on. And it cannot rearrange every shape.
     """
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for layer in layers:
         layer.compute_dtype, layer.compute_type_is_set = torch_dtype(plan.precision.compute.value), True
+        if for_training or layer.in_features % _block_of(layer) or layer.out_features % _CPU_ROWS:
+            layer.support_avx512bf16_for_cpu = False
     return len(layers)
+
+
+_CPU_ROWS = 32  # of a block in bitsandbytes' order of weights for CPUs
+
+
+def _block_of(layer: Any) -> int:
+    """Weights that share a scale."""
+    state = vars(layer.weight).get("quant_state")
+    return 64 if state is None else int(state.blocksize)
 
 
 def cannot_merge(model: PreTrainedModel) -> None:
