@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from interpreter import interpreting
 from operator_checks import CPU
 
+from halftune_kernels import selfcheck
 from halftune_kernels.cases import Case, case, rounded
 from halftune_kernels.selfcheck import BOUNDS, relative_error
 
@@ -127,3 +131,26 @@ def test_a_reset_is_no_nan(operator: str, decay: str, dtype: torch.dtype) -> Non
     check(made, dtype)
     gradient = rounded(made, dtype).call(dtype, CPU, "cpu")[f"d {decay}"]
     assert gradient[gate == -torch.inf].abs().max() < 1e-15  # what rows add in fp64 and take again
+
+
+@pytest.mark.slow
+def test_the_self_check_sees_a_decay_gradient_that_is_a_difference_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels once formed it: over all steps it is within the bounds, at the fast ones it is noise."""
+    assert selfcheck.check("ssd", CPU, "triton", (16,)).passed
+    kernels = importlib.import_module("halftune_kernels.ops.ssd.kernels")
+    monkeypatch.setattr(kernels, "between", triton.jit(_difference))
+    found = selfcheck.check("ssd", CPU, "triton", (16,))
+    assert not found.passed
+    assert found.detail.startswith("d g of fast steps float32")
+
+
+def _difference(pairs, C: tl.constexpr):
+    return tl.cumsum(tl.sum(pairs, 1) - tl.sum(pairs, 0), 0, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("operator", ["ssd", "gated_delta_rule", "kda", "rwkv7"])
+def test_wide_heads(operator: str, size: int) -> None:
+    """In fp32, with the cuts of these sizes: tiles of 8 values among them."""
+    check(case(operator, size, (0, 1, 3), seed=size), torch.float32)
