@@ -126,7 +126,7 @@ def _make_runs(folder: Path, rows: str) -> None:
     """Two finished runs to compare, and one that died; those that are there already are kept."""
     recipes = {
         "pretrain": PRETRAIN.format(model=MODEL),
-        "answers": TUNE.format(rows=rows, name="answers", steps=120, rate="5.0e-3", length=192),
+        "answers": TUNE.format(rows=rows, name="answers", steps=300, rate="5.0e-3", length=192),
         "slower": TUNE.format(rows=rows, name="slower", steps=120, rate="5.0e-4", length=192),
         "too-short": TUNE.format(rows=rows, name="too-short", steps=120, rate="5.0e-3", length=8),
     }
@@ -286,8 +286,10 @@ def _export(page: Any, shoot: Shoot) -> None:
     page.locator("#export-run input").click()
     page.get_by_role("option", name="answers").click()
     page.locator("#export-force input").check()
+    before = page.locator("#exports .card").count()  # of earlier pictures in the same folder
     page.locator("#export-start").click()
-    page.locator("#exports .state.finished").first.wait_for()
+    page.locator("#exports .card").nth(before).wait_for()
+    page.wait_for_function("!document.querySelector('#exports .state:not(.finished)')")
     shoot(page, "export")
 
 

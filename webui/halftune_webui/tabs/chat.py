@@ -95,7 +95,7 @@ def build(context: Context) -> None:
         system = gr.Textbox(label=words("chat.system"), lines=2, elem_id="chat-system")
         with gr.Row():
             sampling = [
-                gr.Slider(low, high, value=_DEFAULTS[name], step=step, label=words(f"chat.{name}"))
+                gr.Slider(low, high, value=_DEFAULTS[name], step=step, label=words(f"chat.{name}"), min_width=300)
                 for name, (low, high, step) in _SAMPLING.items()
             ]
     parts = _Parts(run, loaded, both, system, [gr.State([]), gr.State([])], [trained, base], base_side, text, sampling)
