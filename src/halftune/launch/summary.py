@@ -60,7 +60,7 @@ def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, in
     first = first_of(list(failures.values()))
     if first.record is not None:
         text, code = first.record.text, first.code if first.code > 0 else FAILED
-        whole = first.record.names_rank or first.record.stopped
+        whole = first.record.stopped or NAMED.match(text)
         head = text if whole else f"rank {first.rank} on {socket.gethostname()}: {text}"
     else:
         code = FAILED
