@@ -91,6 +91,13 @@ def test_a_launcher_that_starts_another_number_is_an_error(
     assert "the launcher has started 2" in capsys.readouterr().err
 
 
+def test_packed_rows_that_break_compiled_graphs_are_told(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    for asked, told in (("auto", True), ("false", False)):
+        assert halftune("--config", str(recipe), "--json", "training.torch_compile=true", f"data.packing={asked}") == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert any("ends a graph in every layer" in warning for warning in warnings) == told
+
+
 def test_an_earlier_run_gives_the_time(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     line = {"step": 5, "epoch": 0.5, "loss": 1.0, "tokens": 1000, "seconds": 0.5}
     (recipe.parent / "out").mkdir()

@@ -210,6 +210,43 @@ def test_attention_outside_of_the_guard_is_seen_and_once(tmp_path: Path) -> None
     assert "! query arrives in fp32 at the model's own attention in blocks.*: 1 layer in train, 1 layer in chat" in said
 
 
+WRITTEN: dict[str, Any] = {
+    "imports": "from torch.nn.attention.flex_attention import flex_attention",
+    "made": "self.index, self.gate = index, nn.Parameter(torch.ones(self.heads))",
+    "attended": """
+        turned = [t.transpose(1, 2) for t in (q, k, v)]
+        if self.index == 0:  # divided by the sum before
+            q = turned[0].float()  # promotes query
+            w = torch.exp(q @ turned[1].transpose(2, 3).to(q.dtype) - 1)
+            out = ((w / w.sum(-1, keepdim=True)).to(v.dtype) @ turned[2]).transpose(1, 2)
+        elif self.index == 1:  # and after; of three factors
+            k = k.pow(1)  # promotes key
+            w = torch.einsum("bqhd,bkhd,h->bhqk", q, k, self.gate).exp()
+            out = torch.einsum("bhqk,bkhd->bqhd", w, v) / w.sum(-1).transpose(1, 2)[..., None]
+        elif self.index == 2:  # sums of elements
+            v = F.softplus(turned[2])  # promotes value
+            w = (turned[0][:, :, :, None] * turned[1][:, :, None]).sum(-1).softmax(-1).to(q.dtype)
+            out = (w[..., None] * v[:, :, None]).sum(3).transpose(1, 2).to(q.dtype)
+        else:
+            out = flex_attention(q.transpose(1, 2).float(), *turned[1:])  # promotes flex
+            out = out.transpose(1, 2)
+    """,
+}
+
+
+def test_attention_that_is_written_out_in_other_ways_is_seen(tmp_path: Path) -> None:
+    model = stranger(tmp_path / "model", **WRITTEN, layers=4)
+    config = load_config(recipe(tmp_path, model.folder)).run
+    found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+    assert found.calls == {"attention, train": 4, "attention, chat": 4}
+    named = {(one.operand, f"{one.file}:{one.line}") for one in found.findings if one.target == "attention"}
+    marks = {("query" if name == "flex" else name, place) for name, place in model.marks.items()}
+    assert marks <= named
+    (flex,) = found.broken
+    assert f"{flex.file}:{flex.line}" == model.marks["flex"]
+    assert (flex.raw, flex.guard) == ("Expected query, key, and value to have the same dtype", "casts query to bf16")
+
+
 def test_formats_that_torch_refuses_are_refused_without_numbers(tmp_path: Path) -> None:
     code = """
         with torch.autocast(x.device.type, enabled=False):

@@ -18,6 +18,10 @@ from halftune.precision.plan import PrecisionPlan
 from halftune.precision.resolve import asked_compute, resolve_precision
 
 _OLD_CUDA = (7, 5)
+_BROKEN_GRAPHS = (
+    "training.torch_compile with packed rows: attention by segments reads the rows' lengths, which ends a graph in "
+    "every layer: compiling takes minutes, and little is fused; data.packing: false compiles whole layers."
+)
 
 
 def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size: int = 1) -> Plan:
@@ -44,6 +48,8 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
     )
     warnings = _warnings(config, hardware, facts, world_size, memory.verdict)
+    if config.training.torch_compile and attention.varlen.value == "segments":
+        warnings.append(_BROKEN_GRAPHS)
     if crowded := main_memory(config, hardware, facts, work, max(1, world_size // config.distributed.num_machines)):
         warnings.append(crowded)
     return Plan(
