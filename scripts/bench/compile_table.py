@@ -11,8 +11,8 @@ kept in fp32: it is compiled at two head sizes, the usual and the largest.
 
 What a kernel needs is kept on disk under its source, what starts it, Triton's version and its cut on that GPU: a call
 resumes where the last one was stopped, and another kernel or another cut (``CONFIGS``) is compiled again, on the GPUs
-and at the head sizes that have it, and nothing else. The page gets all that is kept and not out of date, and the
-largest spills first. Leaves with 1 if a kernel does not fit.
+and at the head sizes that have it, and nothing else. The page gets all that is kept, says how much of it is out of
+date, and names the largest spills first. Leaves with 1 if a kernel does not fit.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ class Kept:
         self._folder = folder
 
     def get(self, one: Combination) -> tuple[list[Compiled], set[str]] | None:
-        """Kernels that are not out of date, and the names of those that are; None if it was not compiled."""
+        """Its kernels, and the names of those that are out of date; None if it was not compiled."""
         try:
             stored = json.loads((self._folder / f"{one.key}.json").read_text())
             kernels = [Compiled(**kernel) for kernel in stored["kernels"]]
             now, then = self._of(one, kernels), stored["of"]
             stale = {name for name, of in now.items() if then.get(name) != of}
-            return [kernel for kernel in kernels if kernel.kernel not in stale], stale
+            return kernels, stale
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, torn, or of another version
             return None
 
@@ -241,7 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
             if time.monotonic() - start >= asked.minutes * 60:
                 missing += 1
                 continue
-            kernels = sorted(kernels + compiled(one, stale), key=lambda kernel: kernel.kernel)
+            kernels = [kernel for kernel in kernels if kernel.kernel not in stale] + compiled(one, stale)
+            kernels.sort(key=lambda kernel: kernel.kernel)
             kept.put(one, kernels)
             spills = {kernel.kernel: kernel.spills for kernel in kernels if kernel.spills}
             print(f"{one.key}: spills {spills or 'none'}", flush=True)
@@ -256,9 +257,14 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.write:
         everything = list(combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY)))
         known = {one: got for one in everything if (got := kept.get(one)) is not None}
-        found = {one: kernels for one, (kernels, stale) in known.items() if not stale}
+        found, fresh = (
+            {one: kernels for one, (kernels, _) in known.items()},
+            sum(not stale for _, stale in known.values()),
+        )
         print("\n".join(differences(found)) or "sm_89 is as sm_86")
-        share = f"{len(found)} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
+        share = f"{fresh} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
+        if fresh < len(found):
+            share += " The rest of the table is of kernels or cuts before the present ones."
         write(PAGE, f"{share}\n\n{largest(found)}\n\n{tables(found)}")
     return 0 if fits else 1
 

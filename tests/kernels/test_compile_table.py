@@ -101,7 +101,9 @@ def test_another_cut_compiles_its_kernel_again_where_it_is_used(
     rows = triton.CONFIGS["scan_forward", False]
     monkeypatch.setitem(triton.CONFIGS, ("scan_forward", False), ((64, (90,), Config(16, 2, 1)), *rows))
     script.main([*asked, "--minutes", "0", "--write"])
-    assert "\n7 of " in script.PAGE.read_text()
+    page = script.PAGE.read_text()
+    assert "\n7 of " in page
+    assert "compiled. The rest of the table is of kernels or cuts before the present ones." in page
     script.main(asked)
     assert again[8:] == [("ssd-float32-64-sm90", {"scan_forward"})]
     one = script.Combination("ssd", "float32", 64, 90)
