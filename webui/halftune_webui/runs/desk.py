@@ -120,7 +120,7 @@ def start(desk: Desk, view: View, text: str) -> str:
     """
     examined = examine(text, desk.settings)
     if examined.problems:
-        raise HalftuneError("\n".join(map(str, examined.problems[:3])))
+        raise HalftuneError("\n".join(map(desk.words.problem, examined.problems[:3])))
     # through the queue, which one page at a time can change: two pages start two runs one after the other
     run = launch.start(desk.settings, examined.runnable, wait=True)
     view.show([run])

@@ -27,7 +27,7 @@ def build(context: Context) -> None:
     def look(text: str, number: float) -> Iterator[str]:
         examined = examine(text or "", settings)
         if examined.problems:
-            yield failed("\n".join(map(str, examined.problems)))
+            yield failed("\n".join(map(words.problem, examined.problems)))
             return
         yield waiting(words("data.reading"))
         try:

@@ -42,7 +42,7 @@ def build(context: Context) -> None:
         options += ["--hardware", name] if name in CATALOGUE else []
         examined = examine(text or "", settings) if with_recipe else None
         if examined is not None and examined.problems:
-            yield failed("\n".join(map(str, examined.problems)))
+            yield failed("\n".join(map(words.problem, examined.problems)))
             return
         yield waiting(words("doctor.looking"))
         try:
