@@ -85,10 +85,12 @@ POINTS = "Number(document.querySelector('[data-chart=loss] path.main')?.dataset.
 
 def grows(page: Any, held_run: Held) -> None:
     """The curve of the loss gets another point."""
-    page.locator("[data-chart=loss] path.main").wait_for()
+    line = page.locator("[data-chart=loss] path.main")
+    line.wait_for(state="attached")  # a line through one point is nothing that can be seen
     before = page.evaluate(POINTS)
     held_run.go_on()
     page.wait_for_function(f"before => {POINTS} > before", arg=before)
+    line.wait_for()
 
 
 def progresses(page: Any, held_run: Held) -> None:
