@@ -50,7 +50,7 @@ def _overview() -> str:
         f"verbs:\n{verbs}\n\n"
         "start here:\n"
         "  halftune train --config configs/quickstart.yaml\n"
-        "  halftune plan --config configs/qwen_lora_bf16.yaml --hardware t4"
+        "  halftune plan --config configs/quickstart.yaml --hardware t4"
     )
 
 

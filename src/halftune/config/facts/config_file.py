@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
@@ -31,7 +34,7 @@ def config_file(model: ModelSection) -> Path:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     """config.json of a hub repository: the cached one, else downloaded (some kilobytes)."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -41,7 +44,11 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json", revision=revision))
+        if isinstance(cached, str):
+            return Path(cached)
+        if not (constants.HF_HUB_OFFLINE or _has_an_address(constants.ENDPOINT)):
+            raise OfflineModeIsEnabled(f"{constants.ENDPOINT} has no address")
+        return Path(hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a hub id", where="model.name_or_path") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
@@ -58,3 +65,14 @@ def _from_hub(name: str, revision: str | None) -> Path:
             where="model.name_or_path",
             remedy=remedy,
         ) from error
+
+
+def _has_an_address(endpoint: str) -> bool:
+    """Whether a download can begin: asked first, as the hub's client tries five times over, for half a minute."""
+    if getproxies():  # which look it up themselves
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+    except socket.gaierror:
+        return False
+    return True
