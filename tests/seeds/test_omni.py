@@ -131,6 +131,36 @@ def test_the_line_that_upcasts_is_named(old_helper, traced_omni) -> None:
     assert (finding.site, finding.layers) == ("model.visual.blocks.*.attn", {"train": 2})
 
 
+class Counting(Guard):
+    """Adds up what its casts write."""
+
+    written = 0
+
+    def _settle(self, site, target, operands, dtype):
+        dtype = super()._settle(site, target, operands, dtype)
+        for operand in operands.values():
+            if operand.dtype is not dtype:
+                self.written += operand.numel() * (dtype.itemsize + operand.requires_grad * operand.dtype.itemsize)
+        return dtype
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen tower"])
+def test_the_cost_in_a_tower_is_what_the_guard_writes(old_helper, traced_omni, frozen: bool) -> None:
+    def make() -> torch.nn.Module:
+        model = thinker().to(BF16)
+        model.model.visual.requires_grad_(not frozen)
+        return model
+
+    guard = Counting("cast", "bf16")
+    with patched(guard, ENTRY_POINTS, (ROTARY_ENTRY_POINT,)):
+        make()(**inputs(BF16))
+    (finding,) = [one for one in traced_omni(make) if one.target == "rotary"]
+    tables = 2 * 2 * 2 * 16 * 8 * 4  # cos and sin of q and k in two blocks, 16 patches, 8 frequencies, fp32
+    assert finding.bytes_per_step == guard.written == tables
+    assert finding.guard == "casts cos and sin to fp32"
+    assert finding.passes == (("forward",) if frozen else ("forward", "backward"))
+
+
 @pytest.fixture
 def traced_omni():
     def trace(make) -> list[Finding]:

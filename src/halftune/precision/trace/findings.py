@@ -36,7 +36,8 @@ class Finding:
             written, brings the operands of attention outside of the guard into one format.
         raw: what the unguarded kernel raises, empty where it takes it.
         guard: what halftune's guard does.
-        bytes_per_step: written by the guard's casts, forward and backward, on one device.
+        bytes_per_step: written by the guard's casts, forward and backward, on one device, were a step made of rows like
+            the traced one: in a tower it grows with pictures and sounds.
     """
 
     target: str
@@ -107,7 +108,7 @@ def _finding(
     sites: dict[str, set[str]] = {}
     for each, _, _ in group:
         sites.setdefault(each.phase, set()).add(each.site)
-    trains = training in sites
+    trains = any(each.phase == training and stray.grad for each, stray, _ in group)
     to_loss = arrival.target == "loss"
     harmless = to_loss or bool(arrival.settled)
     written = sum(_cast_bytes(each, stray) for each, stray, _ in group if each.phase == training)
@@ -158,18 +159,31 @@ def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
         return "raises: a cast would copy the cache, which is written to"
     if mode == "strict":
         return "raises"
-    return (
-        f"casts {operand.name} to {shown(arrival.dtype)}"
-        if mode == "cast"
-        else "nothing: attention.guard is off, cast turns it on"
-    )
+    if mode == "off":
+        return "nothing: attention.guard is off, cast turns it on"
+    if arrival.target == "rotary":
+        x, tables = arrival.operands[0], _tables(arrival)
+        names = " and ".join(each.name for each in tables) if operand is x else operand.name
+        return f"casts {names} to {shown(x.dtype)}"
+    return f"casts {operand.name} to {shown(arrival.dtype)}"
 
 
 def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
-    """Written by one cast: the copy in the computing dtype forward, the gradient in the operand's own backward."""
+    """Written by a call's casts: the copies forward, the gradients in the operands' own dtype backward.
+
+    What gradient checkpointing computes again is written again, and not counted.
+    """
     if arrival.dtype is None:
         return 0
-    return math.prod(operand.shape) * (arrival.dtype.itemsize + operand.dtype.itemsize)
+    to = arrival.operands[0].dtype if arrival.target == "rotary" else arrival.dtype
+    cast = _tables(arrival) if arrival.target == "rotary" and operand is arrival.operands[0] else [operand]
+    return sum(math.prod(each.shape) * (to.itemsize + each.grad * each.dtype.itemsize) for each in cast)
+
+
+def _tables(arrival: Arrival) -> list[Operand]:
+    """The rotary tables that do not have the dtype of what they rotate: the guard gives it to them."""
+    x, *tables = arrival.operands
+    return [table for table in tables if table.dtype is not x.dtype]
 
 
 def starred(path: str) -> str:

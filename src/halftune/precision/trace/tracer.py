@@ -30,13 +30,14 @@ _WITH_LAYERS = (".modeling_", "halftune.model.rwkv7.")  # modules that call func
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as it arrives at a site: its name there, dtype, shape, and what made it."""
+    """A tensor as it arrives at a site: its name there, dtype, shape, what made it, and whether it has a gradient."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     step: Step | None
     leaf: str
+    grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Tracer:
     def _operand(self, name: str, tensor: torch.Tensor) -> Operand:
         assert self._recorder is not None, "inside a phase"
         step, leaf = self._recorder.step_of(tensor), self._recorder.leaf_of(tensor)
-        return Operand(name, tensor.dtype, tuple(tensor.shape), step, leaf)
+        return Operand(name, tensor.dtype, tuple(tensor.shape), step, leaf, tensor.requires_grad)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
