@@ -65,6 +65,17 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c {shlex.
 """
 
 
+_VOLUMES = """\
+            volumes:
+            - name: shared
+              persistentVolumeClaim:
+                claimName: YOUR_CLAIM
+            - name: memory
+              emptyDir:
+                medium: Memory
+"""
+
+
 def _kubernetes(config: RunConfig, world_size: int, arguments: list[str]) -> str:
     machines = config.distributed.num_machines
     each = world_size // machines
@@ -121,14 +132,7 @@ spec:
               - name: memory
                 mountPath: /dev/shm
               workingDir: /workspace
-            volumes:
-            - name: shared
-              persistentVolumeClaim:
-                claimName: YOUR_CLAIM
-            - name: memory
-              emptyDir:
-                medium: Memory
-"""
+{_VOLUMES}"""
 
 
 def _skypilot(config: RunConfig, world_size: int, arguments: list[str]) -> str:
