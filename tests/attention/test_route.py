@@ -309,8 +309,24 @@ def test_layers_without_a_way_in_keep_their_own_code() -> None:
     assert "no way into the layers of jamba" in routed.linear.reason
     with pytest.raises(PlanError, match="no way into the layers of minimax"):
         route("cpu", facts=model("minimax"), linear="halftune")
-    wide = model("qwen3_5_text", **{**LINEAR, "linear_key_head_dim": 512})
-    assert "linear_key_head_dim 512 is over 256" in dict(route("cpu", facts=wide).rejected_linear)["halftune"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3_5_text", "linear_key_head_dim"),
+        ("kimi_linear", "linear_head_dim"),
+        ("bailing_hybrid", "head_dim"),
+        ("mamba2", "state_size"),
+        ("nemotron_h", "ssm_state_size"),
+        ("falcon_h1", "mamba_d_state"),
+    ],
+)
+def test_heads_that_our_operators_do_not_take_are_left_to_transformers(kind: str, name: str) -> None:
+    for size, left in ((256, False), (512, True)):
+        routed = route("cpu", facts=model(kind, **{**LINEAR, "linear_num_heads": 2, name: size}))
+        assert (routed.linear.value == "torch") == left
+        assert (f"{name} {size} is over 256" in routed.linear.reason) == left
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "rwkv7", "xlstm"])

@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from interpreter import interpreting
 from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 
+from halftune_kernels import selfcheck
 from halftune_kernels.arguments import ArgumentError
-from halftune_kernels.cases import case
+from halftune_kernels.cases import Case, case, rounded
 from halftune_kernels.ops.ssd import (
     mamba2_chunk_scan,
     mamba2_selective_state_update,
@@ -41,6 +43,29 @@ def test_cpu_is_the_recurrence(bounds: tuple[int, ...], poisoned: None) -> None:
 @pytest.mark.parametrize("size", [64, 96, 256])
 def test_cpu_in_each_dtype(dtype: torch.dtype, size: int, poisoned: None) -> None:
     assert_matches(case("ssd", size, (0, 1, 65, 100), seed=size), "cpu", dtype)
+
+
+def wide_values() -> Case:
+    """A value head wider than a key head may be: Zamba2's default is 640."""
+    torch.manual_seed(5)
+    shapes = {"q": (1, 16), "k": (1, 16), "v": (2, 320)}
+    inputs = {name: torch.randn(1, 70, *shape, dtype=torch.float64) / 4 for name, shape in shapes.items()}
+    inputs["g"] = -torch.rand(1, 70, 2, dtype=torch.float64)
+    return Case("ssd", "halftune_kernels.ops.ssd:simple_decay", inputs, ("g",), {"output_final_state": True})
+
+
+def test_wide_values() -> None:
+    assert_matches(wide_values(), "cpu", torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_values_in_the_kernels(dtype: torch.dtype, poisoned: None) -> None:
+    made = rounded(wide_values(), dtype)
+    with interpreting():
+        found = made.call(dtype, torch.device("cpu"), "triton")
+    for name, value in made.call(torch.float64, torch.device("cpu"), "reference").items():
+        assert relative_error(found[name], value) <= selfcheck.BOUNDS[dtype], name
 
 
 @pytest.mark.slow

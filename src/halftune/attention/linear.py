@@ -27,8 +27,13 @@ ROUTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("causal_conv1d",)),
     "rwkv7": ("rwkv7",),
 }
-_HEAD_SIZES = ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim")
-_HEAD_SIZES_OF = {"rwkv7": ("head_dim",)}
+# Head sizes that our operators limit, by what config.json calls them; of each tuple the first that a model has counts.
+_HEAD_SIZES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gated_delta_rule": (("linear_key_head_dim",), ("linear_value_head_dim",)),
+    "kda": (("linear_head_dim", "head_dim"),),
+    "ssd": (("mamba_d_state", "ssm_state_size", "state_size"),),
+    "rwkv7": (("head_dim",),),
+}
 _LARGEST_HEAD = 256
 # What HALFTUNE_KERNELS may say: halftune_kernels.dispatch.NAMES, which costs an import of torch, and auto.
 IMPLEMENTATIONS = ("triton", "torch", "cpu", "reference", "auto")
@@ -132,9 +137,11 @@ def _own_objection(facts: ModelFacts) -> str:
         return f"no way into the layers of {facts.model_type}"
     raw = facts.raw or {}
     text = raw.get("text_config") or raw
-    for name in _HEAD_SIZES_OF.get(facts.model_type, _HEAD_SIZES):
-        if int(text.get(name) or 0) > _LARGEST_HEAD:
-            return f"{name} {text[name]} is over {_LARGEST_HEAD}"
+    for operator in operators_of(facts.model_type):
+        for names in _HEAD_SIZES.get(operator, ()):
+            name = next((name for name in names if text.get(name)), None)
+            if name is not None and int(text[name]) > _LARGEST_HEAD:
+                return f"{name} {text[name]} is over {_LARGEST_HEAD}"
     return ""
 
 

@@ -13,7 +13,7 @@ from halftune_kernels.arguments import (
     check_same_dtype,
     check_scale,
 )
-from halftune_kernels.delta_arguments import check_head_sizes
+from halftune_kernels.delta_arguments import MOST_KEYS, check_head_size
 from halftune_kernels.dispatch import module
 from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from halftune_kernels.own_precision import without_autocast
@@ -40,7 +40,7 @@ def simple_decay(
     """``S_t = exp(g_t) S_{t-1} + k_t^T (w_t v_t)``, ``o_t = scale q_t S_t``.
 
     Args:
-        q: [B, T, G, K] queries; K and V are 1 to 256.
+        q: [B, T, G, K] queries; K is 1 to 256, V is not limited: Zamba2's default is 640.
         k: [B, T, G, K] keys.
         v: [B, T, H, V] values; H is a multiple of G, head h uses keys of group h // (H / G).
         g: [B, T, H] log decay, at most 0, fp32 for accuracy; or [H], the same at every token (RetNet, lightning).
@@ -61,7 +61,7 @@ def simple_decay(
     shapes = Shapes("simple_decay")
     for name, tensor, names in (("q", q, "B T G K"), ("k", k, "B T G K"), ("v", v, "B T H V"), ("w", w, "B T H")):
         shapes.check(name, tensor, names, optional=name == "w")
-    check_head_sizes("simple_decay", shapes)
+    _check_head_sizes("simple_decay", shapes)
     if not isinstance(g, torch.Tensor):
         raise ArgumentError("simple_decay", "g", came=f"a {type(g).__name__}", expected="a tensor, [B, T, H] or [H]")
     check_heads("simple_decay", "v", shapes["H"], of="k", groups=shapes["G"])
@@ -117,7 +117,7 @@ def simple_decay_step(
     ):  # fmt: skip
         shapes.check(name, tensor, names, optional=name == "w")
     check_heads("simple_decay_step", "v", shapes["H"], of="k", groups=shapes["G"])
-    check_head_sizes("simple_decay_step", shapes)
+    _check_head_sizes("simple_decay_step", shapes)
     if state.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("simple_decay_step", "state", came=state.dtype, expected="float32: half loses the sum")
     repeat, wide = shapes["H"] // shapes["G"], state.dtype
@@ -126,3 +126,8 @@ def simple_decay_step(
     state.mul_(g.to(wide).exp()[..., None, None]).add_(k_BHK[..., None] * v_BHV[..., None, :])
     o = (q_BHK[..., None, :] @ state).squeeze(-2) * check_scale("simple_decay_step", scale, keys=shapes["K"])
     return o.to(v.dtype)
+
+
+def _check_head_sizes(operator: str, shapes: Shapes) -> None:
+    check_head_size(operator, "k", shapes["K"], MOST_KEYS)
+    check_head_size(operator, "v", shapes["V"], None)  # its kernels tile the values, all of them
