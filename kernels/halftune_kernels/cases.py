@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.arguments import check_choice
+from halftune_kernels.arguments import ArgumentError, check_choice
 
 BOUNDS = (0, 1, 64, 65, 65, 200)  # length 1, a whole chunk, empty, a ragged tail
+Heads = tuple[int, int] | None
 FAST = -4.0  # log decays below it are the fast ones of `_among_fast`
 
 
@@ -36,13 +37,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     scalar_decay: str = ""
 
-    def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
-        """Outputs, and the gradient of every input under a fixed random cotangent, by name.
-
-        The gradient of ``scalar_decay`` is there once more at the fast steps alone. It is small there, beside terms
-        that have no part in it: kernels that form it as a difference of sums give noise, which the norm over all steps
-        hides.
-        """
+    def run(
+        self, dtype: torch.dtype, device: torch.device, backend: str | None
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """The inputs as they are given to the function, by name, and what it returns."""
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         half = dtype in (torch.float16, torch.bfloat16)
@@ -54,7 +52,16 @@ class Case:
             value.requires_grad_()
         options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
         out = function(**given, **options, backend=backend)
-        outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+        return given, [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+
+    def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
+        """Outputs, and the gradient of every input under a fixed random cotangent, by name.
+
+        The gradient of ``scalar_decay`` is there once more at the fast steps alone. It is small there, beside terms
+        that have no part in it: kernels that form it as a difference of sums give noise, which the norm over all steps
+        hides.
+        """
+        given, outputs = self.run(dtype, device, backend)
         generator = torch.Generator().manual_seed(7)
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for x in outputs:
@@ -81,10 +88,38 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
     return replace(case, inputs=inputs)
 
 
-def case(operator: str, size: int = 128, bounds: tuple[int, ...] = BOUNDS, seed: int = 0) -> Case:
-    """Inputs of ``operator`` with head size ``size`` for a packed row with these boundaries."""
+def case(
+    operator: str,
+    size: int = 128,
+    bounds: tuple[int, ...] = BOUNDS,
+    seed: int = 0,
+    heads: tuple[int, int] | None = None,
+) -> Case:
+    """Inputs of ``operator`` with head size ``size`` for a packed row with these boundaries.
+
+    Args:
+        operator: its name.
+        size: of keys and values; without ``heads`` also the channels of the convolution.
+        bounds: of the samples in the row.
+        seed: of the random numbers.
+        heads: of keys and of values; a few if None. The convolution is that of q, k and v together.
+
+    Raises:
+        ArgumentError: no such operator, a size below 1, or heads that it cannot have.
+    """
     check_choice("cases", "operator", operator, tuple(_MAKERS))
-    return _MAKERS[operator](size, bounds, torch.Generator().manual_seed(seed))
+    if size < 1:
+        raise ArgumentError(operator, "head size", came=size, expected="1 or more")
+    if heads is not None:
+        keys, values = heads
+        same = operator == "rwkv7"
+        if keys < 1 or values < 1 or values % keys or (same and keys != values):
+            expected = "as many of values as of keys" if same else "of values a multiple of those of keys"
+            raise ArgumentError(operator, "heads", came=f"{keys} of keys, {values} of values", expected=expected)
+    return _MAKERS[operator](size, bounds, torch.Generator().manual_seed(seed), heads)
+
+
+_Maker = Callable[[int, tuple[int, ...], torch.Generator, Heads], Case]
 
 
 def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -101,12 +136,13 @@ def _packed(bounds: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32), **more}
 
 
-def _conv(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
+def _conv(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    channels = size if heads is None else size * (2 * heads[0] + heads[1])
     inputs = {
-        "x": _normal(generator, 1, bounds[-1], size).transpose(1, 2),
-        "weight": _normal(generator, size, 4),
-        "bias": _normal(generator, size),
-        "initial_states": _normal(generator, len(bounds) - 1, size, 3),
+        "x": _normal(generator, 1, bounds[-1], channels).transpose(1, 2),
+        "weight": _normal(generator, channels, 4),
+        "bias": _normal(generator, channels),
+        "initial_states": _normal(generator, len(bounds) - 1, channels, 3),
     }
     options = _packed(bounds, activation="silu")
     return Case(
@@ -114,14 +150,14 @@ def _conv(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Cas
     )
 
 
-def _norm(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
-    shape = (1, bounds[-1], 2, size)
+def _norm(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    shape = (1, bounds[-1], heads[1] if heads else 2, size)
     inputs = {"x": _normal(generator, *shape), "weight": _normal(generator, size), "gate": _normal(generator, *shape)}
     return Case("gated_rms_norm", "halftune_kernels.ops.gated_rms_norm:gated_rms_norm", inputs, ("weight",))
 
 
-def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
-    length, heads, groups = bounds[-1], 4, 2
+def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator, chosen: Heads) -> Case:
+    length, (groups, heads) = bounds[-1], chosen or (2, 4)
     inputs = {
         "q": _normal(generator, 1, length, groups, size),
         "k": _normal(generator, 1, length, groups, size) * size**-0.5,
@@ -135,11 +171,11 @@ def _ssd(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case
     return Case("ssd", "halftune_kernels.ops.ssd:simple_decay", inputs, ("g", "w", "initial_state"), options, "g")
 
 
-def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torch.Generator], Case]:
-    def make(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
-        length, groups = bounds[-1], 2
-        heads = 4 if operator == "gated_delta_rule" else groups
-        gate = (1, length, heads) if operator == "gated_delta_rule" else (1, length, groups, size)
+def _delta(operator: str, function: str) -> _Maker:
+    def make(size: int, bounds: tuple[int, ...], generator: torch.Generator, chosen: Heads) -> Case:
+        length, scalar = bounds[-1], operator == "gated_delta_rule"
+        groups, heads = chosen or (2, 4 if scalar else 2)
+        gate = (1, length, heads) if scalar else (1, length, heads, size)
         inputs = {
             "q": _normal(generator, 1, length, groups, size),
             "k": _normal(generator, 1, length, groups, size),
@@ -150,14 +186,14 @@ def _delta(operator: str, function: str) -> Callable[[int, tuple[int, ...], torc
         }
         inputs["g"] = _among_fast(inputs["g"], generator)
         options = _packed(bounds, output_final_state=True, use_qk_l2norm_in_kernel=True)
-        scalar = "g" if operator == "gated_delta_rule" else ""
-        return Case(operator, function, inputs, ("g", "initial_state"), options, scalar)
+        return Case(operator, function, inputs, ("g", "initial_state"), options, "g" if scalar else "")
 
     return make
 
 
-def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Case:
-    shape = (1, bounds[-1], 2, size)
+def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator, chosen: Heads) -> Case:
+    heads = chosen[0] if chosen else 2
+    shape = (1, bounds[-1], heads, size)
     unit = F.normalize(_normal(generator, *shape), dim=-1)
     inputs = {
         "r": _normal(generator, *shape),
@@ -166,14 +202,14 @@ def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator) -> Ca
         "v": _normal(generator, *shape),
         "a": -unit,
         "b": unit * torch.sigmoid(_normal(generator, *shape)),
-        "initial_state": _normal(generator, len(bounds) - 1, 2, size, size),
+        "initial_state": _normal(generator, len(bounds) - 1, heads, size, size),
     }
     inputs["w"] = _among_fast(inputs["w"], generator)
     options = _packed(bounds, output_final_state=True)
     return Case("rwkv7", "halftune_kernels.ops.rwkv7:rwkv7", inputs, ("w", "initial_state"), options)
 
 
-_MAKERS: dict[str, Callable[[int, tuple[int, ...], torch.Generator], Case]] = {
+_MAKERS: dict[str, _Maker] = {
     "causal_conv1d": _conv,
     "gated_rms_norm": _norm,
     "ssd": _ssd,

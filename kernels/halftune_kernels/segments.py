@@ -76,7 +76,8 @@ def find_segments(
             raise ArgumentError(
                 operator, "seq_idx", came=came, expected=f"integers of shape [B, T] = [{batch}, {length}]"
             )
-        return Segments(_read(seq_idx, changes=True))
+        if length:
+            return Segments(_read(seq_idx, changes=True))
     return Segments(tuple(range(0, batch * length + 1, length)) if length else (0,) * (batch + 1))
 
 
@@ -98,10 +99,14 @@ def _of_one_row(operator: str, batch: int, length: int, cu_seqlens: torch.Tensor
 
 
 def _read(tensor: torch.Tensor, changes: bool = False) -> tuple[int, ...]:
-    """Boundaries on the host; remembered per tensor, so that a model's layers wait for the device once, not each."""
-    version = -1 if tensor.is_inference() else tensor._version  # inference tensors count no versions
-    known = _READ.get(id(tensor))
-    if known is not None and known[0]() is tensor and known[1] == version >= 0:
+    """Boundaries on the host; remembered per tensor, so that a model's layers wait for the device once, not each.
+
+    Not of the CPU, where nothing waits: numpy may write there, which no version counts. Nor of inference tensors,
+    which count none.
+    """
+    remembered = tensor.device.type != "cpu" and not tensor.is_inference()
+    known = _READ.get(id(tensor)) if remembered else None
+    if known is not None and known[0]() is tensor and known[1] == tensor._version:
         return known[2]
     if changes:
         batch, length = tensor.shape
@@ -110,8 +115,9 @@ def _read(tensor: torch.Tensor, changes: bool = False) -> tuple[int, ...]:
         bounds = (*new.flatten().nonzero().flatten().tolist(), batch * length)
     else:
         bounds = tuple(tensor.tolist())
-    number = id(tensor)
-    _READ[number] = (weakref.ref(tensor, lambda _: _READ.pop(number, None)), version, bounds)
+    if remembered:
+        number = id(tensor)
+        _READ[number] = (weakref.ref(tensor, lambda _: _READ.pop(number, None)), tensor._version, bounds)
     return bounds
 
 

@@ -56,6 +56,7 @@ def tune(
     size: int,
     measure: Callable[[Callable[[], object]], float],
     bounds: tuple[int, ...] = (0, 8192),
+    heads: tuple[int, int] | None = None,
 ) -> dict[str, Config]:
     """Measures cuts of every kernel of ``operator`` and keeps the fastest that computes and learns right.
 
@@ -66,6 +67,7 @@ def tune(
         size: head size.
         measure: runs its argument repeatedly and returns milliseconds, e.g. ``triton.testing.do_bench``.
         bounds: of the packed row that is timed.
+        heads: of keys and of values, see `halftune_kernels.cases.case`.
 
     Returns:
         The kept cut of each kernel.
@@ -79,7 +81,7 @@ def tune(
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
     kept = {name: default(shipped, name, gpu, dtype, padded) for name, of_half in shipped if of_half == half}
-    timed = cases.case(operator, size, bounds)
+    timed = cases.case(operator, size, bounds, heads=heads)
 
     def milliseconds(cuts: dict[str, Config]) -> float:
         token = _trial.set(cuts)
@@ -109,9 +111,30 @@ def tunable(operator: str) -> bool:
     return hasattr(importlib.import_module(f"halftune_kernels.ops.{operator}.triton"), "CONFIGS")
 
 
-def prewarm(operator: str, device: torch.device, dtype: torch.dtype, size: int) -> None:
-    """Compiles and runs every kernel of ``operator`` once, forward and backward, on a few rows."""
-    cases.case(operator, size, (0, 80)).call(dtype, device, "triton")
+def prewarm(
+    operator: str, device: torch.device, dtype: torch.dtype, size: int, heads: tuple[int, int] | None = None
+) -> None:
+    """Compiles and runs every kernel of ``operator`` on a few rows, as a run starts them, which is compiled apart from
+    each other: a training step, an evaluation, and a prompt, whose states are kept for the next token.
+
+    Args:
+        operator: its name.
+        device: the GPU.
+        dtype: of queries, keys and values.
+        size: head size.
+        heads: of keys and of values, see `halftune_kernels.cases.case`: kernels are compiled for their numbers.
+
+    Raises:
+        ArgumentError: heads or a head size that the operator cannot have.
+    """
+    made = cases.case(operator, size, (0, 80), heads=heads)
+    fresh = {name: x for name, x in made.inputs.items() if name not in ("initial_state", "initial_states")}
+    prompt = replace(made, inputs=fresh)
+    step = replace(prompt, options={name: x for name, x in made.options.items() if name != "output_final_state"})
+    step.call(dtype, device, "triton")
+    with torch.no_grad():
+        step.run(dtype, device, "triton")
+        prompt.run(dtype, device, "triton")
 
 
 @functools.cache

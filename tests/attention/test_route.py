@@ -315,7 +315,6 @@ def test_layers_without_a_way_in_keep_their_own_code() -> None:
     ("kind", "name"),
     [
         ("qwen3_5_text", "linear_key_head_dim"),
-        ("kimi_linear", "linear_head_dim"),
         ("bailing_hybrid", "head_dim"),
         ("mamba2", "state_size"),
         ("nemotron_h", "ssm_state_size"),
@@ -324,7 +323,7 @@ def test_layers_without_a_way_in_keep_their_own_code() -> None:
 )
 def test_heads_that_our_operators_do_not_take_are_left_to_transformers(kind: str, name: str) -> None:
     for size, left in ((256, False), (512, True)):
-        routed = route("cpu", facts=model(kind, **{**LINEAR, "linear_num_heads": 2, name: size}))
+        routed = route("cpu", facts=model(kind, **{**LINEAR, name: size}))
         assert (routed.linear.value == "torch") == left
         assert (f"{name} {size} is over 256" in routed.linear.reason) == left
 

@@ -101,7 +101,9 @@ def test_a_bug_is_one_sentence_and_a_file(writable: bool, tmp_path: Path) -> Non
         cache.write_text("a file")
     variables = {**os.environ, "HALFTUNE_CACHE": str(cache), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", BROKEN, "plan", "--config", "x.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 70
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1

@@ -142,6 +142,22 @@ def test_from_states_as_in_one_pass(dtype: torch.dtype, bound: float) -> None:
         assert relative(padded, model(input_ids=ids[:1, 30:], use_cache=False).logits) < bound
 
 
+@pytest.mark.parametrize("use_cache", [None, True])
+def test_a_packed_row_keeps_its_samples_apart_also_where_a_cache_is_asked_for(use_cache: bool | None) -> None:
+    """``config.use_cache`` is on outside training: the token before a sample's first is another sample's last."""
+    model, ids = model_of(), torch.randint(3, 256, (1, 20))
+    bounds, numbers = torch.tensor([0, 7, 20], dtype=torch.int32), torch.tensor([[0] * 7 + [1] * 13])
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split((7, 13), 1)], 1)
+        for where in ({"cu_seq_lens_q": bounds}, {"seq_idx": numbers}):
+            packed = model(input_ids=ids, use_cache=use_cache, **where)
+            assert relative(packed.logits, alone) < 1e-5
+            assert packed.past_key_values is None
+        past = model(input_ids=ids, use_cache=True).past_key_values
+        with pytest.raises(ModelError, match="past_key_values came with boundaries"):
+            model(input_ids=ids, past_key_values=past, cu_seq_lens_q=bounds)
+
+
 def test_generate_goes_from_its_states() -> None:
     model, ids = model_of(), torch.randint(3, 256, (2, 9))
     mask = torch.ones_like(ids)
@@ -272,5 +288,5 @@ def test_the_check_before_packing_sees_a_leak(changes: dict[str, Any], monkeypat
     config, made = RWKV7Config(**changes), a_plan()
     made = replace(made, batch=replace(made.batch, packing=because(True)))
     assert packing_verdict(config, made).value
-    monkeypatch.setattr(modeling, "describe_row", lambda x, mask, cache, _: describe_row(x, mask, cache, {}))
+    monkeypatch.setattr(modeling, "describe_row", lambda x, mask, _: describe_row(x, mask, {}))
     assert "packed samples see each other in rwkv7" in packing_verdict(config, made).reason

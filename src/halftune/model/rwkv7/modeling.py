@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from halftune.core.errors import ModelError
 from halftune.model.rwkv7.configuration import RWKV7Config
 from halftune.model.rwkv7.initial import begin_channel_mixing, begin_embedding, begin_head, begin_time_mixing
 from halftune.model.rwkv7.mixing import ChannelMixing, TimeMixing
@@ -95,16 +97,23 @@ class RWKV7Model(RWKV7PreTrainedModel):
             attention_mask: [B, tokens so far], 0 for padding.
             inputs_embeds: [B, T, hidden] in place of ``input_ids``.
             past_key_values: the states after the tokens before.
-            use_cache: return the states; by default outside training, as config.json says.
+            use_cache: return the states; by default outside training, as config.json says. A packed row has none to
+                go on from: its samples are whole.
             kwargs: ``cu_seq_lens_q``, ``cu_seqlens`` or ``seq_idx`` of a packed row; others are ignored.
+
+        Raises:
+            ModelError: a packed row with states of a past.
         """
         x_BTD = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        use_cache = bool(use_cache) and not (self.gradient_checkpointing and self.training)
-        if use_cache and past_key_values is None:
-            past_key_values = States(self.config)
-        row = describe_row(x_BTD, attention_mask, past_key_values if use_cache else None, kwargs)
+        row = describe_row(x_BTD, attention_mask, kwargs)
+        if row.starts_BT1 is not None and past_key_values is not None:
+            what = "past_key_values came with boundaries of samples, which begin without a past"
+            raise ModelError(what, remedy="pass one of the two")
+        recomputed = self.gradient_checkpointing and self.training
+        if use_cache and not recomputed and row.starts_BT1 is None:
+            row = replace(row, cache=States(self.config) if past_key_values is None else past_key_values)
         first_BTE: torch.Tensor | None = None
         for layer in self.layers:
             x_BTD, first_BTE = layer(x_BTD, first_BTE, row)

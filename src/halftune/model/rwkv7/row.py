@@ -43,7 +43,7 @@ class Row:
         starts_BT1: whether a token begins a sample of a packed row; None where rows are samples.
         cu_seqlens: [N + 1] boundaries of a packed row's samples.
         seq_idx: [B, T] numbers of the samples, where there are no ``cu_seqlens``.
-        cache: of generation; it is read and written.
+        cache: of generation, read and written; never beside samples of a packed row.
     """
 
     mask_BT1: torch.Tensor | None
@@ -66,15 +66,12 @@ class Row:
         return known[:, :length] if known.shape[1] > length else F.pad(x_BTH[:, :-1], (0, 0, 1, 0))
 
 
-def describe_row(
-    x_BTH: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, handed_on: dict[str, Any]
-) -> Row:
-    """The row from the arguments of a forward pass.
+def describe_row(x_BTH: torch.Tensor, attention_mask: torch.Tensor | None, handed_on: dict[str, Any]) -> Row:
+    """The row from the arguments of a forward pass, without a cache.
 
     Args:
         x_BTH: the embedded tokens.
         attention_mask: [B, all tokens so far], 1 or 0.
-        cache: of generation.
         handed_on: ``cu_seqlens``, ``cu_seq_lens_q`` or ``seq_idx`` of a packed row, and what else a collator gives.
     """
     tokens = x_BTH.shape[1]
@@ -91,4 +88,4 @@ def describe_row(
         starts_BT1 = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)[..., None]
     # a token that was just made is no padding
     mask = attention_mask[:, -tokens:, None] if attention_mask is not None and tokens > 1 else None
-    return Row(mask, starts_BT1, bounds, numbers, cache)
+    return Row(mask, starts_BT1, bounds, numbers, None)
