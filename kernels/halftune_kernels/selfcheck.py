@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import platform
+import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Verdict:
         passed: every output and gradient was within its bound, finite, and the same twice.
         detail: the worst finding, or what failed.
         seconds: wall time, compilation included.
-        lasting: false where it says nothing about the kernels, because the memory was full.
+        lasting: false where it says nothing about the kernels: the memory was full, or no C compiler there.
     """
 
     operator: str
@@ -68,7 +69,7 @@ def verdict(operator: str, device: torch.device, backend: str = "triton") -> Ver
 
 def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
     """Runs ``backend`` of one operator forward and backward in every dtype, against the fp64 reference on the CPU."""
-    start, worst, problem, lasting = time.perf_counter(), (0.0, ""), "", True
+    start, worst, problem, lasting = time.perf_counter(), (0.0, ""), "", True  # the first problem, which is the cause
     dtypes = [dtype for dtype in BOUNDS if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
     for size in sizes:
         plain = cases.case(operator, size)
@@ -78,8 +79,10 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
                 truth = case.call(torch.float64, torch.device("cpu"), "reference")
                 first, second = (case.call(dtype, device, backend) for _ in range(2))
             except failures() as error:  # no shared memory, a compiler crash, an illegal access
-                lasting = not isinstance(error, torch.OutOfMemoryError)
-                problem = f"{_name(dtype)}, head size {size}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                if not problem:
+                    lasting = not isinstance(error, (torch.OutOfMemoryError, OSError, subprocess.SubprocessError))
+                    said = (str(error).splitlines() or [""])[0]
+                    problem = f"{_name(dtype)}, head size {size}: {type(error).__name__}: {said}"
                 break
             for name, value in first.items():
                 error = relative_error(value, truth[name])
@@ -95,12 +98,14 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
 
 @functools.cache
 def failures() -> tuple[type[Exception], ...]:
-    """What an operator raises where its kernels do not compile, fit or run: Triton's errors are no RuntimeErrors."""
+    """What an operator raises where its kernels do not compile, fit or run: Triton's errors are no RuntimeErrors, and
+    its call of a C compiler, for what starts a kernel, fails in its own ways."""
+    outside = (RuntimeError, subprocess.SubprocessError, OSError)
     if importlib.util.find_spec("triton") is None:
-        return (RuntimeError,)
+        return outside
     from triton.errors import TritonError
 
-    return RuntimeError, TritonError
+    return *outside, TritonError
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ class NotOfPython(TritonError):
         (OutOfResources(131_072, 101_376, "shared memory"), True),
         (NotOfPython("ptxas died"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (subprocess.CalledProcessError(1, ["gcc", "launcher.c"]), False),
+        (FileNotFoundError("no gcc"), False),
     ],
 )
 def test_what_does_not_run_is_a_verdict_and_a_full_memory_is_not_kept(
@@ -81,6 +84,20 @@ def test_what_does_not_run_is_a_verdict_and_a_full_memory_is_not_kept(
     assert not found.passed
     assert type(error).__name__ in found.detail
     assert (tmp_path / "kernels").exists() == lasting
+
+
+def test_the_first_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong gradient at the first head size is not put down to a memory that was full at the next."""
+
+    def call(case: cases.Case, dtype: torch.dtype, device: torch.device, backend: str) -> dict[str, torch.Tensor]:
+        if backend == "triton" and case.inputs["x"].shape[-1] == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"d x": torch.ones(1) * (2 if backend == "triton" else 1)}
+
+    monkeypatch.setattr(cases.Case, "call", call)
+    found = selfcheck.check("gated_rms_norm", CPU, "triton")
+    assert found.detail.startswith("d x float32, head size 64: error 1.0e+00")
+    assert found.lasting
 
 
 def test_every_case_has_all_gradients() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_a_kernel_that_does_not_fit_is_said_before_training(tmp_path: Path, monk
     loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
     monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
     refused = pytest.raises(PlanError, match=r"does not run here: .*shared memory.*HALFTUNE_KERNELS=torch")
+    with standing_in(80, start), refused:
+        compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
+
+
+def test_a_machine_without_a_compiler_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton builds what starts a kernel by the machine's C compiler: a call that fails is no error of Triton's own."""
+    triton_s = {"__name__": "triton.runtime.build", "subprocess": subprocess}
+    exec("def start(*_): subprocess.check_call(['false'])", triton_s)
+    start: Any = triton_s["start"]
+    loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
+    monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
+    refused = pytest.raises(PlanError, match=r"does not run here: .*needs a C compiler")
     with standing_in(80, start), refused:
         compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
 

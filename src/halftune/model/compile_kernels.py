@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -70,15 +71,27 @@ def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.de
                 for lengths in _ROWS:
                     _run(model, plan, device, lengths)
         except failures() as error:
-            if type(error).__module__.startswith("triton."):
+            if _of_triton(error):
                 what = f"a Triton kernel of the linear-attention layers does not run here: {first_line(error)}"
-                raise PlanError(what, remedy="set HALFTUNE_KERNELS=torch, and please report it") from error
+                raise PlanError(what, remedy=_remedy(error)) from error
             log.warning("kernels are compiled in the first steps: ahead of them, %s", first_line(error))
         except REFUSALS as error:  # a copy that cannot be made is no reason not to train
             log.warning("kernels are compiled in the first steps: ahead of them, %s", first_line(error))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return time.perf_counter() - start
+
+
+def _of_triton(error: BaseException) -> bool:
+    """Whether Triton raised it, or something that it called: a step would meet it too."""
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] == "triton" for name in (type(error).__module__, *frames))
+
+
+def _remedy(error: BaseException) -> str:
+    if type(error).__module__.startswith("triton."):
+        return "set HALFTUNE_KERNELS=torch, and please report it"
+    return "Triton needs a C compiler and Python's headers (apt install gcc python3-dev); or set HALFTUNE_KERNELS=torch"
 
 
 def _copy(model_config: PretrainedConfig, plan: Plan, device: torch.device, *, frozen: bool) -> PreTrainedModel:
