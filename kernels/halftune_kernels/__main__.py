@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         nargs=2,
         type=int,
         metavar=("KEY", "VALUE"),
-        help="warm, tune: heads of keys and of values, of the groups and heads of Mamba-2; the convolution is then that "
-        "of q, k and v together (default: 2 4, of kda and rwkv7 2 2; as many channels as the head size)",
+        help="warm, tune: heads of keys and of values (Mamba-2: groups and heads); the convolution is then that of q, "
+        "k and v together (default: 2 4, of kda and rwkv7 2 2; as many channels as the head size)",
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="warm, tune (default: bfloat16)")
     asked = parser.parse_args(arguments)

@@ -37,10 +37,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     scalar_decay: str = ""
 
-    def run(
+    def bind(
         self, dtype: torch.dtype, device: torch.device, backend: str | None
-    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """The inputs as they are given to the function, by name, and what it returns."""
+    ) -> tuple[dict[str, torch.Tensor], Callable[[], list[torch.Tensor]]]:
+        """The inputs on ``device`` by name, and what calls the function on them and returns its outputs."""
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         half = dtype in (torch.float16, torch.bfloat16)
@@ -51,8 +51,12 @@ class Case:
         for value in given.values():
             value.requires_grad_()
         options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
-        out = function(**given, **options, backend=backend)
-        return given, [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+
+        def run() -> list[torch.Tensor]:
+            out = function(**given, **options, backend=backend)
+            return [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+
+        return given, run
 
     def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
         """Outputs, and the gradient of every input under a fixed random cotangent, by name.
@@ -61,7 +65,8 @@ class Case:
         that have no part in it: kernels that form it as a difference of sums give noise, which the norm over all steps
         hides.
         """
-        given, outputs = self.run(dtype, device, backend)
+        given, run = self.bind(dtype, device, backend)
+        outputs = run()
         generator = torch.Generator().manual_seed(7)
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for x in outputs:

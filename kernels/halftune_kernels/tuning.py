@@ -81,12 +81,12 @@ def tune(
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
     kept = {name: default(shipped, name, gpu, dtype, padded) for name, of_half in shipped if of_half == half}
-    timed = cases.case(operator, size, bounds, heads=heads)
+    step = _step(cases.case(operator, size, bounds, heads=heads), dtype, device)
 
     def milliseconds(cuts: dict[str, Config]) -> float:
         token = _trial.set(cuts)
         try:
-            return measure(lambda: timed.call(dtype, device, "triton"))
+            return measure(step)
         except selfcheck.failures():  # too much shared memory for this GPU
             return float("inf")
         finally:
@@ -128,13 +128,28 @@ def prewarm(
         ArgumentError: heads or a head size that the operator cannot have.
     """
     made = cases.case(operator, size, (0, 80), heads=heads)
-    fresh = {name: x for name, x in made.inputs.items() if name not in ("initial_state", "initial_states")}
-    prompt = replace(made, inputs=fresh)
-    step = replace(prompt, options={name: x for name, x in made.options.items() if name != "output_final_state"})
-    step.call(dtype, device, "triton")
+    _step(made, dtype, device)()
     with torch.no_grad():
-        step.run(dtype, device, "triton")
-        prompt.run(dtype, device, "triton")
+        _fresh(made, final=False).bind(dtype, device, "triton")[1]()
+        _fresh(made, final=True).bind(dtype, device, "triton")[1]()
+
+
+def _fresh(made: cases.Case, *, final: bool) -> cases.Case:
+    """The case where samples start with no state; ``final``: states are returned, as for generation."""
+    inputs = {name: x for name, x in made.inputs.items() if name not in ("initial_state", "initial_states")}
+    options = {name: x for name, x in made.options.items() if final or name != "output_final_state"}
+    return replace(made, inputs=inputs, options=options)
+
+
+def _step(made: cases.Case, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Forward and backward pass as in training, and nothing else: inputs are made and moved before."""
+    given, run = _fresh(made, final=False).bind(dtype, device, "triton")
+
+    def step() -> object:
+        outputs = run()
+        return torch.autograd.grad(outputs, list(given.values()), [torch.ones_like(x) for x in outputs])
+
+    return step
 
 
 @functools.cache

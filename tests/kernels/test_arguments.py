@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,3 +123,22 @@ def test_a_decay_that_forgets_everything(dtype: torch.dtype) -> None:
     ):
         torch.testing.assert_close(call(slice(None))[0][:, 3:], call(slice(3, None))[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(scalar, kept)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "seq_idx"])
+def test_boundaries_that_numpy_changes_are_read_again(name: str) -> None:
+    """torch counts no version of what is written past it."""
+    numbers = np.array([0, 2, 6], dtype=np.int32) if name == "cu_seqlens" else np.array([[0, 0, 1, 1, 1, 1]])
+    shared = torch.from_numpy(numbers)
+    SCANS["simple_decay"](**{name: shared})
+    numbers[...] = [0, 4, 6] if name == "cu_seqlens" else [[0, 0, 0, 0, 1, 1]]
+    o = SCANS["simple_decay"](**{name: shared})[0]
+    assert torch.equal(o, simple_decay(X, X, X, GATE, cu_seqlens=torch.tensor([0, 4, 6]))[0])
+
+
+def test_rows_without_tokens_have_their_states() -> None:
+    none = torch.zeros(3, 0, dtype=torch.int32)
+    x, g = X[:, :0].expand(3, 0, 2, 4), GATE[:, :0].expand(3, 0, 2)
+    _, states = simple_decay(x, x, x, g, seq_idx=none, output_final_state=True)
+    assert states is not None
+    assert states.shape == (3, 2, 4, 4)

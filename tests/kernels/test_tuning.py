@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halftune_kernels import __main__ as commands
-from halftune_kernels import selfcheck, tuning
+from halftune_kernels import gated_delta_rule, kda, selfcheck, tuning
+from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.dispatch import Backend
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import Config, standing_in
 from halftune_kernels.ops.ssd import simple_decay
@@ -94,6 +98,97 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
 
     with pytest.raises(OSError, match="kernels"):
         tuning.tune("ssd", CPU, HALF, 64, refuse)
+
+
+class _Seen(TorchDispatchMode):
+    """What torch does inside, and in which dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations.add(func.overloadpacket.__name__)
+        self.dtypes |= {x.dtype for x in (*args, out) if isinstance(x, torch.Tensor)}
+        return out
+
+
+def test_only_the_step_is_timed_not_how_its_inputs_are_made(cache: Path) -> None:
+    seen = _Seen()
+
+    def measure(run: Callable[[], object]) -> float:
+        if not seen.operations:
+            with standing_in(90, lambda *started: None), seen:
+                run()
+        return 10.0
+
+    tuning.tune("gated_delta_rule", CPU, HALF, 16, measure, bounds=(0, 70))
+    assert {"empty_like", "ones_like"} <= seen.operations
+    assert torch.float64 not in seen.dtypes  # what `cases` makes its numbers in
+    assert not [name for name in seen.operations if "rand" in name or "normal" in name]
+
+
+def _started(run: Callable[[], object]) -> set[tuple[object, ...]]:
+    """What Triton compiles apart: a kernel, the constants, and which pointers there are and to what."""
+    kinds = set()
+
+    def note(kernel: Any, grid: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        pointers = tuple(x.dtype if isinstance(x, torch.Tensor) else x is None for x in args)
+        kinds.add((kernel.fn.__name__, pointers, tuple(sorted(options.items()))))
+
+    with standing_in(90, note):
+        run()
+    return kinds
+
+
+@pytest.mark.parametrize(("operator", "heads"), [("gated_delta_rule", (3, 6)), ("kda", (3, 3)), ("ssd", (1, 5))])
+def test_what_is_warmed_is_what_a_run_starts(operator: str, heads: tuple[int, int]) -> None:
+    keys, values = heads
+    q, k = torch.randn(2, 1, 130, keys, 24, dtype=HALF).unbind()
+    v, beta = torch.randn(1, 130, values, 24, dtype=HALF), torch.rand(1, 130, values, dtype=HALF)
+    g = -torch.rand(1, 130, values, *([24] if operator == "kda" else []))
+    bounds = torch.tensor([0, 50, 130], dtype=torch.int32)
+
+    def run(final: bool = False) -> torch.Tensor:
+        more = {"cu_seqlens": bounds, "output_final_state": final, "backend": "triton"}
+        if operator == "ssd":
+            return simple_decay(q, k, v, g, w=beta.float(), **more)[0]
+        delta = kda if operator == "kda" else gated_delta_rule
+        return delta(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **more)[0]
+
+    for x in (q, k, v, g, beta):
+        x.requires_grad_()
+    wanted = _started(lambda: run().sum().backward())
+    with torch.no_grad():
+        wanted |= _started(run) | _started(lambda: run(final=True))
+    assert wanted <= _started(lambda: tuning.prewarm(operator, CPU, HALF, 24, heads))
+    assert not wanted <= _started(lambda: tuning.prewarm(operator, CPU, HALF, 24))  # of other heads
+
+
+@pytest.mark.parametrize(
+    ("operator", "heads", "says"),
+    [("kda", (2, 3), "a multiple of those of keys"), ("rwkv7", (2, 4), "as many of values"), ("ssd", (0, 2), "0 of ")],
+)
+def test_heads_that_an_operator_cannot_have(operator: str, heads: tuple[int, int], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        tuning.prewarm(operator, CPU, HALF, 16, heads)
+
+
+def test_the_commands_hand_heads_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    warmed: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(commands, "choose", lambda *args: Backend("triton", ""))
+    monkeypatch.setattr(tuning, "prewarm", lambda *args: warmed.append((args[0], *args[2:])))
+    asked = ["warm", "--operators", "ssd", "kda", "--heads", "2", "6", "--sizes", "64", "--dtypes", "float16"]
+    assert commands.main(asked) == 0
+    assert commands.main(["warm", "--operators", "kda"]) == 0
+    half = torch.float16
+    assert warmed == [("ssd", half, 64, (2, 6)), ("kda", half, 64, (2, 6)), ("kda", HALF, 128, None)]
+    with pytest.raises(SystemExit):
+        commands.main(["check", "--heads", "2", "4"])
+    assert "check takes every dtype" in capsys.readouterr().err
 
 
 def _tune_and_check(seconds: float) -> None:
