@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from halftune_kernels.ops.gated_rms_norm import gated_rms_norm
     from halftune_kernels.ops.kda import kda, kda_step
     from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
-    from halftune_kernels.ops.ssd import mamba2_chunk_scan, mamba2_selective_state_update, simple_decay
+    from halftune_kernels.ops.ssd import (
+        mamba2_chunk_scan,
+        mamba2_selective_state_update,
+        simple_decay,
+        simple_decay_step,
+    )
 
 __all__ = [
     "causal_conv1d_fn",
@@ -29,6 +34,7 @@ __all__ = [
     "rwkv7",
     "rwkv7_step",
     "simple_decay",
+    "simple_decay_step",
 ]
 
 _FOLDERS = {
@@ -40,6 +46,7 @@ _FOLDERS = {
     "mamba2_selective_state_update": "ssd",
     "rwkv7_step": "rwkv7",
     "simple_decay": "ssd",
+    "simple_decay_step": "ssd",
 }
 
 
