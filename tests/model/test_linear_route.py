@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -68,6 +71,43 @@ def test_routing_again_or_to_torch_leaves_nothing_behind() -> None:
         route_linear_layers(model, a_plan("halftune"))
         restore_linear_layers()
     assert module.torch_chunk_gated_delta_rule is own
+
+
+def test_torch_is_torch_where_a_package_is_installed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers decides at its import: with fla there, its own function calls fla's, which may be known for wrong
+    gradients on this GPU."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    model, ids = model_of("qwen3_5_text").eval(), torch.randint(3, 96, (1, 9))
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    restore_linear_layers()
+    truth = model(ids, use_cache=False).logits
+
+    def no(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> None:
+        raise AssertionError("fla was called")
+
+    package: Any = ModuleType("fla")
+    package.__spec__, package.chunk_gated_delta_rule = ModuleSpec("fla", None), no
+    package.__path__ = []
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, package)
+    inner = module.torch_chunk_gated_delta_rule.__wrapped__
+    preferring = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(inner)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", preferring)
+    with pytest.raises(AssertionError, match="fla was called"):
+        model(ids, use_cache=False)
+    with registered_attention(a_plan("torch")), routed_linear_layers(model, a_plan("torch")):
+        assert torch.equal(model(ids, use_cache=False).logits, truth)
+        with pytest.raises(ModelError, match="takes a packed row for one sample"):
+            model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 9], dtype=torch.int32))
+    assert module.torch_chunk_gated_delta_rule is preferring
+
+
+def test_code_that_calls_none_of_our_functions_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """As that of a checkpoint with code of its own, whose name is that of a family that is routed."""
+    with registered_attention(a_plan("halftune")):
+        route_linear_layers(torch.nn.Linear(2, 2), a_plan("halftune"))
+    assert "which calls no function of halftune" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2", "bamba", "lfm2"])

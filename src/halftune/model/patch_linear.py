@@ -8,6 +8,8 @@ same, and they keep the samples of a packed row apart.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -183,6 +185,9 @@ _MAMBA2: dict[str, Function] = {
 }
 # of our own model: only the guard comes in between
 _RWKV7: dict[str, Function] = {"rwkv7": rwkv7, "rwkv7_step": rwkv7_step}
+_ALL: dict[str, Function] = {**_CONVOLUTIONS, **_DELTA, **_MAMBA2, **_RWKV7}
+# Packages whose functions transformers' own call before torch, where they are installed.
+_PREFERRED = ("fla", "causal_conv1d", "mamba_ssm")
 
 # What must share one dtype; steps, decays and states keep their own.
 _OPERANDS: dict[str, tuple[str, ...]] = {
@@ -202,20 +207,43 @@ def _with_boundaries(original: Function) -> Function:
     return told
 
 
+def _plain(original: Function) -> Function:
+    """transformers' torch code, also where a package is installed that transformers would call in its place."""
+    torch_code = inspect.unwrap(original)
+    known = inspect.signature(torch_code).parameters
+
+    @functools.wraps(torch_code)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if boundaries(kwargs):
+            raise ModelError(
+                f"{torch_code.__name__}: transformers' torch code takes a packed row for one sample",
+                remedy="attention: {linear: halftune}, or data.packing: false",
+            )
+        return torch_code(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return plain
+
+
 def route_linear_layers(model: nn.Module, plan: Plan) -> None:
     """Rebinds the functions that the model's linear-attention layers call, as ``plan.attention.linear`` says.
 
-    ``torch`` and ``none`` leave, or put back, transformers' own. Models of other families are not touched.
+    ``torch`` and ``none`` leave, or put back, transformers' own; ``torch`` without the packages that transformers would
+    call. Models of other families are not touched.
     """
     modules = _modeling_modules(model)
     restore_linear_layers(modules)
     backend = plan.attention.linear.value
+    if backend == "torch" and any(map(importlib.util.find_spec, _PREFERRED)):
+        for module in modules:
+            for name in _ALL.keys() & vars(module).keys() - _RWKV7.keys():
+                original = _originals[module, name] = getattr(module, name)
+                setattr(module, name, _plain(original))
     if backend not in ("halftune", "fla"):
         return
     guard = current_guard()
     bound: list[str] = []
     for module in modules:
-        for name, function in {**_CONVOLUTIONS, **_DELTA, **_MAMBA2, **_RWKV7}.items():
+        for name, function in _ALL.items():
             if name not in vars(module):
                 continue
             original = _originals[module, name] = getattr(module, name)
@@ -228,6 +256,8 @@ def route_linear_layers(model: nn.Module, plan: Plan) -> None:
     _hand_on_step_limits(model)
     if bound:
         log.info("linear layers: %s computed by %s", ", ".join(sorted(set(bound))), backend)
+    else:
+        log.warning("linear layers: computed by the model's own code, which calls no function of %s", backend)
 
 
 def restore_linear_layers(modules: list[ModuleType] | None = None) -> None:
