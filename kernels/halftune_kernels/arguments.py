@@ -66,12 +66,16 @@ def _kind(value: object) -> str:
 
 
 def check_floating(operator: str, **tensors: torch.Tensor | None) -> None:
-    """Raises `ArgumentError` for a given tensor that is none, or not of a floating dtype."""
+    """Raises `ArgumentError` for a given tensor that is none, sparse, or not of a floating dtype that can be added."""
     for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(operator, name, came=_kind(tensor), expected="a tensor")
-        if tensor is not None and not tensor.dtype.is_floating_point:
-            raise ArgumentError(operator, name, came=tensor.dtype, expected="a floating-point dtype")
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ArgumentError(operator, name, came=tensor.dtype, expected="a floating-point dtype of 16 bits or more")
+        if tensor.layout != torch.strided:
+            raise ArgumentError(operator, name, came=tensor.layout, expected="a dense tensor")
 
 
 def check_same_dtype(operator: str, **tensors: torch.Tensor) -> torch.dtype:
@@ -81,6 +85,7 @@ def check_same_dtype(operator: str, **tensors: torch.Tensor) -> torch.dtype:
     for name, tensor in tensors.items():
         if tensor.dtype != dtype:
             raise ArgumentError(operator, name, came=tensor.dtype, expected=f"{dtype}, as {first} has")
+    check_floating(operator, **tensors)
     return dtype
 
 
@@ -95,6 +100,13 @@ def check_same_device(operator: str, **tensors: torch.Tensor | None) -> torch.de
         if tensor.device != device:
             raise ArgumentError(operator, name, came=f"on {tensor.device}", expected=f"{device}, where {first} is")
     return device
+
+
+def check_state(operator: str, state: torch.Tensor) -> None:
+    """Raises `ArgumentError` unless ``state``, which a step adds to in place, is of fp32 or fp64."""
+    if state.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError(operator, "state", came=state.dtype, expected="float32: half loses the sum")
+    check_floating(operator, state=state)
 
 
 def check_number(operator: str, argument: str, value: object, *, expected: str, least: float = -math.inf) -> float:

@@ -11,6 +11,7 @@ from halftune_kernels.arguments import (
     check_heads,
     check_same_device,
     check_same_dtype,
+    check_state,
 )
 from halftune_kernels.segments import Segments, find_segments
 
@@ -69,9 +70,10 @@ def check_step_arguments(
         shapes.check(name, tensor, names)
     _check_sizes(operator, shapes, "HV")
     check_same_dtype(operator, q=q, k=k, v=v)
-    check_floating(operator, **{name: gate for name, (gate, _) in gates.items()})
-    if state.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(operator, "state", came=state.dtype, expected="float32: half loses the sum")
+    others = {name: gate for name, (gate, _) in gates.items()}
+    check_floating(operator, **others)
+    check_state(operator, state)
+    check_same_device(operator, q=q, k=k, v=v, **others, state=state)
 
 
 def _check_sizes(operator: str, shapes: Shapes, heads: str) -> None:

@@ -13,14 +13,18 @@ from halftune_kernels import (
     causal_conv1d_fn,
     causal_conv1d_update,
     gated_delta_rule,
+    gated_delta_rule_step,
     gated_rms_norm,
     kda,
+    kda_step,
     mamba2_chunk_scan,
+    mamba2_selective_state_update,
     rwkv7,
     rwkv7_step,
     simple_decay,
 )
 from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.ops.ssd import simple_decay_step
 
 X = torch.ones(1, 6, 2, 4)
 GATE = torch.zeros(1, 6, 2)
@@ -142,3 +146,46 @@ def test_rows_without_tokens_have_their_states() -> None:
     _, states = simple_decay(x, x, x, g, seq_idx=none, output_final_state=True)
     assert states is not None
     assert states.shape == (3, 2, 4, 4)
+
+
+STATE = torch.zeros(1, 2, 4, 4)
+STEPS: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
+    "gated_delta_rule_step": (
+        gated_delta_rule_step,
+        {"q": X0, "k": X0, "v": X0, "g": GATE[:, 0], "beta": GATE[:, 0], "state": STATE},
+    ),
+    "kda_step": (kda_step, {"q": X0, "k": X0, "v": X0, "g": X0, "beta": GATE[:, 0], "state": STATE}),
+    "rwkv7_step": (rwkv7_step, {**dict.fromkeys(("r", "w", "k", "v", "a", "b"), X0), "state": STATE}),
+    "simple_decay_step": (simple_decay_step, {"q": X0, "k": X0, "v": X0, "g": GATE[:, 0], "state": STATE}),
+    "mamba2_selective_state_update": (
+        mamba2_selective_state_update,
+        {"state": STATE, "hidden_states": X0, "dt": GATE[:, 0], "A": GATE[0, 0], "B": X0, "C": X0},
+    ),
+    "causal_conv1d_update": (
+        causal_conv1d_update,
+        {"x": GATE[:, 0], "conv_state": torch.zeros(1, 2, 4), "weight": TAPS},
+    ),
+    "mamba2_chunk_scan": (mamba2_chunk_scan, {"hidden_states": X, "dt": GATE, "A": GATE[0, 0], "B": X, "C": X}),
+}
+
+
+@pytest.mark.parametrize(("step", "name"), [(step, name) for step, (_, given) in STEPS.items() for name in given])
+def test_every_argument_of_a_step_is_refused_by_its_name(step: str, name: str) -> None:
+    """In whole numbers a state or an output would be rounded to nothing, in silence."""
+    function, given = STEPS[step]
+    fine = {key: x.clone() for key, x in given.items()}
+    function(**fine)
+    wrong = (None, 0.5, fine[name].long(), fine[name].to(torch.float8_e4m3fn), fine[name].to_sparse())
+    for value in (*wrong, fine[name][..., :0], fine[name][None, None]):
+        with pytest.raises(ArgumentError):
+            function(**fine | {name: value})
+    with pytest.raises(ArgumentError, match=r"on (cpu|meta), expected (cpu|meta)"):
+        function(**fine | {name: fine[name].to("meta")})
+
+
+def test_what_a_scan_of_mamba2_names() -> None:
+    scan = dict(STEPS["mamba2_chunk_scan"][1])
+    with pytest.raises(ArgumentError, match=r"mamba2_chunk_scan: initial_states is of shape \[1, 2, 4, 5\]"):
+        mamba2_chunk_scan(**scan, initial_states=torch.zeros(1, 2, 4, 5))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="dt_limit is \\('a', 'b'\\)"):
+        mamba2_chunk_scan(**scan, dt_limit=("a", "b"))  # type: ignore[arg-type]

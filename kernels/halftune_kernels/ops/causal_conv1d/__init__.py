@@ -96,6 +96,7 @@ def causal_conv1d_update(
         shapes.check(name, tensor, names, optional=name == "bias")
     check_choice("causal_conv1d_update", "activation", activation, _ACTIVATIONS)
     check_floating("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
+    check_same_device("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
     _check_taps("causal_conv1d_update", weight)
     held, width = shapes["S"], shapes["W"]
     if held < width - 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from halftune_kernels.arguments import (
-    ArgumentError,
     Shapes,
     check_floating,
     check_same_device,
     check_same_dtype,
     check_scale,
+    check_state,
 )
 from halftune_kernels.delta_arguments import check_delta_arguments
 from halftune_kernels.dispatch import module
@@ -107,8 +107,7 @@ def rwkv7_step(
     check_floating("rwkv7_step", w=w, a=a, b=b)
     check_same_device("rwkv7_step", r=r, w=w, k=k, v=v, a=a, b=b, state=state)
     scale = check_scale("rwkv7_step", scale)
-    if state.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError("rwkv7_step", "state", came=state.dtype, expected="float32: half loses the sum")
+    check_state("rwkv7_step", state)
     r, w, k, a, b, wide_v = (x.to(state.dtype)[..., None, :] for x in (r, w, k, a, b, v))
     read = a @ state
     state.mul_(w.exp().transpose(2, 3)).addcmul_(b.transpose(2, 3), read).addcmul_(k.transpose(2, 3), wide_v)

@@ -12,6 +12,7 @@ from halftune_kernels.arguments import (
     check_same_device,
     check_same_dtype,
     check_scale,
+    check_state,
 )
 from halftune_kernels.delta_arguments import MOST_KEYS, check_head_size
 from halftune_kernels.dispatch import module
@@ -118,8 +119,10 @@ def simple_decay_step(
         shapes.check(name, tensor, names, optional=name == "w")
     check_heads("simple_decay_step", "v", shapes["H"], of="k", groups=shapes["G"])
     _check_head_sizes("simple_decay_step", shapes)
-    if state.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError("simple_decay_step", "state", came=state.dtype, expected="float32: half loses the sum")
+    check_same_dtype("simple_decay_step", q=q, k=k, v=v)
+    check_floating("simple_decay_step", g=g, w=w)
+    check_state("simple_decay_step", state)
+    check_same_device("simple_decay_step", q=q, k=k, v=v, g=g, w=w, state=state)
     repeat, wide = shapes["H"] // shapes["G"], state.dtype
     q_BHK, k_BHK = (x.to(wide).repeat_interleave(repeat, dim=1) for x in (q, k))
     v_BHV = v.to(wide) if w is None else v.to(wide) * w.to(wide)[..., None]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_floating, check_heads, check_same_dtype
+from halftune_kernels.arguments import (
+    ArgumentError,
+    Shapes,
+    check_floating,
+    check_heads,
+    check_same_device,
+    check_same_dtype,
+)
 from halftune_kernels.ops import ssd
 from halftune_kernels.own_precision import without_autocast
 
@@ -58,8 +67,7 @@ def mamba2_chunk_scan(
     """
     del chunk_size
     _check_scan(hidden_states, dt, A, B, C, D, z, dt_bias, initial_states)
-    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
-        raise ArgumentError(_SCAN, "dt_limit", came=dt_limit, expected="two numbers: the least and the greatest step")
+    _check_limit(dt_limit)
     d_BTH = _time_step(dt, dt_bias, dt_softplus, dt_limit)
     start = None if initial_states is None else initial_states.transpose(2, 3)
     where = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "backend": backend}
@@ -107,9 +115,10 @@ def mamba2_selective_state_update(
     Raises:
         ArgumentError: an argument does not fit the others.
     """
-    dt = dt[..., 0] if dt.dim() == 3 else dt
-    A = A[:, 0, 0] if A.dim() == 3 else A
-    dt_bias = dt_bias[:, 0] if dt_bias is not None and dt_bias.dim() == 2 else dt_bias
+    check_floating(_UPDATE, state=state, hidden_states=hidden_states, dt=dt, A=A, D=D, z=z, dt_bias=dt_bias)
+    dt = dt[..., 0] if isinstance(dt, torch.Tensor) and dt.dim() == 3 and dt.shape[2] else dt
+    A = A[:, 0, 0] if isinstance(A, torch.Tensor) and A.dim() == 3 and A[0].numel() else A
+    dt_bias = dt_bias[:, 0] if dt_bias is not None and dt_bias.dim() == 2 and dt_bias.shape[1] else dt_bias
     shapes = Shapes(_UPDATE)
     for name, tensor, names in (
         ("state", state, "B H P N"), ("hidden_states", hidden_states, "B H P"), ("dt", dt, "B H"), ("A", A, "H"),
@@ -117,6 +126,11 @@ def mamba2_selective_state_update(
         ("D", D, "H P" if isinstance(D, torch.Tensor) and D.dim() == 2 else "H"),
     ):  # fmt: skip
         shapes.check(name, tensor, names, optional=name in ("z", "dt_bias", "D"))
+    check_heads(_UPDATE, "hidden_states", shapes["H"], of="B", groups=shapes["G"])
+    check_same_dtype(_UPDATE, hidden_states=hidden_states, B=B, C=C)
+    check_same_device(
+        _UPDATE, hidden_states=hidden_states, state=state, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias
+    )
     step_BH = _time_step(dt, dt_bias, dt_softplus, (0.0, float("inf")))
     wide_BHNP = state.transpose(2, 3).to(step_BH.dtype, copy=True)
     y = ssd.simple_decay_step(C, B, hidden_states, step_BH * A.to(step_BH.dtype), wide_BHNP, w=step_BH, scale=1.0)
@@ -145,10 +159,18 @@ def _check_scan(
     check_heads(_SCAN, "hidden_states", shapes["H"], of="B", groups=shapes["G"])
     check_same_dtype(_SCAN, hidden_states=hidden_states, B=B, C=C)
     check_floating(_SCAN, dt=dt, A=A, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
-    if initial_states is not None and initial_states.dim() != 4:
-        raise ArgumentError(
-            _SCAN, "initial_states", came=f"of {initial_states.dim()} dimensions", expected="[S, H, P, N]"
-        )
+    check_same_device(
+        _SCAN, hidden_states=hidden_states, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
+        initial_states=initial_states,
+    )  # fmt: skip
+    shapes.check("initial_states", initial_states, "S H P N", optional=True)
+
+
+def _check_limit(limit: tuple[float, float]) -> None:
+    """Numbers, in order; infinity is one of them."""
+    pair = isinstance(limit, tuple | list) and len(limit) == 2
+    if not pair or not all(isinstance(x, Real) for x in limit) or not limit[0] <= limit[1]:
+        raise ArgumentError(_SCAN, "dt_limit", came=limit, expected="two numbers: the least and the greatest step")
 
 
 def _time_step(
