@@ -336,3 +336,9 @@ def test_a_model_without_attention_says_so(machine: str, kind: str) -> None:
     assert f"no layer of {kind} has softmax attention" in routed.softmax.reason
     with pytest.raises(PlanError, match=f"sdpa is not possible: no layer of {kind}"):
         route(machine, "sdpa", facts=model(kind))
+
+
+def test_fla_is_not_asked_to_be_installed_where_it_could_not_run() -> None:
+    with pytest.raises(PlanError, match="no tensor-core instructions for Tesla T4") as refused:
+        route("t4", facts=model("qwen3_5_text", **LINEAR), linear="fla")
+    assert "install" not in refused.value.remedy

@@ -187,14 +187,14 @@ def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
         return f"has no kernels for the layers of {facts.model_type}"
     if hardware.kind != "cuda":
         return f"needs CUDA, the device is {hardware.kind}"
+    weak = [device for device in hardware.devices if (device.capability or (0, 0)) < (8, 0)]
+    if weak:
+        return f"Triton emits no tensor-core instructions for {weak[0].name}"
     version = next(filter(None, map(hardware.version, LINEAR_PACKAGES)), None)
     if version is None:
         return "flash-linear-attention is not installed"
     if version_numbers(version) < _OLDEST_FLA:
         return f"flash-linear-attention {version} is older than {'.'.join(map(str, _OLDEST_FLA))}"
-    weak = [device for device in hardware.devices if (device.capability or (0, 0)) < (8, 0)]
-    if weak:
-        return f"Triton emits no tensor-core instructions for {weak[0].name}"
     triton = hardware.version("triton")
     if triton is None:
         return "triton is not installed"
