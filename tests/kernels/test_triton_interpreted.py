@@ -49,6 +49,12 @@ def test_gated_rms_norm_with_a_sigmoid(gated: bool) -> None:
     check(dataclasses.replace(plain, inputs=inputs, options={"activation": "sigmoid"}), torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
+def test_gated_rms_norm_without_an_epsilon() -> None:
+    """Rows beyond the last are zeros, whose root mean square has no inverse: they must not reach the weight's sum."""
+    check(dataclasses.replace(case("gated_rms_norm", 20, (0, 7)), options={"eps": 0.0}), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_conv1d(dtype: torch.dtype) -> None:
     check(case("causal_conv1d", 72, (0, 1, 3, 3, 70)), dtype)
