@@ -264,6 +264,7 @@ def test_linear_layers_on_request() -> None:
         ("a100", "HALFTUNE_KERNELS", "rubbish", "HALFTUNE_KERNELS is 'rubbish', not one of triton, torch"),
         ("a100", "HALFTUNE_KERNELS_GATED_DELTA_RULE", "x", "HALFTUNE_KERNELS_GATED_DELTA_RULE is 'x'"),
         ("cpu", "HALFTUNE_KERNELS", "triton", "the device is the CPU"),
+        ("cpu", "HALFTUNE_KERNELS_MAMBA2", "torch", "names no operator: they are causal_conv1d, gated_rms_norm, ssd"),
     ],
 )
 def test_what_the_environment_cannot_ask_for(
@@ -279,15 +280,32 @@ def test_what_the_environment_cannot_ask_for(
 
 
 def test_what_the_environment_asks_for_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halftune.attention.linear import IMPLEMENTATIONS, runs_in_torch
-    from halftune_kernels.dispatch import NAMES
+    from halftune.attention.linear import _OPERATORS, IMPLEMENTATIONS, runs_in_torch
+    from halftune_kernels.dispatch import NAMES, OPERATORS
 
     assert set(IMPLEMENTATIONS) == {*NAMES, "auto"}
+    assert _OPERATORS == OPERATORS
     hybrid = model("qwen3_5_text", **LINEAR)
     assert not runs_in_torch(lookup("a100"), hybrid)
     monkeypatch.setenv("HALFTUNE_KERNELS", "torch")
     assert route("a100", facts=hybrid).linear.reason == "own operators, HALFTUNE_KERNELS=torch"
     assert runs_in_torch(lookup("a100"), hybrid)
+
+
+def test_every_operator_is_asked_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halftune.attention.linear import runs_in_torch
+
+    hybrid = model("qwen3_5_text", **LINEAR)
+    monkeypatch.setenv("HALFTUNE_KERNELS_CAUSAL_CONV1D", "torch")
+    assert not runs_in_torch(lookup("a100"), hybrid)  # its scan does not
+    monkeypatch.setenv("HALFTUNE_KERNELS", "torch")
+    monkeypatch.setenv("HALFTUNE_KERNELS_GATED_DELTA_RULE", "triton")
+    assert not runs_in_torch(lookup("a100"), hybrid)
+    both = "HALFTUNE_KERNELS_CAUSAL_CONV1D=torch, HALFTUNE_KERNELS_GATED_DELTA_RULE=triton"
+    assert route("a100", facts=hybrid).linear.reason == f"own operators, {both}"
+    monkeypatch.setenv("HALFTUNE_KERNELS_GATED_DELTA_RULE", "rubbish")
+    with pytest.raises(PlanError, match="HALFTUNE_KERNELS_GATED_DELTA_RULE is 'rubbish'"):
+        route("a100", facts=hybrid)
 
 
 def test_heads_of_rwkv7_that_nothing_computes() -> None:

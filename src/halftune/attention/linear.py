@@ -37,6 +37,8 @@ _HEAD_SIZES: dict[str, tuple[tuple[str, ...], ...]] = {
 _LARGEST_HEAD = 256
 # What HALFTUNE_KERNELS may say: halftune_kernels.dispatch.NAMES, which costs an import of torch, and auto.
 IMPLEMENTATIONS = ("triton", "torch", "cpu", "reference", "auto")
+_OF_ONE = "HALFTUNE_KERNELS_"  # and an operator's name in capitals
+_OPERATORS = ("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7")  # of `dispatch`, likewise
 _OLDEST_FLA = (0, 2, 2)  # transformers takes no older one, and says nothing
 
 
@@ -92,19 +94,24 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     else:
         chosen, why = "torch", f"transformers' own code; halftune: {own}; fla: {fla}"
     if chosen == "halftune" and (environment := asked_by_environment(hardware, facts)):
-        why = f"own operators, {environment}"
+        why = f"own operators, {', '.join(dict.fromkeys(environment.values()))}"
     left = [(name, why_not or _not_taken(name, chosen, asked)) for name, why_not in objections.items()]
     return LinearRoute(Choice(chosen, why), tuple(entry for entry in left if entry[0] != chosen))
 
 
-def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> str:
-    """What the environment asks our operators to be computed by, ``HALFTUNE_KERNELS=torch``; empty for nothing.
+def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> dict[str, str]:
+    """What the environment asks our operators to be computed by: ``VARIABLE=value`` of each that it says something of.
 
     Raises:
-        PlanError: it asks for what does not exist, or for Triton on a CPU.
+        PlanError: it asks for what does not exist, names no operator, or wants Triton on a CPU.
     """
+    asked = {}
+    for variable in sorted(name for name in os.environ if name.startswith(_OF_ONE)):
+        if variable.removeprefix(_OF_ONE).lower() not in _OPERATORS:
+            what = f"{variable} names no operator: they are {', '.join(_OPERATORS)}"
+            raise PlanError(what, remedy=f"unset {variable}")
     for operator in operators_of(facts.model_type):
-        for variable in (f"HALFTUNE_KERNELS_{operator.upper()}", "HALFTUNE_KERNELS"):
+        for variable in (f"{_OF_ONE}{operator.upper()}", "HALFTUNE_KERNELS"):
             value = os.environ.get(variable) or "auto"
             if value not in IMPLEMENTATIONS:
                 what = f"{variable} is {value!r}, not one of {', '.join(IMPLEMENTATIONS)}"
@@ -112,8 +119,8 @@ def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> str:
             if value == "triton" and hardware.kind == "cpu" and not os.environ.get("TRITON_INTERPRET"):
                 raise PlanError(f"{variable}=triton, and the device is the CPU", remedy=f"unset {variable}")
             if value != "auto":
-                return f"{variable}={value}"
-    return ""
+                asked.setdefault(operator, f"{variable}={value}")
+    return asked
 
 
 def _speed(hardware: Hardware, facts: ModelFacts, slow: str) -> str:
@@ -146,8 +153,9 @@ def _own_objection(facts: ModelFacts) -> str:
 
 
 def runs_in_torch(hardware: Hardware, facts: ModelFacts) -> bool:
-    """Whether our operators, where they are chosen, are computed by torch's operations: on a CPU or an old GPU."""
-    asked = asked_by_environment(hardware, facts).partition("=")[2]
+    """Whether the scan (the convolution, where there is none) runs in torch's operations: on a CPU or an old GPU."""
+    scan = next(reversed(operators_of(facts.model_type)), "")
+    asked = asked_by_environment(hardware, facts).get(scan, "").partition("=")[2]
     return hardware.kind == "cpu" or (bool(_slow(hardware, facts)) if asked in ("", "triton") else True)
 
 
