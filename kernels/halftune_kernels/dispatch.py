@@ -83,10 +83,17 @@ def _on_gpu(operator: str, device: torch.device, dtype: torch.dtype) -> Backend:
     backend = expected(operator, 10 * major + minor, triton_version(), dtype)
     if backend.name != "triton" or "proves" not in backend.reason:
         return backend
-    verdict = selfcheck.verdict(operator, device)
+    verdict = _verdict(operator, device)
     if verdict.passed:
         return Backend("triton", f"{backend.reason}: it did")
     return Backend("torch", f"the self-check of the Triton kernel failed on this machine: {verdict.detail}")
+
+
+@functools.cache
+def _verdict(operator: str, device: torch.device) -> selfcheck.Verdict:
+    """Once in a process for all dtypes, which it tries: where none can be kept on disk, the second would come in the
+    middle of a training step."""
+    return selfcheck.verdict(operator, device)
 
 
 def expected(operator: str, capability: int, version: tuple[int, ...] | None, dtype: torch.dtype) -> Backend:

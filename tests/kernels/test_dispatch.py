@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halftune_kernels import gate
+from halftune_kernels import gate, selfcheck
 from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.dispatch import choose, expected, has_triton, triton_version
 
@@ -76,6 +76,23 @@ def test_gpus_that_are_not_here(
     backend = expected(operator, capability, version, dtype)
     assert backend.name == name
     assert reason in backend.reason
+
+
+def test_a_gpu_proves_itself_once_for_all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no verdict can be kept on disk: the second dtype's would come in a training step."""
+    checked: list[str] = []
+
+    def verdict(operator: str, device: torch.device) -> selfcheck.Verdict:
+        checked.append(operator)
+        return selfcheck.Verdict(operator, "triton", True, "right", 1.0)
+
+    gpu = torch.device("cuda:7")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("halftune_kernels.dispatch.triton_version", lambda: (3, 7, 1))
+    monkeypatch.setattr(selfcheck, "verdict", verdict)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
+        assert choose("kda", gpu, dtype).reason.endswith("proves itself on this machine first: it did")
+    assert checked == ["kda"]
 
 
 def test_the_gate_covers_operators_that_exist_and_versions_in_order() -> None:
