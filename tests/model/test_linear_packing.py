@@ -14,11 +14,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from halftune.attention.linear import operators_of
+from halftune.config.facts.model import facts_from_config
 from halftune.model.architectures import own_architectures
 from halftune.model.packing_check import packed_row
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
+from halftune.precision.dtypes import stays_fp32
+from halftune.precision.families import keep_fp32
 
 LENGTHS = (11, 1, 70, 6)  # more than one chunk, and a sample of one token
 BOUND = 1e-5
@@ -208,3 +212,12 @@ def test_layers_with_loops_of_their_own_leak(family: str) -> None:
         together = model(**row, use_cache=False).logits
         last = model(input_ids=ids[:, -LENGTHS[-1] :], use_cache=False).logits
     assert relative(together[:, -LENGTHS[-1] :], last) > 1e-3
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "ssd" in operators_of(family)])
+def test_what_adds_up_along_a_row_stays_fp32(family: str) -> None:
+    model = model_of(family)
+    patterns, _ = keep_fp32(facts_from_config(model.config.to_dict(), family))
+    names = [name for name, _ in model.named_parameters() if name.endswith((".A_log", ".dt_bias", ".D"))]
+    assert {name.rpartition(".")[2] for name in names} == {"A_log", "dt_bias", "D"}
+    assert [name for name in names if not stays_fp32(name, None, patterns)] == []

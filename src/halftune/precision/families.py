@@ -12,9 +12,8 @@ _STATE = (r"(^|\.)A_log$", r"(^|\.)dt_bias$")  # decay of a recurrence: an error
 # other, runs in the compute dtype, unless the model's code leaves autocast for it.
 _ROUTER = (r"(^|\.)(gate|router)\.(weight|bias)$", r"e_score_correction_bias$")
 _BY_FAMILY: dict[str, tuple[str, ...]] = {
-    "mamba": (r"\.mixer\.D$",),
-    "mamba2": (r"\.mixer\.D$",),
-    "falcon_mamba": (r"\.mixer\.D$",),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "nemotron_h"), (r"\.mixer\.D$",)),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), (r"\.mamba\.D$",)),
     "rwkv7": (r"\.attn\.(k_k|k_a|r_k)$", r"\.attn\.[wav]_lora\.lora\.2\.bias$"),
     "gpt_oss": (r"(^|\.)(norm|input_layernorm|post_attention_layernorm)\.weight$",),
 }
