@@ -154,7 +154,6 @@ def _chunks(
     return chunks
 
 
-@without_autocast
 def chunk_scan(
     operator: ChunkOperator,
     inputs: Tensors,
