@@ -199,3 +199,15 @@ def test_why_a_layer_keeps_its_own_code(attention: str) -> None:
         "feed-forward layers that compute something else, off by 0.5 (Doubling)": 1,
     }
     assert all(reason in str(done) for reason in done.left)
+
+
+def test_a_norm_with_a_gate_is_no_norm_of_one_tensor() -> None:
+    """Mamba-2's can be called without its gate, and never is."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", vocab_size=64, **sizes))
+    done = fuse(model)
+    assert done.fused["norms"] == 2  # the block's and the last one
+    assert not done.left
+    gated = [module for module in model.modules() if type(module).__name__ == "MambaRMSNormGated"]
+    assert len(gated) == 1
+    assert "forward" not in vars(gated[0])

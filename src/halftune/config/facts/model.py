@@ -308,9 +308,7 @@ def _check_said(text: dict[str, Any], where: str) -> None:
             f"the model's own code has a default or another name for it: write {' and '.join(unsaid)} into config.json"
             " with the value that its configuration class takes"
         )
-        raise ModelError(
-            f"config.json: {', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing", where=where, remedy=remedy
-        )
+        raise ModelError(f"{', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing", where=where, remedy=remedy)
 
 
 def _layer_kinds(text: dict[str, Any]) -> list[Any]:
@@ -325,7 +323,7 @@ def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: i
         value = max(value, default=None)  # one for each layer: what fits the widest fits all
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         said = "is missing" if value is None else f"is {value!r}, not a positive whole number"
-        raise ModelError(f"config.json: {keys[0]} {said}", where=where, remedy="fetch the model again")
+        raise ModelError(f"{keys[0]} {said}", where=where, remedy="fetch the model again")
     return value
 
 
@@ -333,7 +331,7 @@ def _number(text: dict[str, Any], keys: tuple[str, ...], where: str) -> Any:
     """A number that may be absent."""
     value = _first(text, keys, None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ModelError(f"config.json: {keys[0]} is {value!r}, not a number", where=where, remedy="fetch it again")
+        raise ModelError(f"{keys[0]} is {value!r}, not a number", where=where, remedy="fetch it again")
     return value
 
 

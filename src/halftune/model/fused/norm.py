@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,12 @@ class Form:
 
 
 def forms(module: nn.Module) -> list[Form]:
-    """Forms that a module may have; only a comparison tells which. None for most modules."""
+    """Forms that a module may have; only a comparison tells which. None for most modules, nor for norms with a gate."""
     parameters = dict(module.named_parameters(recurse=False))
     single = set(parameters) == {"weight"} and parameters["weight"].ndim == 1
     if not single or any(True for _ in module.children()) or _epsilon(module) is None:
+        return []
+    if "gate" in inspect.signature(type(module).forward).parameters:
         return []
     return [Form(offset, promotes) for offset in (0.0, 1.0) for promotes in (True, False)]
 
