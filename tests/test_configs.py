@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config.facts import model as reader
+from halftune.config.facts import config_file as reader
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import load_config
 from halftune.core.errors import PlanError

@@ -15,6 +15,7 @@ from halftune_kernels.arguments import ArgumentError, check_choice
 BOUNDS = (0, 1, 64, 65, 65, 200)  # length 1, a whole chunk, empty, a ragged tail
 Heads = tuple[int, int] | None
 FAST = -4.0  # log decays below it are the fast ones of `_among_fast`
+AT_FAST_STEPS = "d exp(g) at fast steps"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Case:
         inputs: tensors that get a gradient, by argument name, fp64 on the CPU.
         wide: names that stay fp32 where the others are half: decays, states, parameters.
         options: other arguments.
-        scalar_decay: name of a log decay [B, T, H] whose gradient at fast steps is an output of its own; see `call`.
+        scalar_decay: name of a log decay [B, T, H] whose gradient at fast steps is looked at by itself; see `call`.
     """
 
     operator: str
@@ -61,9 +62,9 @@ class Case:
     def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
         """Outputs, and the gradient of every input under a fixed random cotangent, by name.
 
-        The gradient of ``scalar_decay`` is there once more at the fast steps alone. It is small there, beside terms
-        that have no part in it: kernels that form it as a difference of sums give noise, which the norm over all steps
-        hides.
+        At the fast steps of ``scalar_decay`` g there is also the gradient of exp(g), which is that of g over exp(g).
+        That of g is small there, beside terms that have no part in it: kernels that form it as a difference of sums
+        give noise, which the norm over all steps hides, and these few numbers of one size show.
         """
         given, run = self.bind(dtype, device, backend)
         outputs = run()
@@ -78,8 +79,9 @@ class Case:
             assert x.grad is not None, f"{self.operator}: {key} got no gradient"
             results[f"d {key}"] = x.grad
         if self.scalar_decay:
-            fast = (self.inputs[self.scalar_decay] < FAST).to(device)
-            results[f"d {self.scalar_decay} of fast steps"] = results[f"d {self.scalar_decay}"][fast]
+            decay, gradient = self.inputs[self.scalar_decay].to(device), results[f"d {self.scalar_decay}"]
+            fast = decay < FAST
+            results[AT_FAST_STEPS] = gradient[fast].double() / decay[fast].exp()
         return results
 
 

@@ -85,15 +85,24 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
                     problem = f"{_name(dtype)}, head size {size}: {type(error).__name__}: {said}"
                 break
             for name, value in first.items():
-                error = relative_error(value, truth[name])
-                what = f"{name} {_name(dtype)}, head size {size}: error {error:.1e}, bound {BOUNDS[dtype]:.0e}"
-                worst = max(worst, (error / BOUNDS[dtype], what))
+                error, allowed = relative_error(value, truth[name]), bound(name, dtype)
+                what = f"{name} {_name(dtype)}, head size {size}: error {error:.1e}, bound {allowed:.0e}"
+                worst = max(worst, (error / allowed, what))
                 if value.isfinite().all() and not torch.equal(value, second[name]):
                     problem = problem or f"{name} {_name(dtype)}, head size {size}: not the same twice"
-                if not error <= BOUNDS[dtype]:
+                if not error <= allowed:
                     problem = problem or what
     detail = problem or f"worst: {worst[1]}"
     return Verdict(operator, backend, not problem, detail, round(time.perf_counter() - start, 2), lasting)
+
+
+def bound(name: str, dtype: torch.dtype) -> float:
+    """How large ‖out − ref‖/‖ref‖ of a result of `cases.Case.call` may be.
+
+    The fast steps are some twenty numbers, of which one may have little left of what it is summed from: 10 times the
+    bound of a whole gradient. What is wrong there is noise of its own size and more.
+    """
+    return BOUNDS[dtype] * (10 if name == cases.AT_FAST_STEPS else 1)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def test_wide_values_in_the_kernels(dtype: torch.dtype, poisoned: None) -> None:
     with interpreting():
         found = made.call(dtype, torch.device("cpu"), "triton")
     for name, value in made.call(torch.float64, torch.device("cpu"), "reference").items():
-        assert relative_error(found[name], value) <= selfcheck.BOUNDS[dtype], name
+        assert relative_error(found[name], value) <= selfcheck.bound(name, dtype), name
 
 
 @pytest.mark.slow

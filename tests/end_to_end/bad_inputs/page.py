@@ -63,7 +63,8 @@ def page(answers: Mapping[str, Answer]) -> str:
 
 def _codes() -> Iterator[str]:
     """One row for each exit code of the tree of errors, with the kinds that leave with it."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind is not errors.HalftuneError]
+    bases = (errors.HalftuneError, errors.Problems)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind not in bases]
     found: dict[int, list[str]] = {}
     for kind in kinds:
         if issubclass(kind, errors.HalftuneError):
