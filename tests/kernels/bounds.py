@@ -75,7 +75,7 @@ class Combination:
         }[self.decay]
         if "b" in inputs:  # without decay, erasing more than is there lets the state grow
             inputs["b"] = inputs["b"] * 0.5
-        return dataclasses.replace(plain, inputs=inputs)
+        return dataclasses.replace(plain, inputs=inputs, scalar_decay="")  # exp(g) may be 0 to its dtype
 
 
 def every(seed: int) -> Iterator[Combination]:
