@@ -22,5 +22,5 @@ report   runs/quickstart/report.html   (open it in a browser)
 
 next     source .venv/bin/activate
          halftune chat runs/quickstart
-         halftune plan --config configs/qwen_lora_bf16.yaml --hardware t4
+         halftune plan --config configs/quickstart.yaml --hardware t4
 TEXT
