@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from published import QWEN2_5_0_5B
 
 from halftune.config.facts import config_file as reader
 from halftune.config.facts.of_recipe import model_facts
@@ -17,22 +18,6 @@ from halftune.plan import explain, resolve
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 MACHINES = ("cpu", "t4", "a100", "h200")
-
-
-# The only thing about a hub model that a plan looks at; these are the public facts of Qwen2.5-0.5B-Instruct.
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "torch_dtype": "bfloat16",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-    "vocab_size": 151936,
-}
 
 
 def test_there_are_recipes() -> None:
@@ -50,7 +35,7 @@ def test_recipe_says_how_to_run_it(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_recipe_is_planned(recipe: Path, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
     monkeypatch.setattr(reader, "_from_hub", lambda name, revision: tmp_path / "config.json")
     loaded = load_config(recipe)
     facts = model_facts(loaded)

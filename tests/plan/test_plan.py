@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published import QWEN2_5_0_5B
 
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
@@ -18,21 +19,6 @@ from halftune.plan import Plan, explain, resolve, to_dict
 from halftune.plan.duration import clock, duration, pace_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "sliding_window": 32768,
-}
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
@@ -48,7 +34,7 @@ def config(**sections: Any) -> RunConfig:
 
 
 def qwen(**extra: Any) -> ModelFacts:
-    return facts_from_config({**QWEN, **extra}, "Qwen/Qwen2.5-0.5B-Instruct")
+    return facts_from_config({**QWEN2_5_0_5B, **extra}, "Qwen/Qwen2.5-0.5B-Instruct")
 
 
 def planned(machine: str, facts: ModelFacts | None = None, world_size: int = 1, **sections: Any) -> Plan:
@@ -195,7 +181,7 @@ def test_a_backend_without_packed_rows_switches_packing_off_unless_asked() -> No
 
 
 def test_eager_packs_where_nothing_is_faster_or_when_asked() -> None:
-    oss = facts_from_config({**QWEN, "model_type": "gpt_oss", "head_dim": 64}, "oss")
+    oss = facts_from_config({**QWEN2_5_0_5B, "model_type": "gpt_oss", "head_dim": 64}, "oss")
     for machine, section, packed, softmax in (
         ("cpu", {}, True, "eager"),
         ("t4", {}, True, "eager"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published import QWEN2_5_0_5B
 
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
@@ -26,19 +27,6 @@ from halftune_webui.recipe import examine
 from halftune_webui.settings import LANGUAGES, Settings
 
 LANGUAGE = next(language for language in LANGUAGES if language != FALLBACK)
-DENSE: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE, ROOMS = ROOT / "src" / "halftune", ("precision", "attention", "plan", "hardware", "config", "core")
 GATE = ROOT / "kernels" / "halftune_kernels" / "gate.py"
@@ -121,7 +109,7 @@ def config(**asked: Any) -> RunConfig:
 
 def models() -> Iterator[ModelFacts]:
     for kind in KINDS:
-        yield facts_from_config({**DENSE, **kind}, "x")
+        yield facts_from_config({**QWEN2_5_0_5B, **kind}, "x")
     for name in BUILTIN:
         yield read_model_facts(config(model={"name_or_path": f"builtin:{name}"}).model)
 

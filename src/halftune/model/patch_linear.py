@@ -40,7 +40,7 @@ _SILU = (None, "silu", "swish")
 # Models whose forward drops arguments that it does not name, and the part of them that would hand them on.
 _FORGETFUL = {"Mamba2ForCausalLM": "backbone"}
 _WITH_MIXERS = ("transformers.models.", "halftune.model.rwkv7.")
-_HANDS_ON = "halftune_hands_on_boundaries"
+_HANDS_ON = "halftune_hands_on"  # on a module that has hooks of ours already
 # Mamba-2 layers of zamba2 and nemotron_h bound the step over a whole row, and forget to over one token from the cache.
 _STEP_LIMITS = "halftune_step_limits"
 _NO_LIMITS = (0.0, math.inf)
