@@ -17,14 +17,34 @@ LEAST = tl.constexpr(-160.0)  # of a step's log2 decay: exp2 of it is 0 in fp32
 
 @triton.jit
 def decay_sums(g, live):
-    """Inclusive sums of the log2 decays of a chunk's rows, each rounded once.
+    """Inclusive sums of the log2 decays of a chunk's rows, in two parts: whole numbers and fractions.
 
-    Whole numbers are summed by themselves, which is exact: roundings would add up beside a fast decay. A step counts
-    down to `LEAST` only, minus infinity too: exp2 of less is 0 anyway."""
+    The sums of whole numbers are exact. In one fp32 number a fast decay would cost the digits of every slower decay
+    after it, also of those that it cancels from. A step counts down to `LEAST` only, minus infinity too: exp2 of less is
+    0 anyway."""
     decay = tl.load(g, mask=live, other=0.0).to(tl.float32) * LOG2E
     decay = tl.where(decay < LEAST, LEAST, decay)
     whole = tl.floor(decay + 0.5)
-    return tl.cumsum(whole, 0) + tl.cumsum(decay - whole, 0)
+    return tl.cumsum(whole, 0), tl.cumsum(decay - whole, 0)
+
+
+@triton.jit
+def load_sums(b, f, at, live):
+    """The two parts of `decay_sums`; 0 where not ``live``."""
+    return tl.load(b + at, mask=live, other=0.0), tl.load(f + at, mask=live, other=0.0)
+
+
+@triton.jit
+def pair_decays(b, f, keep):
+    """exp2 of the decay from column j through row i [C, C] by the two parts of `decay_sums`; 0 where not ``keep``."""
+    apart = (b[:, None] - b[None, :]) + (f[:, None] - f[None, :])
+    return tl.exp2(tl.where(keep, apart, float("-inf")))
+
+
+@triton.jit
+def remaining_decay(b, f, last_b, last_f, live):
+    """exp2 of the decay after each row to the chunk's end; 0 where not ``live``."""
+    return tl.where(live, tl.exp2((last_b - b) + (last_f - f)), 0.0)
 
 
 @triton.jit
@@ -100,7 +120,7 @@ def _lower(a, factor, row: tl.constexpr, column: tl.constexpr, left, HV: tl.cons
 
 @triton.jit
 def store_inverse(
-    t, b, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV: tl.constexpr, C: tl.constexpr,
+    t, b, f, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Stores (I + low)^-1 of a strictly lower [64, 64] matrix of a chunk with ``left`` rows, times exp2(b_i - b_j) if
     there is a b.
@@ -110,36 +130,37 @@ def store_inverse(
 
     Args:
         t: where the matrix begins.
-        b: where the chunk's cumulated log2 decay begins, or None.
+        b, f: where the two parts of the chunk's `decay_sums` begin, or None.
         d0, d1, d2, d3: inverses of the blocks of I + low on the diagonal.
         a10, a20, a21, a30, a31, a32: the blocks of low below it.
         left: rows of the chunk.
     """
-    _store(t, b, d0, 0, 0, left, HV, C)
+    _store(t, b, f, d0, 0, 0, left, HV, C)
     one = -_exact(d1, _exact(a10, d0))
-    _store(t, b, one, 1, 0, left, HV, C)
+    _store(t, b, f, one, 1, 0, left, HV, C)
     two = -_exact(d2, _exact(a20, d0) + _exact(a21, one))
-    _store(t, b, two, 2, 0, left, HV, C)
-    _store(t, b, -_exact(d3, _exact(a30, d0) + _exact(a31, one) + _exact(a32, two)), 3, 0, left, HV, C)
-    _store(t, b, d1, 1, 1, left, HV, C)
+    _store(t, b, f, two, 2, 0, left, HV, C)
+    _store(t, b, f, -_exact(d3, _exact(a30, d0) + _exact(a31, one) + _exact(a32, two)), 3, 0, left, HV, C)
+    _store(t, b, f, d1, 1, 1, left, HV, C)
     two = -_exact(d2, _exact(a21, d1))
-    _store(t, b, two, 2, 1, left, HV, C)
-    _store(t, b, -_exact(d3, _exact(a31, d1) + _exact(a32, two)), 3, 1, left, HV, C)
-    _store(t, b, d2, 2, 2, left, HV, C)
-    _store(t, b, -_exact(d3, _exact(a32, d2)), 3, 2, left, HV, C)
-    _store(t, b, d3, 3, 3, left, HV, C)
+    _store(t, b, f, two, 2, 1, left, HV, C)
+    _store(t, b, f, -_exact(d3, _exact(a31, d1) + _exact(a32, two)), 3, 1, left, HV, C)
+    _store(t, b, f, d2, 2, 2, left, HV, C)
+    _store(t, b, f, -_exact(d3, _exact(a32, d2)), 3, 2, left, HV, C)
+    _store(t, b, f, d3, 3, 3, left, HV, C)
     for row in tl.static_range(3):
         for column in tl.static_range(row + 1, 4):
-            _store(t, None, tl.zeros((16, 16), tl.float32), row, column, left, HV, C)
+            _store(t, None, None, tl.zeros((16, 16), tl.float32), row, column, left, HV, C)
 
 
 @triton.jit
-def _store(t, b, x, row: tl.constexpr, column: tl.constexpr, left, HV: tl.constexpr, C: tl.constexpr):
+def _store(t, b, f, x, row: tl.constexpr, column: tl.constexpr, left, HV: tl.constexpr, C: tl.constexpr):
     i, j = row * 16 + tl.arange(0, 16), column * 16 + tl.arange(0, 16)
     if b is not None:
-        rise = tl.load(b + i * HV, mask=i < left, other=0.0)[:, None]
-        fall = tl.load(b + j * HV, mask=j < left, other=0.0)[None, :]
-        x = x * tl.exp2(tl.where((i[:, None] >= j[None, :]) & (i < left)[:, None], rise - fall, float("-inf")))
+        rise, rise_f = load_sums(b, f, i * HV, i < left)
+        fall, fall_f = load_sums(b, f, j * HV, j < left)
+        apart = (rise[:, None] - fall[None, :]) + (rise_f[:, None] - fall_f[None, :])
+        x = x * tl.exp2(tl.where((i[:, None] >= j[None, :]) & (i < left)[:, None], apart, float("-inf")))
     tl.store(t + i[:, None] * (HV * C) + j[None, :], x.to(t.dtype.element_ty), mask=(i < left)[:, None])
 
 
@@ -153,7 +174,7 @@ def store_inverse_of(t, a, factor, left, HV: tl.constexpr, C: tl.constexpr):
     a10, a20 = _lower(a, factor, 1, 0, left, HV, C), _lower(a, factor, 2, 0, left, HV, C)
     a21, a30 = _lower(a, factor, 2, 1, left, HV, C), _lower(a, factor, 3, 0, left, HV, C)
     a31, a32 = _lower(a, factor, 3, 1, left, HV, C), _lower(a, factor, 3, 2, left, HV, C)
-    store_inverse(t, None, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV, C)
+    store_inverse(t, None, None, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV, C)
 
 
 @triton.jit

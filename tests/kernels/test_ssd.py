@@ -27,9 +27,9 @@ def test_reference_gradients() -> None:
     torch.manual_seed(0)
     shapes = [(1, 5, 1, 3), (1, 5, 1, 3), (1, 5, 2, 2), (1, 5, 2), (1, 5, 2), (3, 2, 3, 2)]
     q, k, v, g, w, state = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
-    segments = Segments((0, 1, 1, 5))
+    segments, wide = Segments((0, 1, 1, 5)), torch.float64
     assert torch.autograd.gradcheck(
-        lambda q, k, v, g, w, state: reference.simple_decay(q, k, v, -g.exp(), w, 0.7, state, segments),
+        lambda q, k, v, g, w, state: reference.simple_decay(q, k, v, -g.exp(), w, 0.7, state, segments, wide),
         (q, k, v, g, w, state),
     )
 
@@ -159,6 +159,22 @@ def test_chunk_scan_of_a_gate_is_the_product() -> None:
     z = torch.randn(2, 70, 4, 8)
     product = mamba2_chunk_scan(**given) * torch.nn.functional.silu(z)
     assert relative_error(mamba2_chunk_scan(**given, z=z), product) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gated_scan_in_half_rounds_its_output_once(dtype: torch.dtype, poisoned: None) -> None:
+    """Gradients of the fp32 parameters, which are summed over the row, see nothing of the rounding."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = {"hidden_states": (1, 70, 4, 16), "z": (1, 70, 4, 16), "B": (1, 70, 2, 16), "C": (1, 70, 2, 16)}
+    shapes |= {"dt": (1, 70, 4), "A": (4,), "dt_bias": (4,), "D": (4,)}
+    inputs = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    inputs["A"] = -inputs["A"].exp()
+    options = {"dt_softplus": True, "return_final_states": False}
+    function = "halftune_kernels.ops.ssd:mamba2_chunk_scan"
+    made = rounded(Case("ssd", function, inputs, ("A", "dt_bias", "D", "dt"), options), dtype)
+    truth, found = (made.call(kind, torch.device("cpu"), "cpu") for kind in (torch.float64, dtype))
+    for name in ("d A", "d dt_bias", "d D"):
+        assert relative_error(found[name], truth[name]) < 1e-5, name
 
 
 def test_state_update_is_that_of_transformers() -> None:

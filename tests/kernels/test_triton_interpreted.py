@@ -119,6 +119,34 @@ def test_the_gradient_of_a_fast_decay_among_slow_ones(operator: str, dtype: torc
         assert relative_error(found[:, which] * 1e9, truth[:, which] * 1e9) <= BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("operator", ["ssd", "gated_delta_rule"])
+@pytest.mark.parametrize("fast", [-20.0, -200.0, -torch.inf])
+def test_slow_decays_between_fast_ones_keep_their_digits(operator: str, fast: float) -> None:
+    plain = case(operator, 16, (0, 130), seed=4)
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(2, *plain.inputs["g"].shape, generator=generator, dtype=torch.float64)
+    gate = torch.where(uniform[0] < 0.3, fast, -1e-3 * uniform[1])
+    made = rounded(dataclasses.replace(plain, inputs=plain.inputs | {"g": gate}, scalar_decay=""), torch.float32)
+    truth, found = made.call(torch.float64, CPU, "reference"), made.call(torch.float32, CPU, "triton")
+    assert max(relative_error(value, truth[name]) for name, value in found.items()) < 1e-6
+
+
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "kda"])
+def test_value_heads_of_one_key_are_summed_before_they_are_rounded(operator: str) -> None:
+    """Of one token without a state, a query's gradient lies along the key; the way back through the norm leaves what is
+    across the query. Beside a key that is nearly the query, that is little of each head's part."""
+    plain = case(operator, 48, (0, 1))
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(1, 1, *shape, generator=generator, dtype=torch.float64)
+
+    key = normal(1, 48)
+    inputs = {"q": key + 0.2 * normal(1, 48), "k": key, "v": normal(3, 32), "beta": normal(3).sigmoid()}
+    inputs["g"] = -normal(3, 48).abs() if operator == "kda" else -normal(3).abs()
+    check(dataclasses.replace(plain, inputs=inputs, scalar_decay=""), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("operator", "decay"),
     [("ssd", "g"), ("gated_delta_rule", "g"), ("kda", "g"), pytest.param("rwkv7", "w", marks=pytest.mark.slow)],

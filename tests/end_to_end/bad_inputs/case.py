@@ -20,6 +20,7 @@ from typing import Any
 from halftune import cli
 from halftune.cli.failure import VARIABLE
 from halftune.config.facts.model import facts_from_config
+from halftune.hardware import host
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}
@@ -33,6 +34,7 @@ training:
 """
 ROW = json.dumps({"prompt": "1 + 1?", "completion": "2"})
 TRAIN = "train --config x.yaml"
+PROCESSOR = Path(__file__).resolve().with_name("cpuinfo")  # a made-up one: messages name what it can do
 
 
 def nothing() -> None:
@@ -101,8 +103,9 @@ def attempt(case: Case) -> Answer:
 @contextlib.contextmanager
 def _standing_in(folder: Path, case: Case) -> Iterator[None]:
     before, variables, keyboard = Path.cwd(), dict(os.environ), sys.stdin
-    logger = logging.getLogger("halftune")
+    logger, processor = logging.getLogger("halftune"), host.CPUINFO
     os.chdir(folder)
+    host.CPUINFO = PROCESSOR
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.pop(VARIABLE, None)
     for name, value in case.environment.items():
@@ -114,6 +117,7 @@ def _standing_in(folder: Path, case: Case) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+        host.CPUINFO = processor
         os.environ.clear()
         os.environ.update(variables)
         sys.stdin = keyboard

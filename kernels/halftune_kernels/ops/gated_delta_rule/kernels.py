@@ -13,7 +13,7 @@ dM = -tril(dX N^T, -1) * D:
     dQ = scale e dO S^T + dP K        dK = l N dS^T + dP^T Q + B e Y + B dM K + (B dM)^T K
     dbeta = <dX, V> + <Y, e K> + rowsum(dM * K K^T)
 
-What does not depend on the state (b, T * D and scale Q K^T * D) is computed for all chunks at once; the scans then hold
+What does not depend on the state (b and its fractions f, T * D and scale Q K^T * D) is computed for all chunks at once; the scans then hold
 little and wait for little. N and dX are stored, one row of values each per token and head: with them the third backward
 kernel needs neither T nor W = T B K nor U = T B V, every product there is of tiles read from memory, and no product's
 result is ever transposed, which some Triton versions compile wrongly. Norms of q and k are factors of rows and columns,
@@ -31,7 +31,10 @@ from halftune_kernels.delta_kernels import (
     at_hand,
     between,
     decay_sums,
+    load_sums,
     load_tile,
+    pair_decays,
+    remaining_decay,
     row_factor,
     scan_place,
     store_inverse,
@@ -74,7 +77,7 @@ def _diagonal(
 
 @triton.jit
 def _store_inverse(
-    t, b, k, beta, normed, left, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    t, b, f, k, beta, normed, left, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     TK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T * D of one chunk; of unit keys if ``normed`` is given."""
@@ -96,7 +99,7 @@ def _store_inverse(
         a32 = tl.dot(x3, tl.trans(x2), a32, input_precision=PRECISION)
     a10, a20, a30 = _scaled(a10, b1, n0), _scaled(a20, b2, n0), _scaled(a30, b3, n0)
     a21, a31, a32 = _scaled(a21, b2, n1), _scaled(a31, b3, n1), _scaled(a32, b3, n2)
-    store_inverse(t, b, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV, C)
+    store_inverse(t, b, f, d0, d1, d2, d3, a10, a20, a21, a30, a31, a32, left, HV, C)
 
 
 @triton.jit
@@ -111,7 +114,7 @@ def _inverse_norm(squares):
 
 @triton.jit
 def solve(
-    q, k, g, beta, t, p, b, rq, rk, table, scale,
+    q, k, g, beta, t, p, b, f, rq, rk, table, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +138,10 @@ def solve(
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
         nq, nk = nq + _square(y), nk + _square(x)
     by_row = base * HV + head + c * HV
-    sums = decay_sums(g + by_row, live)
+    sums, parts = decay_sums(g + by_row, live)
     tl.store(b + by_row, sums, mask=live)
-    met = met * tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf"))) * scale
+    tl.store(f + by_row, parts, mask=live)
+    met = met * pair_decays(sums, parts, c[:, None] >= c[None, :]) * scale
     if rk is not None:
         nq, nk = _inverse_norm(nq), _inverse_norm(nk)
         met = _scaled(met, nq, nk)
@@ -147,14 +151,14 @@ def solve(
     square = (base * HV + head) * C
     tl.store(p + square + c[:, None] * (HV * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
     row = base * HV + head
-    tl.debug_barrier()  # b is read back in pieces
+    tl.debug_barrier()  # b and f are read back in pieces
     k += (base * H + hk) * K
-    _store_inverse(t + square, b + row, k, beta + row, rk, left, H, HV, K, C, BK, TK, PRECISION)
+    _store_inverse(t + square, b + row, f + row, k, beta + row, rk, left, H, HV, K, C, BK, TK, PRECISION)
 
 
 @triton.jit
 def scan_forward(
-    q, k, v, b, beta, t, p, rq, rk, o, new, states, initial, final, table, scale,
+    q, k, v, b, f, beta, t, p, rq, rk, o, new, states, initial, final, table, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,10 +184,11 @@ def scan_forward(
         bv = load_tile(v + (base * HV + head) * V, at_v, in_v).to(tl.float32)
         bt, bp = load_tile(t + from_t, at_t, live[:, None]), load_tile(p + from_t, at_t, live[:, None])
         by_row = base * HV + head + c * HV
-        sums = tl.load(b + by_row, mask=live, other=0.0)
-        last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
+        sums, parts = load_sums(b, f, by_row, live)
+        end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
+        last, last_part = tl.load(b + end), tl.load(f + end)
         bb = tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)
-        e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
+        e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
         if states is not None:
             into = states + (tl.cast(chunk + place, tl.int64) * HV + head) * K * V + at_state
             tl.store(into, s.to(states.dtype.element_ty), mask=in_state)
@@ -201,14 +206,14 @@ def scan_forward(
             tl.store(new + (base * HV + head) * V + at_v, fresh.to(new.dtype.element_ty), mask=in_v)
         kept = (fresh * (left * nk)[:, None]).to(half.dtype)
         bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
-        s = s * tl.exp2(last) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
+        s = s * tl.exp2(last + last_part) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
     if final is not None:
         tl.store(final + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, s, mask=in_state)
 
 
 @triton.jit
 def scan_backward(
-    q, k, b, beta, t, p, rq, rk, do, dv, dx, dstates, dfinal, dinitial, table, scale,
+    q, k, b, f, beta, t, p, rq, rk, do, dv, dx, dstates, dfinal, dinitial, table, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -236,10 +241,11 @@ def scan_backward(
         bo = load_tile(do + (base * HV + head) * V, at_v, in_v)
         bt, bp = load_tile(t + from_t, at_t, live[:, None]), load_tile(p + from_t, at_t, live[:, None])
         by_row = base * HV + head + c * HV
-        sums = tl.load(b + by_row, mask=live, other=0.0)
-        last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
+        sums, parts = load_sums(b, f, by_row, live)
+        end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
+        last, last_part = tl.load(b + end), tl.load(f + end)
         bb = tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)
-        e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
+        e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
         into = dstates + (tl.cast(chunk + place, tl.int64) * HV + head) * K * V + at_state
         tl.store(into, ds.to(dstates.dtype.element_ty), mask=in_state)
         kind = k.dtype.element_ty
@@ -252,7 +258,7 @@ def scan_backward(
         tl.store(dx + (base * HV + head) * V + at_v, bx.to(dx.dtype.element_ty), mask=in_v)
         bx = bx * bb[:, None]
         tl.store(dv + (base * HV + head) * V + at_v, bx.to(dv.dtype.element_ty), mask=in_v)
-        ds = ds * tl.exp2(last)
+        ds = ds * tl.exp2(last + last_part)
         bq = at_hand(bq, q + from_k, at_k, in_k, PRECISION)
         ds += tl.dot(tl.trans(bq), (bo.to(tl.float32) * (e * nq)[:, None]).to(kind), input_precision=PRECISION)
         bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
@@ -262,16 +268,17 @@ def scan_backward(
 
 
 @triton.jit
-def _row_factors(b, beta, rq, rk, at, at_k, live):
-    """b, beta and 1 / norm of q and k; the barrier keeps the compiler from holding those of an earlier call."""
+def _row_factors(b, f, beta, rq, rk, at, at_k, live):
+    """b, f, beta and 1 / norm of q and k; the barrier keeps the compiler from holding those of an earlier call."""
     tl.debug_barrier()
-    sums, bb = tl.load(b + at, mask=live, other=0.0), tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
-    return sums, bb, row_factor(rq, at_k, live), row_factor(rk, at_k, live)
+    sums, parts = load_sums(b, f, at, live)
+    bb = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
+    return sums, parts, bb, row_factor(rq, at_k, live), row_factor(rk, at_k, live)
 
 
 @triton.jit
 def chunk_backward(
-    q, k, v, b, beta, rq, rk, do, new, dx, states, dstates, dq, dk, dg, dbeta, table, scale, keys, values,
+    q, k, v, b, f, beta, rq, rk, do, new, dx, states, dstates, dq, dk, dg, dbeta, table, scale, keys, values,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -303,9 +310,8 @@ def chunk_backward(
         m = tl.dot(bx, tl.trans(bn), m, input_precision=PRECISION)
         dbe += tl.sum(bx.to(tl.float32) * bv.to(tl.float32), 1)
     # Two squares at a time, and rows' factors read again for each two: more would not fit the registers.
-    sums, bb, nq, nk = _row_factors(b, beta, rq, rk, by_row, base * H + hk + c * H, live)
-    below = tl.where((c[:, None] >= c[None, :]) & live[:, None], sums[:, None] - sums[None, :], float("-inf"))
-    below = tl.exp2(below)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    below = pair_decays(sums, parts, (c[:, None] >= c[None, :]) & live[:, None])
     # Rows of q and k are read as they are: their norms go into the factor that meets them.
     p = p * below * scale * nk[None, :]
     m = tl.where(c[:, None] > c[None, :], -m * below, 0.0) * nk[None, :]
@@ -331,15 +337,15 @@ def chunk_backward(
         bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
         pt = tl.dot(bn, tl.trans(bo), pt, input_precision=PRECISION)
         mt = tl.dot(bn, tl.trans(bx), mt, input_precision=PRECISION)
-    sums, bb, nq, nk = _row_factors(b, beta, rq, rk, by_row, base * H + hk + c * H, live)
-    above = tl.where((c[:, None] <= c[None, :]) & live[None, :], sums[None, :] - sums[:, None], float("-inf"))
-    above = tl.exp2(above)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    above = pair_decays(-sums, -parts, (c[:, None] <= c[None, :]) & live[None, :])
     pt = (pt * above * scale * nq[None, :]).to(q.dtype.element_ty)
     m += (tl.where(c[:, None] < c[None, :], -mt * above, 0.0) * (bb * nk)[None, :]).to(q.dtype.element_ty)
 
-    sums, bb, nq, nk = _row_factors(b, beta, rq, rk, by_row, base * H + hk + c * H, live)
-    last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * HV + head)
-    e, left = tl.exp2(sums), tl.where(live, tl.exp2(last - sums), 0.0)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
+    last, last_part = tl.load(b + end), tl.load(f + end)
+    e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)
@@ -375,7 +381,7 @@ def chunk_backward(
         into = (base * HV + head) * K + c[:, None] * (HV * K) + kk[None, :]
         tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
-    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last)
+    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last + last_part)
     dgate += tl.sum(tl.where(c[:, None] > c[None, :], written[None, :], 0.0), 1)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)
     tl.store(dbeta + by_row, dbe.to(dbeta.dtype.element_ty), mask=live)

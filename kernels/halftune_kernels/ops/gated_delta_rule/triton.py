@@ -67,9 +67,9 @@ class _GatedDeltaRule(torch.autograd.Function):
         rq, rk = (q.new_empty(q.shape[:3], dtype=torch.float32) if normalise else None for _ in range(2))
         chunks, table = chunk_table(segments, CHUNK, q.device), segment_table(segments, CHUNK, q.device)
         t, p = (q.new_empty(batch, length, heads, CHUNK) for _ in range(2))
-        b = q.new_empty(batch, length, heads, dtype=torch.float32)
+        b, f = (q.new_empty(batch, length, heads, dtype=torch.float32) for _ in range(2))
         cut = configuration(CONFIGS, "gated_delta_rule", "solve", q, how["BK"])
-        given, tile = (q, k, g, beta, t, p, b, rq, rk, chunks, scale), min(cut.depth, how["BK"])
+        given, tile = (q, k, g, beta, t, p, b, f, rq, rk, chunks, scale), min(cut.depth, how["BK"])
         start(kernels.solve, (len(chunks), heads), cut, *given, TK=tile, **how)
 
         keep = any(ctx.needs_input_grad)
@@ -81,10 +81,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         o = torch.empty_like(v)
         cut = configuration(CONFIGS, "gated_delta_rule", "scan_forward", q, how["BK"])
         grid = (ceil_div(width, cut.width) * heads * segments.count,)
-        given = (q, k, v, b, beta, t, p, rq, rk, o, new, states, initial, final, table, scale)
+        given = (q, k, v, b, f, beta, t, p, rq, rk, o, new, states, initial, final, table, scale)
         start(kernels.scan_forward, grid, cut, *given, V=width, BV=cut.width, **how)
         if keep:
-            ctx.save_for_backward(q, k, v, g, beta, t, p, b, rq, rk, new, states, initial)
+            ctx.save_for_backward(q, k, v, g, beta, t, p, b, f, rq, rk, new, states, initial)
             ctx.scale, ctx.segments, ctx.how = scale, segments, how
             ctx.set_materialize_grads(False)
         return o, final
@@ -92,7 +92,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do, dfinal):
-        q, k, v, g, beta, t, p, b, rq, rk, new, states, initial = ctx.saved_tensors
+        q, k, v, g, beta, t, p, b, f, rq, rk, new, states, initial = ctx.saved_tensors
         how, scale, segments = dict(ctx.how), ctx.scale, ctx.segments
         heads, width = v.shape[2:]
         do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -102,15 +102,16 @@ class _GatedDeltaRule(torch.autograd.Function):
         dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
         cut = configuration(CONFIGS, "gated_delta_rule", "scan_backward", q, how["BK"])
         grid = (ceil_div(width, cut.width) * heads * segments.count,)
-        given = (q, k, b, beta, t, p, rq, rk, do, dv, dx, dstates, dfinal, dinitial, table, scale)
+        given = (q, k, b, f, beta, t, p, rq, rk, do, dv, dx, dstates, dfinal, dinitial, table, scale)
         start(kernels.scan_backward, grid, cut, *given, V=width, BV=cut.width, **how)
 
-        dqs, dks = (q.new_empty(*v.shape[:3], how["K"]) for _ in range(2))
+        # fp32: the sum over value heads and the way back through the norm may cancel nearly all of a part
+        dqs, dks = (q.new_empty(*v.shape[:3], how["K"], dtype=torch.float32) for _ in range(2))
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         cut = configuration(CONFIGS, "gated_delta_rule", "chunk_backward", q, how["BK"])
         tiles = {"TK": min(cut.depth, how["BK"]), "TV": min(cut.width, power_of_two(width))}
         padded = how.pop("BK")
-        given = (q, k, v, b, beta, rq, rk, do, new, dx, states, dstates, dqs, dks, dg, dbeta, chunks, scale)
+        given = (q, k, v, b, f, beta, rq, rk, do, new, dx, states, dstates, dqs, dks, dg, dbeta, chunks, scale)
         start(kernels.chunk_backward, (len(chunks), heads), cut, *given, how["K"], width, V=width, **tiles, **how)
 
         dq, dk = torch.empty_like(q), torch.empty_like(k)

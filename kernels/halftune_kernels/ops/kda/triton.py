@@ -165,7 +165,8 @@ class _KimiDelta(torch.autograd.Function):
         given = (v, beta, made.t, do, new, dn, dx, dv, e, f, dbetas, chunks, scale)
         start(kernels.square_gradients, (len(chunks), heads), cut, *given, **tiles, **how)
 
-        dqs, dks = (q.new_empty(*v.shape[:3], size) for _ in range(2))
+        # fp32: the sum over value heads and the way back through the norm may cancel nearly all of a part
+        dqs, dks = (q.new_empty(*v.shape[:3], size, dtype=torch.float32) for _ in range(2))
         dg, tiles["TV"] = torch.empty_like(g), min(last.width, tiles["BV"])
         how |= {"H": q.shape[2], "K": size}
         given = (q, k, g, beta, made.rq, made.rk, do, new, dx, states, dstates, e, f, dqs, dks, dg, dbetas, chunks)

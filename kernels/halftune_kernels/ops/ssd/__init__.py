@@ -37,6 +37,7 @@ def simple_decay(
     cu_seqlens: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     backend: str | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``S_t = exp(g_t) S_{t-1} + k_t^T (w_t v_t)``, ``o_t = scale q_t S_t``.
 
@@ -52,9 +53,10 @@ def simple_decay(
         cu_seqlens: [N + 1] boundaries of the samples in a packed row (B = 1).
         seq_idx: [B, T] sample numbers, in place of ``cu_seqlens``.
         backend: see `halftune_kernels.dispatch.choose`.
+        output_dtype: of o; that of ``v`` if None. fp32 where more is computed from o: one rounding less.
 
     Returns:
-        o [B, T, H, V] in the dtype of ``v``, and the final state [N, H, K, V] or None.
+        o [B, T, H, V], and the final state [N, H, K, V] or None.
 
     Raises:
         ArgumentError: an argument does not fit the others.
@@ -79,7 +81,7 @@ def simple_decay(
     )
     scale = check_scale("simple_decay", scale, keys=shapes["K"])
     run = module("ssd", device, dtype, backend).simple_decay
-    o, state = run(q, k, v, g, w, scale, initial_state, segments)
+    o, state = run(q, k, v, g, w, scale, initial_state, segments, output_dtype or dtype)
     return o, state if output_final_state else None
 
 

@@ -35,6 +35,7 @@ def simple_decay(
     scale: float,
     initial_state: torch.Tensor | None,
     segments: Segments,
+    output_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.ssd.simple_decay`."""
     (batch, length, heads, width), groups = v.shape, q.shape[2]
@@ -48,7 +49,7 @@ def simple_decay(
         _SimpleDecay(scale),
         (q.flatten(0, 1), k.flatten(0, 1), *by_group),
         state,
-        ((each, width), v.dtype),
+        ((each, width), output_dtype),
         (q.shape[3], each * width),
         segments,
         chunk=CUT.chunk,

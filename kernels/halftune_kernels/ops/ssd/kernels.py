@@ -1,6 +1,6 @@
 """Triton kernels of simple decay: two forward, two backward. Formulas and notation: see ``cpu.py``.
 
-What does not depend on the state (b, and P = scale Q K^T * D) is computed for all chunks at once; the scans then hold
+What does not depend on the state (b and its fractions f, and P = scale Q K^T * D) is computed for all chunks at once; the scans then hold
 little and wait for little. No product's result is transposed: some Triton versions compile that wrongly. Exponents are
 at most 0; sums are fp32.
 """
@@ -12,7 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import at_hand, between, decay_sums, load_tile, scan_place
+from halftune_kernels.delta_kernels import (
+    at_hand,
+    between,
+    decay_sums,
+    load_sums,
+    load_tile,
+    pair_decays,
+    remaining_decay,
+    scan_place,
+)
 
 
 @triton.jit
@@ -26,7 +35,7 @@ def _weighted(v, w, at_v, at_row, inside, live):
 
 @triton.jit
 def prepare(
-    q, k, g, p, b, table, scale,
+    q, k, g, p, b, f, table, scale,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -44,16 +53,17 @@ def prepare(
         inside = live[:, None] & (kk < K)[None, :]
         x, y = tl.load(k + at, mask=inside, other=0.0), tl.load(q + at, mask=inside, other=0.0)
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
-    sums = decay_sums(g + base * H + head + c * H, live)
+    sums, parts = decay_sums(g + base * H + head + c * H, live)
     tl.store(b + base * H + head + c * H, sums, mask=live)
-    decay = tl.exp2(tl.where(c[:, None] >= c[None, :], sums[:, None] - sums[None, :], float("-inf")))
+    tl.store(f + base * H + head + c * H, parts, mask=live)
+    decay = pair_decays(sums, parts, c[:, None] >= c[None, :])
     square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
     tl.store(p + square, (met * decay * scale).to(p.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
 def scan_forward(
-    q, k, v, w, b, p, o, states, initial, final, table, scale,
+    q, k, v, w, b, f, p, o, states, initial, final, table, scale,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -78,27 +88,28 @@ def scan_forward(
         bv = _weighted(v, w, at_v, by_row, in_v, live)
         square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
         bp = load_tile(p, square, live[:, None])
-        sums = tl.load(b + by_row, mask=live, other=0.0)
-        last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
-        left = tl.where(live, tl.exp2(last - sums), 0.0)
+        sums, parts = load_sums(b, f, by_row, live)
+        end = (base + tl.minimum(C, length - place * C) - 1) * H + head
+        last, last_part = tl.load(b + end), tl.load(f + end)
+        left = remaining_decay(sums, parts, last, last_part, live)
         if states is not None:
             into = states + (tl.cast(chunk + place, tl.int64) * H + head) * K * V + at_state
             tl.store(into, s.to(states.dtype.element_ty), mask=in_state)
         bq = at_hand(bq, q, at_k, in_k, PRECISION)
-        out = (tl.exp2(sums) * scale)[:, None] * tl.dot(bq, s.to(bv.dtype), input_precision=PRECISION)
+        out = (tl.exp2(sums + parts) * scale)[:, None] * tl.dot(bq, s.to(bv.dtype), input_precision=PRECISION)
         bp = at_hand(bp, p, square, live[:, None], PRECISION)
         out += tl.dot(bp, bv, input_precision=PRECISION)
         tl.store(o + at_v, out.to(o.dtype.element_ty), mask=in_v)
         kept = (bv.to(tl.float32) * left[:, None]).to(bv.dtype)
         bk = at_hand(bk, k, at_k, in_k, PRECISION)
-        s = s * tl.exp2(last) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
+        s = s * tl.exp2(last + last_part) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
     if final is not None:
         tl.store(final + (tl.cast(n, tl.int64) * H + head) * K * V + at_state, s, mask=in_state)
 
 
 @triton.jit
 def scan_backward(
-    q, k, v, w, b, p, do, dv, dws, dstates, dfinal, dinitial, table, scale, rows,
+    q, k, v, w, b, f, p, do, dv, dws, dstates, dfinal, dinitial, table, scale, rows,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -125,9 +136,10 @@ def scan_backward(
         bo = load_tile(do, at_v, in_v)
         square = (base * H + head) * C + c[:, None] * (H * C) + c[None, :]
         bp = load_tile(p, square, live[:, None])
-        sums = tl.load(b + by_row, mask=live, other=0.0)
-        last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
-        left = tl.where(live, tl.exp2(last - sums), 0.0)
+        sums, parts = load_sums(b, f, by_row, live)
+        end = (base + tl.minimum(C, length - place * C) - 1) * H + head
+        last, last_part = tl.load(b + end), tl.load(f + end)
+        left = remaining_decay(sums, parts, last, last_part, live)
         into = dstates + (tl.cast(chunk + place, tl.int64) * H + head) * K * V + at_state
         tl.store(into, ds.to(dstates.dtype.element_ty), mask=in_state)
         bk = at_hand(bk, k, at_k, in_k, PRECISION)
@@ -140,16 +152,16 @@ def scan_backward(
             tl.store(dws + of_part + by_row, tl.sum(bx * bv, 1), mask=live)
             bx = bx * tl.load(w + by_row, mask=live, other=0.0).to(tl.float32)[:, None]
         tl.store(dv + at_v, bx.to(dv.dtype.element_ty), mask=in_v)
-        kept = (bo.to(tl.float32) * (tl.exp2(sums) * scale)[:, None]).to(bo.dtype)
+        kept = (bo.to(tl.float32) * (tl.exp2(sums + parts) * scale)[:, None]).to(bo.dtype)
         bq = at_hand(bq, q, at_k, in_k, PRECISION)
-        ds = ds * tl.exp2(last) + tl.dot(tl.trans(bq), kept, input_precision=PRECISION)
+        ds = ds * tl.exp2(last + last_part) + tl.dot(tl.trans(bq), kept, input_precision=PRECISION)
     if dinitial is not None:
         tl.store(dinitial + (tl.cast(n, tl.int64) * H + head) * K * V + at_state, ds, mask=in_state)
 
 
 @triton.jit
 def chunk_backward(
-    q, k, v, w, b, do, states, dstates, dq, dk, dg, table, scale,
+    q, k, v, w, b, f, do, states, dstates, dq, dk, dg, table, scale,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,11 +186,12 @@ def chunk_backward(
         p = tl.dot(bo, tl.trans(bv), p, input_precision=PRECISION)
         pt = tl.dot(bv, tl.trans(bo), pt, input_precision=PRECISION)
     # Read after the first sums: as factors of columns they would fill the registers beside them.
-    sums = tl.load(b + by_row, mask=live, other=0.0)
-    last = tl.load(b + (base + tl.minimum(C, length - place * C) - 1) * H + head)
+    sums, parts = load_sums(b, f, by_row, live)
+    end = (base + tl.minimum(C, length - place * C) - 1) * H + head
+    last, last_part = tl.load(b + end), tl.load(f + end)
     both = live[:, None] & live[None, :]
-    below = tl.exp2(tl.where((c[:, None] >= c[None, :]) & both, sums[:, None] - sums[None, :], float("-inf")))
-    above = tl.exp2(tl.where((c[:, None] <= c[None, :]) & both, sums[None, :] - sums[:, None], float("-inf")))
+    below = pair_decays(sums, parts, (c[:, None] >= c[None, :]) & both)
+    above = pair_decays(-sums, -parts, (c[:, None] <= c[None, :]) & both)
     p, pt = p * below * scale, (pt * above * scale).to(q.dtype.element_ty)
     met = tl.zeros((C, C), tl.float32)
     for tile in range(0, BK, TK):
@@ -190,7 +203,7 @@ def chunk_backward(
     dgate = between(p * met, C)
     p = p.to(q.dtype.element_ty)
 
-    e, left = tl.exp2(sums) * scale, tl.where(live, tl.exp2(last - sums), 0.0)
+    e, left = tl.exp2(sums + parts) * scale, remaining_decay(sums, parts, last, last_part, live)
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
@@ -220,6 +233,6 @@ def chunk_backward(
         into = (base * H + head) * K + c[:, None] * (H * K) + kk[None, :]
         tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
-    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last)
+    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last + last_part)
     dgate += tl.sum(tl.where(c[:, None] > c[None, :], written[None, :], 0.0), 1)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)

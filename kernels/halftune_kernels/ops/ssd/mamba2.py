@@ -70,7 +70,9 @@ def mamba2_chunk_scan(
     _check_limit(dt_limit)
     d_BTH = _time_step(dt, dt_bias, dt_softplus, dt_limit)
     start = None if initial_states is None else initial_states.transpose(2, 3)
-    where = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "backend": backend}
+    # Not rounded before the skip and the gate: their gradients would see the rounding.
+    wide = d_BTH.dtype if D is not None or z is not None else None
+    where = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "backend": backend, "output_dtype": wide}
     decay_BTH, final = d_BTH * A.to(d_BTH.dtype), return_final_states
     y, state_SHNP = ssd.simple_decay(
         C, B, hidden_states, decay_BTH, w=d_BTH, scale=1.0, initial_state=start, output_final_state=final, **where

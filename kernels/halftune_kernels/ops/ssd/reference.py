@@ -21,6 +21,7 @@ def simple_decay(
     scale: float,
     initial_state: torch.Tensor | None,
     segments: Segments,
+    output_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `halftune_kernels.ops.ssd.simple_decay`; computes in fp32, or fp64 where ``v`` is."""
     batch, length, heads, width = v.shape
@@ -38,4 +39,4 @@ def simple_decay(
             outputs.append(scale * torch.einsum("hk,hkv->hv", q_THK[t], state_HKV))
         states.append(state_HKV)
     o = torch.stack(outputs) if outputs else v_THV
-    return o.view(batch, length, heads, width).to(v.dtype), torch.stack(states)
+    return o.view(batch, length, heads, width).to(output_dtype), torch.stack(states)
