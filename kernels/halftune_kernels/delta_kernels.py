@@ -20,8 +20,7 @@ def decay_sums(g, live):
     """Inclusive sums of the log2 decays of a chunk's rows, in two parts: whole numbers and fractions.
 
     The sums of whole numbers are exact. In one fp32 number a fast decay would cost the digits of every slower decay
-    after it, also of those that it cancels from. A step counts down to `LEAST` only, minus infinity too: exp2 of less is
-    0 anyway."""
+    after it. A step counts down to `LEAST` only, minus infinity too: exp2 of less is 0 anyway."""
     decay = tl.load(g, mask=live, other=0.0).to(tl.float32) * LOG2E
     decay = tl.where(decay < LEAST, LEAST, decay)
     whole = tl.floor(decay + 0.5)

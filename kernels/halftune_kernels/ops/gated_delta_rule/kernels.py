@@ -13,8 +13,9 @@ dM = -tril(dX N^T, -1) * D:
     dQ = scale e dO S^T + dP K        dK = l N dS^T + dP^T Q + B e Y + B dM K + (B dM)^T K
     dbeta = <dX, V> + <Y, e K> + rowsum(dM * K K^T)
 
-What does not depend on the state (b and its fractions f, T * D and scale Q K^T * D) is computed for all chunks at once; the scans then hold
-little and wait for little. N and dX are stored, one row of values each per token and head: with them the third backward
+What does not depend on the state (b, T * D and scale Q K^T * D) is computed for all chunks at once; the scans then hold
+little and wait for little. b is kept in two parts, whole numbers (b in the code) and fractions (f).
+N and dX are stored, one row of values each per token and head: with them the third backward
 kernel needs neither T nor W = T B K nor U = T B V, every product there is of tiles read from memory, and no product's
 result is ever transposed, which some Triton versions compile wrongly. Norms of q and k are factors of rows and columns,
 so that tiles go from memory to the products as they are. Exponents are at most 0; sums are fp32.
@@ -77,8 +78,9 @@ def _diagonal(
 
 @triton.jit
 def _store_inverse(
-    t, b, f, k, beta, normed, left, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    TK: tl.constexpr, PRECISION: tl.constexpr,
+    t, b, f, k, beta, normed, left,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T * D of one chunk; of unit keys if ``normed`` is given."""
     d0, _, n0 = _diagonal(k, beta, normed, 0, left, H, HV, K, BK, TK, PRECISION)

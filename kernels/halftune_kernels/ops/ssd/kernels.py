@@ -1,7 +1,8 @@
 """Triton kernels of simple decay: two forward, two backward. Formulas and notation: see ``cpu.py``.
 
-What does not depend on the state (b and its fractions f, and P = scale Q K^T * D) is computed for all chunks at once; the scans then hold
-little and wait for little. No product's result is transposed: some Triton versions compile that wrongly. Exponents are
+What does not depend on the state (b, and P = scale Q K^T * D) is computed for all chunks at once; the scans then hold
+little and wait for little. b is kept in two parts, whole numbers (b in the code) and fractions (f).
+No product's result is transposed: some Triton versions compile that wrongly. Exponents are
 at most 0; sums are fp32.
 """
 
