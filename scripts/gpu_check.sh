@@ -1,31 +1,34 @@
 #!/usr/bin/env bash
-# What a machine with a CUDA device can tell, in about ten minutes and one command; a part that fails does not stop the
-# others. Everything goes into one folder; summary.txt says what passed, failed and was left out, and why. Leaves with 1
-# if a part failed or did not come to its end.
-#   bash scripts/gpu_check.sh                       the python on PATH if its torch sees the device, else a new .venv
+# What a machine with a CUDA device can tell, in nine minutes and one command; a part that fails does not stop the
+# others. Everything goes into one folder, and all of it but runs and caches into FOLDER.tar.gz; summary.txt says what
+# passed, failed and was left out, and why. Leaves with 1 if a part failed or did not come to its end.
+#   bash scripts/gpu_check.sh                       the python3 on PATH if its torch sees the device, else a new .venv
 #   GPU_CHECK_OUT=FOLDER bash scripts/gpu_check.sh  the folder (default: gpu_check)
+#   GPU_CHECK_SECONDS=N bash scripts/gpu_check.sh   the time for all of it (default: 540)
 #   GPU_CHECK_DRY=1 bash scripts/gpu_check.sh       without a device: what of it runs on a CPU, and what is left
-# Parts, the most telling first: the operators' self-checks, their times beside published ones and beside
-# flash-linear-attention where it is installed, attention routes (torch's kernels, flash-attn, FlashAttention-3 and -4),
-# formats in training, every operator, dtype and head size, recipes of hybrids, the quickstart.
+# Parts, the most telling first: the operators' self-checks, LoRA at the width of a 7B model beside transformers and
+# peft, operators' times beside published ones, attention routes, formats in training (fp16 overflow, exact resume),
+# recipes of hybrids, FlashAttention-2 and a profile, other cuts of the operators, every operator, dtype and head size.
+# A machine without a network needs what pip would install: PYTHONPATH may name a folder of unpacked wheels.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${GPU_CHECK_OUT:-gpu_check}"
 dry="${GPU_CHECK_DRY:-}"
+limit="${GPU_CHECK_SECONDS:-540}"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 : >"$out/summary.txt"
 say() { echo "$*" | tee -a "$out/summary.txt"; }
 
 sees='import sys, torch; sys.exit(sys.version_info < (3, 11) or not torch.cuda.is_available())'
-if [ -z "$dry" ] && ! python -c "$sees" 2>/dev/null; then
+if [ -z "$dry" ] && ! python3 -c "$sees" 2>/dev/null; then
     source scripts/environment.sh dev || { say "failed  environment: neither this python nor .venv"; exit 1; }
-    python -c "$sees" || { say "failed  no CUDA device for $(command -v python)"; exit 1; }
+    python3 -c "$sees" || { say "failed  no CUDA device for $(command -v python3)"; exit 1; }
 fi
 export PYTHONPATH="$PWD/src:$PWD/kernels:$PWD/webui${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false HALFTUNE_CACHE="$out/cache"
 
-present=" $(python -c 'import importlib.util as u, sys; print(*(p for p in sys.argv[1:] if u.find_spec(p)))' \
+present=" $(python3 -c 'import importlib.util as u, sys; print(*(p for p in sys.argv[1:] if u.find_spec(p)))' \
     torch triton pytest xdist pydantic yaml transformers peft accelerate safetensors fla flash_attn \
     flash_attn_interface) "
 has() { [[ "$present" == *" $1 "* ]]; }
@@ -36,6 +39,8 @@ part() {
     for package in $needs; do
         has "$package" || { say "left    $name: no $package here"; return; }
     done
+    [ -z "$dry" ] && [ "$seconds" -gt $((limit - SECONDS)) ] && seconds=$((limit - SECONDS))
+    [ "$seconds" -gt 5 ] || { say "left    $name: no time"; return; }
     timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1 </dev/null
     rc=$?
     case $rc in
@@ -52,7 +57,7 @@ tests() {
         say "left    $name: no CUDA device; $1 is only collected"
         collected+=("$1")
     else
-        part "$name" "$seconds" "$needs" python -m pytest -q -rs -m gpu -p no:cacheprovider "$@"
+        part "$name" "$seconds" "$needs" python3 -m pytest -q -rs -m gpu -p no:cacheprovider "$@"
     fi
 }
 # losses FOLDER: leaves with 1 unless a run's loss is lower at its end than at its begin; a few steps only have one.
@@ -68,15 +73,15 @@ trains() {
     part "train_$name" "$seconds" "$all" bash -c '
         config="$1" folder="$2" losses="$3"
         shift 3
-        python -m halftune train --config "$config" training.output_dir="$folder" "$@" || exit
+        python3 -m halftune train --config "$config" training.output_dir="$folder" "$@" || exit
         grep -hE "kernels: |is computed by torch" "$folder/train.log"
-        exec python -c "$losses" "$folder"' trains "configs/$config" "$out/runs/$name" "$losses" "$@"
+        exec python3 -c "$losses" "$folder"' trains "configs/$config" "$out/runs/$name" "$losses" "$@"
 }
 
 {
-    python -c 'import sys, torch; print(sys.version); print("torch", torch.__version__)
+    python3 -c 'import sys, torch; print(sys.version); print("torch", torch.__version__)
 if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())'
-    python -m pip list 2>/dev/null | grep -iE '^(torch|triton|transformers|peft|accelerate|fla|flash|pytest)'
+    python3 -m pip list 2>/dev/null | grep -iE '^(torch|triton|transformers|peft|accelerate|fla|flash|pytest)'
     command -v nvidia-smi >/dev/null && nvidia-smi
 } >"$out/machine.txt" 2>&1
 say "$(sed -n '2,3p' "$out/machine.txt" | tr '\n' ' ')"
@@ -85,38 +90,57 @@ for package in fla flash_attn flash_attn_interface; do
 done
 all="pydantic yaml transformers peft accelerate safetensors"
 collected=()
+short="data.max_length=128 training.max_steps=3 training.logging_steps=1 logging.progress=false"
+tiny="$short depends_on=[] model.name_or_path=builtin:qwen2-tiny logging.sample_prompts=[] data.eval_split=0
+    training.warmup_ratio=0"
+hybrids="qwen3_5 kimi_linear mamba2 rwkv7"
 
+part plan 100 "$all" python3 -m halftune plan --config configs/quickstart.yaml
 if [ -n "$dry" ]; then
     say "left    the operators' Triton kernels: no CUDA device; scripts/bench/compile_table.py compiles them without one"
-    part check_gated_rms_norm 200 torch python -m halftune_kernels check --operators gated_rms_norm
+    part check_gated_rms_norm 200 torch python3 -m halftune_kernels check --operators gated_rms_norm
+    part lora 300 "$all" python3 scripts/bench/lora_gpu.py --dry-run
+    part times 200 torch python3 scripts/bench/kernels_gpu.py --out "$out" --dry-run
+    tests attention 120 "$all pytest" tests/attention/test_flash_on_gpu.py
+    tests formats 200 "$all pytest" tests/end_to_end/test_gpu.py
+    tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py
+    part collected 200 "$all pytest" python3 -m pytest -q --collect-only -m gpu -p no:cacheprovider "${collected[@]}"
+    for model in $hybrids; do
+        trains "$model" 200 "${model}_tiny.yaml" $short
+    done
+    trains quickstart 200 quickstart.yaml $tiny
+    trains profile 200 quickstart.yaml $tiny --profile
+    say "left    train_fa2, tune: no CUDA device"
 else
     # One process for each operator: they compile for most of the time, each on its own core.
     for operator in gated_delta_rule kda rwkv7 ssd causal_conv1d gated_rms_norm; do
-        part "check_$operator" 200 "torch triton" python -m halftune_kernels check --operators "$operator" &
+        part "check_$operator" 120 "torch triton" python3 -m halftune_kernels check --operators "$operator" &
     done
     wait
-fi
-part times 200 torch python scripts/bench/kernels_gpu.py --out "$out" ${dry:+--dry-run}
-part plan 100 "$all" python -m halftune plan --config configs/quickstart.yaml
-tests attention 120 "$all pytest" tests/attention/test_flash_on_gpu.py
-tests formats 200 "$all pytest" tests/end_to_end/test_gpu.py
-tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 6")
-if [ -n "$dry" ]; then
-    part collected 200 "$all pytest" python -m pytest -q --collect-only -m gpu -p no:cacheprovider "${collected[@]}"
-    short="data.max_length=128 training.max_steps=3 training.logging_steps=1 logging.progress=false"
-    for model in qwen3_5 kimi_linear mamba2 rwkv7; do
-        trains "$model" 200 "${model}_tiny.yaml" $short
+    # Measured one after the other: nothing else may be on the device.
+    part lora 150 "$all" python3 scripts/bench/lora_gpu.py
+    part times 100 torch python3 scripts/bench/kernels_gpu.py --out "$out"
+    tests attention 60 "$all pytest" tests/attention/test_flash_on_gpu.py &
+    tests formats 120 "$all pytest" tests/end_to_end/test_gpu.py $(has xdist && echo "-n 4") &
+    for model in $hybrids; do
+        trains "$model" 100 "${model}_tiny.yaml" &
     done
-    trains quickstart 200 quickstart.yaml $short 'depends_on=[]' model.name_or_path=builtin:qwen2-tiny \
-        logging.sample_prompts='[]' data.eval_split=0 training.warmup_ratio=0
-else
-    for model in qwen3_5 kimi_linear mamba2 rwkv7; do
-        trains "$model" 120 "${model}_tiny.yaml" &
-    done
+    trains quickstart 120 quickstart.yaml &
+    trains profile 100 quickstart.yaml $tiny precision=bf16 training.max_steps=20 --profile &
+    if python3 -m halftune plan --config configs/quickstart.yaml $tiny precision=bf16 attention=fa2 >"$out/fa2.txt" 2>&1
+    then
+        trains fa2 100 quickstart.yaml $tiny precision=bf16 attention=fa2 training.max_steps=20 &
+    else
+        say "left    train_fa2: $(tail -n 1 "$out/fa2.txt")"
+    fi
     wait
-    trains quickstart 200 quickstart.yaml
+    # Cuts of the scans with two and three stages are among those that it tries.
+    part tune 90 "torch triton" python3 -m halftune_kernels tune --operators gated_delta_rule --sizes 128 --heads 16 32
+    tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 14")
 fi
 count() { grep -c "^$1" "$out/summary.txt"; }
 say "in all $(count passed) passed, $(count failed) failed, $(count stopped) stopped, $(count left) left out;" \
-    "$SECONDS s; everything is in $out"
+    "$SECONDS s; everything is in $out and $out.tar.gz"
+tar -czf "$out.tar.gz" -C "$(dirname "$out")" --exclude="$(basename "$out")/runs" --exclude="$(basename "$out")/cache" \
+    "$(basename "$out")"
 ! grep -qE '^(failed|stopped)' "$out/summary.txt"

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from halftune.attention.backends import BACKENDS
 from halftune.attention.flash import FlashAttention, Varlen, flash_attn_varlen, torch_varlen, transformers_flash
+from halftune.attention.linear import version_numbers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +37,14 @@ def needs(module: str) -> None:
         there = False
     if not there:
         pytest.skip(f"{module} is not installed")
+    if module.startswith("torch.") and not supports("fa2", "torch"):
+        pytest.skip(f"torch {torch.__version__} has no varlen attention with scale, window and grouped heads")
+
+
+def supports(name: str, provider: str) -> bool:
+    """Whether the installed torch is as new as a backend asks."""
+    (backend,) = (one for one in BACKENDS if (one.name, one.provider) == (name, provider))
+    return version_numbers(torch.__version__) >= version_numbers(backend.torch)
 
 
 def operands(rows: int, length: int, size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs the fast tests with other versions of the packages that halftune stands on, beside those of .venv.
+#   bash scripts/compat.sh                              the lowest versions that pyproject.toml declares, but torch's
+#   bash scripts/compat.sh transformers==5.17.0         these, and of all else what .venv has
+#   TESTS="tests/model tests/train" bash scripts/compat.sh …     a part of the tests
+# torch is not replaced: its builds differ by machine. Name it to try it: bash scripts/compat.sh torch==2.11.0
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh dev
+
+floors() {
+    python - <<'PY'
+import re, tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+floors = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in project["dependencies"])
+floors.pop("torch")
+print(*(f"{name}=={version}" for name, version in floors.items()))
+PY
+}
+read -ra wanted <<<"${*:-$(floors)}"
+folder="$(mktemp -d)"
+trap 'rm -rf "$folder"' EXIT
+echo "with ${wanted[*]}"
+# transformers brings the versions of tokenizers and huggingface-hub that it goes with; the others depend on torch.
+install() { python -m pip install --quiet --disable-pip-version-check --only-binary :all: --target "$folder" "$@"; }
+for package in "${wanted[@]}"; do
+    [[ "$package" == transformers==* ]] && install "$package"
+done
+install --no-deps --upgrade "${wanted[@]}"
+export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+python -c 'import transformers, peft, accelerate; print("transformers", transformers.__version__, "peft", peft.__version__)'
+# shellcheck disable=SC2086
+python -m pytest -q -n "$(python -c 'import os; print(min(8, os.cpu_count() or 1))')" -m "not slow" ${TESTS:-tests}
