@@ -17,20 +17,32 @@ LEAST = tl.constexpr(-160.0)  # of a step's log2 decay: exp2 of it is 0 in fp32
 
 @triton.jit
 def decay_sums(g, live):
-    """Inclusive sums of the log2 decays of a chunk's rows, in two parts: whole numbers and fractions.
+    """Inclusive sums of the log2 decays of a chunk's rows, each as an fp32 number and what its rounding left.
 
-    The sums of whole numbers are exact. In one fp32 number a fast decay would cost the digits of every slower decay
-    after it. A step counts down to `LEAST` only, minus infinity too: exp2 of less is 0 anyway."""
+    Without the second a fast decay would cost the digits of every slower decay after it. Whole numbers are summed by
+    themselves, which is exact. A step counts down to `LEAST` only, minus infinity too: exp2 of less is 0 anyway."""
     decay = tl.load(g, mask=live, other=0.0).to(tl.float32) * LOG2E
     decay = tl.where(decay < LEAST, LEAST, decay)
     whole = tl.floor(decay + 0.5)
-    return tl.cumsum(whole, 0), tl.cumsum(decay - whole, 0)
+    part, whole = tl.cumsum(decay - whole, 0), tl.cumsum(whole, 0)
+    total = whole + part
+    added = total - whole
+    return total, (whole - (total - added)) + (part - added)
 
 
 @triton.jit
 def load_sums(b, f, at, live):
     """The two parts of `decay_sums`; 0 where not ``live``."""
     return tl.load(b + at, mask=live, other=0.0), tl.load(f + at, mask=live, other=0.0)
+
+
+@triton.jit
+def load_sums_for(b, f, at, live, PRECISION: tl.constexpr):
+    """`load_sums`, in half without the second part: its products round more, and the registers are short."""
+    sums, parts = tl.load(b + at, mask=live, other=0.0), tl.zeros(live.shape, tl.float32)
+    if PRECISION == "tf32x3":
+        parts = tl.load(f + at, mask=live, other=0.0)
+    return sums, parts
 
 
 @triton.jit

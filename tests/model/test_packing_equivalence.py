@@ -141,11 +141,11 @@ def bias_terms(model: Any) -> Iterator[dict[str, float]]:
     """
     squares: dict[str, float] = {}
 
-    def watch(name: str, output: torch.Tensor) -> None:
+    def watch(name: str, output: Any) -> None:
         def add(gradient: torch.Tensor) -> None:
             squares[name] = squares.get(name, 0.0) + float(gradient.square().sum())
 
-        if output.requires_grad:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(add)
 
     with ExitStack() as hooks:

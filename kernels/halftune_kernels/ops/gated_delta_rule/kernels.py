@@ -14,7 +14,7 @@ dM = -tril(dX N^T, -1) * D:
     dbeta = <dX, V> + <Y, e K> + rowsum(dM * K K^T)
 
 What does not depend on the state (b, T * D and scale Q K^T * D) is computed for all chunks at once; the scans then hold
-little and wait for little. b is kept in two parts, whole numbers (b in the code) and fractions (f).
+little and wait for little. b is kept as an fp32 number and what its rounding left (f).
 N and dX are stored, one row of values each per token and head: with them the third backward
 kernel needs neither T nor W = T B K nor U = T B V, every product there is of tiles read from memory, and no product's
 result is ever transposed, which some Triton versions compile wrongly. Norms of q and k are factors of rows and columns,
@@ -33,6 +33,7 @@ from halftune_kernels.delta_kernels import (
     between,
     decay_sums,
     load_sums,
+    load_sums_for,
     load_tile,
     pair_decays,
     remaining_decay,
@@ -270,10 +271,10 @@ def scan_backward(
 
 
 @triton.jit
-def _row_factors(b, f, beta, rq, rk, at, at_k, live):
+def _row_factors(b, f, beta, rq, rk, at, at_k, live, PRECISION: tl.constexpr):
     """b, f, beta and 1 / norm of q and k; the barrier keeps the compiler from holding those of an earlier call."""
     tl.debug_barrier()
-    sums, parts = load_sums(b, f, at, live)
+    sums, parts = load_sums_for(b, f, at, live, PRECISION)
     bb = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
     return sums, parts, bb, row_factor(rq, at_k, live), row_factor(rk, at_k, live)
 
@@ -312,7 +313,7 @@ def chunk_backward(
         m = tl.dot(bx, tl.trans(bn), m, input_precision=PRECISION)
         dbe += tl.sum(bx.to(tl.float32) * bv.to(tl.float32), 1)
     # Two squares at a time, and rows' factors read again for each two: more would not fit the registers.
-    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live, PRECISION)
     below = pair_decays(sums, parts, (c[:, None] >= c[None, :]) & live[:, None])
     # Rows of q and k are read as they are: their norms go into the factor that meets them.
     p = p * below * scale * nk[None, :]
@@ -339,14 +340,16 @@ def chunk_backward(
         bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
         pt = tl.dot(bn, tl.trans(bo), pt, input_precision=PRECISION)
         mt = tl.dot(bn, tl.trans(bx), mt, input_precision=PRECISION)
-    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live, PRECISION)
     above = pair_decays(-sums, -parts, (c[:, None] <= c[None, :]) & live[None, :])
     pt = (pt * above * scale * nq[None, :]).to(q.dtype.element_ty)
     m += (tl.where(c[:, None] < c[None, :], -mt * above, 0.0) * (bb * nk)[None, :]).to(q.dtype.element_ty)
 
-    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live, PRECISION)
     end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
-    last, last_part = tl.load(b + end), tl.load(f + end)
+    last, last_part = tl.load(b + end), 0.0
+    if PRECISION == "tf32x3":
+        last_part = tl.load(f + end)
     e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, keys, TK):

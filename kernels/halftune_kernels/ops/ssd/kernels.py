@@ -1,7 +1,7 @@
 """Triton kernels of simple decay: two forward, two backward. Formulas and notation: see ``cpu.py``.
 
 What does not depend on the state (b, and P = scale Q K^T * D) is computed for all chunks at once; the scans then hold
-little and wait for little. b is kept in two parts, whole numbers (b in the code) and fractions (f).
+little and wait for little. b is kept as an fp32 number and what its rounding left (f).
 No product's result is transposed: some Triton versions compile that wrongly. Exponents are
 at most 0; sums are fp32.
 """
@@ -18,6 +18,7 @@ from halftune_kernels.delta_kernels import (
     between,
     decay_sums,
     load_sums,
+    load_sums_for,
     load_tile,
     pair_decays,
     remaining_decay,
@@ -187,9 +188,11 @@ def chunk_backward(
         p = tl.dot(bo, tl.trans(bv), p, input_precision=PRECISION)
         pt = tl.dot(bv, tl.trans(bo), pt, input_precision=PRECISION)
     # Read after the first sums: as factors of columns they would fill the registers beside them.
-    sums, parts = load_sums(b, f, by_row, live)
+    sums, parts = load_sums_for(b, f, by_row, live, PRECISION)
     end = (base + tl.minimum(C, length - place * C) - 1) * H + head
-    last, last_part = tl.load(b + end), tl.load(f + end)
+    last, last_part = tl.load(b + end), 0.0
+    if PRECISION == "tf32x3":
+        last_part = tl.load(f + end)
     both = live[:, None] & live[None, :]
     below = pair_decays(sums, parts, (c[:, None] >= c[None, :]) & both)
     above = pair_decays(-sums, -parts, (c[:, None] <= c[None, :]) & both)
