@@ -28,6 +28,7 @@ from halftune.launch.command import command, launched, machine_of, processes
 from halftune.launch.machines import find
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
+from halftune.plan.memory import check_fits
 from halftune.train.folder import already_finished
 from halftune.train.lock import check_unlocked
 
@@ -65,7 +66,7 @@ def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
         find(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
-    resolve(loaded.run, probe(), model_facts(loaded), world_size=count)
+    check_fits(resolve(loaded.run, probe(), model_facts(loaded), world_size=count).memory, loaded.run)
     check_folders(loaded.run.model)
     look_over(loaded.run)
     sys.stdout.flush()
@@ -102,13 +103,15 @@ def train_one(loaded: LoadedConfig) -> None:
     check_folders(loaded.run.model)
     look_over(loaded.run)
     if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # of a job that comes back it has been read
-        print(explain(plan))
+        print(explain(plan), flush=True)
+    check_fits(plan.memory, loaded.run)
 
     with quick_imports():  # of torch, after every check that needs none
         from halftune.train.parallel.together import together
         from halftune.train.trainer import train
 
     with together(loaded.run, hardware, facts, plan) as agreed:
+        check_fits(agreed.memory, loaded.run)
         outcome = train(loaded, agreed)
     if main:
         _say_where(outcome.folder, outcome.message)

@@ -67,6 +67,12 @@ class PlanError(Problems):
     exit_code = 2
 
 
+class DoesNotFitError(PlanError):
+    """The estimate says that the run does not fit into memory."""
+
+    exit_code = 1
+
+
 class ModelError(HalftuneError):
     """A checkpoint, tokenizer or adapter that cannot be loaded as planned."""
 

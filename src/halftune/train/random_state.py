@@ -1,7 +1,8 @@
-"""Random states of one process: Python, NumPy, torch on the CPU and on the process's device."""
+"""What decides the bits of a process's results: random states, and whether operators round the same way each time."""
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -14,6 +15,17 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Has torch and flash-attn take operators that always round the same way; torch warns of one that has no such form.
+
+    Before the first product on a GPU.
+    """
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, and is for finding bugs
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
