@@ -15,7 +15,7 @@ from halftune.attention.plan import AttentionPlan
 from halftune.attention.varlen import attention_callable
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
-from halftune.train.random_state import set_deterministic
+from halftune.train.random_state import set_rounding
 
 D = 8
 
@@ -226,8 +226,8 @@ def test_the_package_is_told_whether_gradients_must_be_the_same_each_time(wanted
 
     q = torch.zeros(1, 2, 4, D)
     try:
-        set_deterministic(wanted)
+        set_rounding(False, wanted)
         FlashAttention(flash_attn_varlen(kernel)).batch(Layer(), q, q, q, None)
     finally:
-        set_deterministic(False)
+        set_rounding(False, False)
     assert heard == [wanted]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from process_group import in_processes
 from torch._C._distributed_c10d import TCPStore
 
+from halftune.cli import train as cli
 from halftune.core import alive
 from halftune.core.failures import FILE, PeerLost
 from halftune.train.parallel import pulse
@@ -129,6 +131,17 @@ def test_who_is_awaited_and_gives_no_sign_is_named(tmp_path: Path) -> None:
     assert in_processes(2, lambda rank: hangs_alone(tmp_path, rank, 2.0)) == [5, 0]
     assert told(tmp_path, 1).startswith("rank 0 on ")
     assert "no progress" in told(tmp_path, 0)["message"]
+
+
+def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load_from", lambda _: None)
+    monkeypatch.setattr(cli, "train_one", lambda _: join("cpu", LONG))
+
+    def work(rank: int) -> None:
+        assert cli.run(Namespace(profile=False, print_config=False)) == 0
+        assert not dist.is_initialized()
+
+    assert in_processes(2, work) == [0, 0]
 
 
 def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:

@@ -57,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
     if not launched() and (count := processes(loaded.run, probe())) > 1:
         return start(loaded, count, arguments_of(args))
     train_one(loaded)
+    if launched():
+        from halftune.train.parallel.meeting import part
+
+        part()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What decides the bits of a process's results: random states, and whether operators round the same way each time."""
+"""What decides the bits of a process's results: random states, and how operators round."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def set_deterministic(wanted: bool) -> None:
-    """Has torch and flash-attn take operators that always round the same way; torch warns of one that has no such form.
+def set_rounding(tf32: bool, deterministic: bool) -> None:
+    """How operators round, before the first product on a GPU.
 
-    Before the first product on a GPU.
+    Args:
+        tf32: fp32 products may be computed in TF32.
+        deterministic: those of torch and flash-attn round the same way each time; torch warns of one that cannot.
     """
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, and is for finding bugs
-    if wanted:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks
 
 

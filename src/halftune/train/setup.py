@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
-from halftune.core import alive
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
@@ -33,11 +32,10 @@ from halftune.train.feed import Feed
 from halftune.train.memory import keep_freed_memory
 from halftune.train.optim import make_optimizer
 from halftune.train.parallel import make_strategy
-from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import check_agreed, make_accelerator
-from halftune.train.random_state import seed_everything, set_deterministic
+from halftune.train.random_state import seed_everything, set_rounding
 from halftune.train.schedule import make_schedule
 
 log = get_logger(__name__)
@@ -83,10 +81,8 @@ def build(
     accelerator = make_accelerator(plan)
     plan = settle(plan)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
-    set_deterministic(config.training.deterministic)
-    torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
+    set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
-    alive.sign(plan.memory.weights)
     model, unread = make_model(config, plan)
     check_tokens(model, tokenizer, data)
     pad_token_id = padding_id(model, tokenizer)
@@ -99,7 +95,6 @@ def build(
         keep_freed_memory()
     if config.training.torch_compile:
         model.compile()
-    barrier(accelerator.num_processes)
     wrapped = strategy.wrap(model, unread)
     rank, world = accelerator.process_index, accelerator.num_processes
     device = accelerator.device if accelerator.device.type == "cuda" else None

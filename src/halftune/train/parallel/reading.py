@@ -34,6 +34,7 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]
     Raises:
         HalftuneError: as ``load_model`` and ``attach_adapter``.
     """
+    alive.sign(plan.memory.weights)
     if plan.distribution.value == "fsdp2":
         why = needs_whole_weights(config) or why_not()
         if not why:
