@@ -295,7 +295,7 @@ def test_early_stopping_counts_evaluations_since_the_best(make_run: MakeRun) -> 
 def test_samples_before_and_after(make_run: MakeRun, monkeypatch: Any) -> None:
     asked: list[Any] = []
 
-    def reply(model: Any, tokenizer: Any, messages: list, generation: Any, plan: Any, template_variables: Any) -> str:
+    def reply(model: Any, tokenizer: Any, messages: list, generation: Any, plan: Any, **_: Any) -> str:
         asked.append(messages)
         return f"{torch.rand(()).item():.6f} {len(asked)}"
 

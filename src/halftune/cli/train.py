@@ -66,14 +66,15 @@ def run(args: argparse.Namespace) -> int:
 
 def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     """Starts this machine's processes of a run, after every check that needs none of them; does not return."""
-    words = command(loaded.run.distributed, count, ["train", *arguments])
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
         find(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
-    check_fits(resolve(loaded.run, probe(), model_facts(loaded), world_size=count).memory, loaded.run)
+    memory = resolve(loaded.run, probe(), model_facts(loaded), world_size=count).memory
+    check_fits(memory, loaded.run)
     check_folders(loaded.run.model)
     look_over(loaded.run)
     sys.stdout.flush()
+    words = command(loaded.run.distributed, count, ["train", *arguments], memory.checkpoint_disk)
     os.execv(words[0], words)
 
 

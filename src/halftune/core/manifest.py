@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from halftune.core import alive
 MARKER = "checkpoint.json"
 FORMAT = 1
 _BLOCK = 16 << 20  # bytes that are read at a time
+_READERS = 4  # files that are read at once: a fast disk gives more than one checksum takes
 
 
 def entry(path: Path) -> dict[str, Any]:
@@ -54,14 +56,17 @@ def damage(
         files = _files(folder / marker)
         if missing := sorted(set(expected) - files.keys()):
             return f"{marker} does not list {missing[0]}"
-        for number, (name, (size, digest)) in enumerate(sorted(files.items())):
+        for name, (size, _) in files.items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if (found := path.stat().st_size) != size:
                 return f"{name} has {found:,} bytes instead of {size:,}"
-            if thorough and number % share[1] == share[0] and _sha256(path) != digest:
-                return f"{name} is not what was written (checksum)"
+        names = sorted(files)[share[0] :: share[1]] if thorough else []
+        with ThreadPoolExecutor(_READERS) as pool:
+            for name, digest in zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True):
+                if digest != files[name][1]:
+                    return f"{name} is not what was written (checksum)"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -78,12 +78,11 @@ class StopWatch:
         if min(time.monotonic() - heard, alive.silent()) < limit:
             return
         error = Interrupted.stuck(number, limit, checkpoints(self.folder))
-        main = os.environ.get("RANK", "0") == "0"
-        if main:
-            self._write(str(error))
         if (pulse := current()) is not None:
             pulse.confess(error)  # some may wait where they look for failures
-        if not leave(error, str(error)) or main:
+        leave(error, str(error))
+        if os.environ.get("RANK", "0") == "0":  # it speaks for all, as after a save
+            self._write(str(error))
             say(f"halftune train: {error}\n")
         os._exit(error.exit_code)
 

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 
 from halftune.config.load import LoadedConfig
+from halftune.core import alive
 from halftune.core.atomic import first_aid, write_text
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import FILE_ONLY, get_logger, log_to
@@ -143,6 +144,7 @@ class Trainer:
                 if failure is None or isinstance(failure, Interrupted):
                     # all are here: none leaves before the main process has written its report, and may still be lost
                     barrier(self.processes)
+                    sum_over_processes(self.session.accelerator, [0.0])  # the store may end with the main process
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
@@ -189,6 +191,8 @@ class Trainer:
                 metrics = self.attempts.take(batches)
                 if metrics is None:
                     break  # the same step again, from a feed of smaller micro-batches
+                if self.attempts.done == 1:
+                    alive.forget()  # the first step compiles and warms up
                 metrics.seconds = time.perf_counter() - began
                 run.step, run.epoch = run.step + 1, epoch
                 if self.home is not None:

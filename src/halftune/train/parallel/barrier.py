@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import time
 
+import torch.distributed as dist
+
 from halftune.core import alive
 from halftune.train.parallel import pulse
 from halftune.train.parallel.meeting import Meeting, meet
 from halftune.train.parallel.pulse import FAILED, Pulse
 
 _POLL = (0.001, 0.05)  # seconds between two looks, at first and at most
+_DEAD = 20.0  # seconds without a beat after which a process is taken for gone, where no launcher says so
 _passed = 0  # barriers of this process
+_gone = False  # whether the store is
 
 
 def barrier(processes: int) -> None:
@@ -24,14 +28,25 @@ def barrier(processes: int) -> None:
         PeerLost: a process failed, or none of those that are awaited gave a sign of life for
             ``distributed.timeout_seconds`` (longer while it reads or writes much in one piece); names it.
     """
-    global _passed
+    global _gone
     if processes == 1:
         return
+    watch = pulse.current()
+    if watch is not None and not _gone:  # where nobody watches, a collective says that a process is gone
+        try:
+            return _wait(processes, watch)
+        except (RuntimeError, OSError):
+            _gone = True  # with the launcher, which serves it: the processes save and end
+    dist.barrier()
+
+
+def _wait(processes: int, watch: Pulse) -> None:
+    global _passed
     meeting, key = meet(), f"barrier/{_passed}"
     pulse.tick()
     if meeting.store.add(key, 1) == processes:
         meeting.store.set(f"{key}/all", "")
-    others = _Others(meeting, pulse.current())
+    others = _Others(meeting, watch)
     pause = _POLL[0]
     while not meeting.store.check([f"{key}/all"]):
         alive.wait()
@@ -50,12 +65,13 @@ class _Others:
 
     Args:
         meeting: whom to ask whether a process has failed.
-        watch: knows the signs of life; without it, somebody else must watch.
+        watch: knows the signs of life.
     """
 
-    def __init__(self, meeting: Meeting, watch: Pulse | None) -> None:
+    def __init__(self, meeting: Meeting, watch: Pulse) -> None:
         self.meeting, self.watch = meeting, watch
         self.seen: list[int] = []
+        self.beats: dict[int, tuple[int, float]] = {}  # of each rank the latest, and when it was new
         self.since = self.asked = self.looked = time.monotonic()
 
     def check(self) -> None:
@@ -65,7 +81,7 @@ class _Others:
             PeerLost: as :func:`barrier`.
         """
         now = time.monotonic()
-        if self.watch is None or now - self.asked < pulse.BEAT:
+        if now - self.asked < pulse.BEAT:
             return
         self.asked = now
         if self.meeting.store.check([FAILED]):
@@ -73,8 +89,13 @@ class _Others:
         if now - self.looked < self.watch.seconds / 50:  # asks for the sign of every process
             return
         self.looked = now
-        signs = self.watch.signs().values()
-        if (seen := [sign.signs for sign in signs]) != self.seen:
+        signs = self.watch.signs()
+        for rank, sign in signs.items():
+            if self.beats.get(rank, (-1, 0.0))[0] != sign.beat:
+                self.beats[rank] = (sign.beat, now)
+            elif now - self.beats[rank][1] > _DEAD + sign.extra:  # a library may stop the beat while it writes
+                raise self.watch.blame(RuntimeError(f"rank {rank} is gone or stopped"))
+        if (seen := [sign.signs for sign in signs.values()]) != self.seen:
             self.seen, self.since = seen, now
-        elif now - self.since > self.watch.seconds + max(sign.extra for sign in signs):
+        elif now - self.since > self.watch.seconds + max(sign.extra for sign in signs.values()):
             raise self.watch.blame(RuntimeError(f"waited {now - self.since:.0f} s"))
