@@ -113,6 +113,7 @@ def test_processes_share_the_checksums_of_a_checkpoint(tmp_path: Path, monkeypat
     assert "d " in manifest.damage(tmp_path, thorough=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "sums"), [("auto", 1), ("true", 3)])
 def test_gradients_are_summed_once_a_step(recipe, tmp_path: Path, asked: str, sums: int) -> None:
     """Of three forward passes, or after each of them; counted for one step of a model of two layers and the rest."""

@@ -150,8 +150,9 @@ class Agent(LocalElasticAgent):
 
     def _end_the_rest(self) -> None:
         """After a signal processes leave together; one that is left long after another is stopped, or hangs."""
-        while self._alive():
-            if self.ended and time.time() - min(self.ended.values()) > _REPORT:
+        while left := self._alive():
+            ended = [self.ended[each.pid] for each in self._processes() if each.pid not in left]
+            if ended and time.time() - min(ended) > _REPORT:
                 self.kill()
             time.sleep(_POLL)
 
