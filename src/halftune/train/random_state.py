@@ -26,8 +26,9 @@ def set_rounding(tf32: bool, deterministic: bool) -> None:
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, and is for finding bugs
     if deterministic:
+        # takes time, and is for finding bugs
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks
 
 
