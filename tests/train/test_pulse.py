@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from halftune.cli import train as cli
 from halftune.core import alive
 from halftune.core.failures import FILE, PeerLost
+from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import pulse
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.meeting import join, meet, open_store
@@ -131,6 +132,25 @@ def test_who_is_awaited_and_gives_no_sign_is_named(tmp_path: Path) -> None:
     assert in_processes(2, lambda rank: hangs_alone(tmp_path, rank, 2.0)) == [5, 0]
     assert told(tmp_path, 1).startswith("rank 0 on ")
     assert "no progress" in told(tmp_path, 0)["message"]
+
+
+def loses_the_store(rank: int) -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    join("cpu", LONG)
+    with Pulse(meet(), LONG):
+        barrier(2)
+        barriers._wait = gone  # pyright: ignore[reportAttributeAccessIssue]
+        if rank == 0:
+            time.sleep(1.0)
+        began = time.monotonic()
+        barrier(2)
+        assert rank == 0 or time.monotonic() - began > 0.5, "it has waited"
+
+
+def test_processes_meet_without_the_store_which_ends_with_the_launcher() -> None:
+    assert in_processes(2, loses_the_store) == [0, 0]
 
 
 def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
