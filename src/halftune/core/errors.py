@@ -68,7 +68,7 @@ class PlanError(Problems):
 
 
 class DoesNotFitError(PlanError):
-    """The estimate says that the run does not fit into memory."""
+    """The run is not expected to fit into memory; `training.ignore_memory_estimate: true` tries all the same."""
 
     exit_code = 1
 
