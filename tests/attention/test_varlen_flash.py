@@ -15,6 +15,7 @@ from halftune.attention.plan import AttentionPlan
 from halftune.attention.varlen import attention_callable
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
+from halftune.train.random_state import set_rounding
 
 D = 8
 
@@ -32,6 +33,7 @@ def flash_attn_stand_in(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """What flash_attn_varlen_func computes (causality aligned to the last key), and what it insists on."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
@@ -212,3 +214,20 @@ def test_padding_is_found_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(found) == 1
     flash.batch(Layer(), q, k, v, mask.clone())
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_package_is_told_whether_gradients_must_be_the_same_each_time(wanted: bool) -> None:
+    heard: list[bool] = []
+
+    def kernel(q: torch.Tensor, *_: Any, deterministic: bool = False, **__: Any) -> torch.Tensor:
+        heard.append(deterministic)
+        return q
+
+    q = torch.zeros(1, 2, 4, D)
+    try:
+        set_rounding(False, wanted)
+        FlashAttention(flash_attn_varlen(kernel)).batch(Layer(), q, q, q, None)
+    finally:
+        set_rounding(False, False)
+    assert heard == [wanted]

@@ -105,6 +105,20 @@ def test_a_failure_is_said_while_the_main_process_writes_its_report(tmp_path: Pa
     assert agent.said
 
 
+@pytest.mark.parametrize(("another", "kills"), [("ended long ago", 1), ("is there, too", 0)])
+def test_one_that_is_left_after_a_signal_is_ended(monkeypatch: pytest.MonkeyPatch, another: str, kills: int) -> None:
+    """Long after another one has ended; those of an earlier attempt do not count."""
+    agent, _ = watching(restarts=1)
+    looks = iter([None, None, None])
+    left = SimpleNamespace(pid=11, poll=lambda: next(looks, 0))
+    other = SimpleNamespace(pid=12, poll=lambda: 143 if another == "ended long ago" else next(looks, 0))
+    agent.ended, killed = {5: 0.0} | ({12: 0.0} if other.poll() else {}), list[int]()
+    monkeypatch.setattr(Agent, "_processes", lambda self: [left, other])
+    monkeypatch.setattr(Agent, "kill", lambda self: killed.append(1))
+    agent._end_the_rest()
+    assert bool(killed) == bool(kills)
+
+
 def test_a_stopped_process_that_torchrun_kills_later_is_blamed_by_the_one_that_waited() -> None:
     blamed = "rank 1 on b is gone or stopped: it gives no sign of life"
     text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0, killed=True), 0: lost(0, 100.0, blamed, names=True)}, 0)

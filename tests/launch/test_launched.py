@@ -45,6 +45,9 @@ if "RANK" in os.environ:
 
     def slowly(self, batches):
         taken.append(1)
+        if len(taken) == 8 and os.environ["RANK"] == os.environ.get("HANGS"):
+            with open(os.environ["HANGING"], "x"):
+                time.sleep(600.0)
         time.sleep(1.0 if len(taken) > 7 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else 0.0)
         return step(self, batches)
 
@@ -224,6 +227,23 @@ def test_processes_whose_launcher_is_killed_save_and_end(place: Path, undisturbe
     assert not (place / "orphans" / "final").exists()
     run(place, [*TRAIN, *arguments(place, "orphans")])
     assert same(undisturbed, place / "orphans")
+
+
+def test_a_job_that_hangs_ends_when_its_launcher_is_asked_to(place: Path, undisturbed: Path) -> None:
+    """Rank 0 waits in a sum for the other one: no handler of Python's runs there."""
+    mark = place / "hanging"
+    words = [*TRAIN, *arguments(place, "hung", "distributed.stop_seconds=2")]
+    hung = {"HANGS": "1", "HANGING": str(mark)}
+    job = subprocess.Popen(words, env=slowly(place) | hung, stderr=subprocess.PIPE, text=True)
+    while not mark.exists() and job.poll() is None:
+        time.sleep(0.02)
+    time.sleep(3.0)
+    job.terminate()
+    _, errors = job.communicate(timeout=100)  # which is less than distributed.timeout_seconds
+    assert job.returncode == 143, errors
+    assert errors.count("checkpoint-5") == 1, errors
+    run(place, words)
+    assert same(undisturbed, place / "hung")
 
 
 def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(place: Path, undisturbed: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from halftune.cli import main
+from halftune.cli import main, train
 from halftune.cli.facts import world_size
 from halftune.config.load import load_config
+from halftune.core.errors import DataError
 from halftune.hardware.catalogue import lookup
 
 RECIPE = """\
@@ -128,13 +130,39 @@ def test_mistakes_are_said_without_a_traceback(
     assert "Traceback" not in error
 
 
-def test_a_run_that_does_not_fit_leaves_with_1(recipe: Path) -> None:
-    large = [
-        "data.max_length=400000",
-        "training.per_device_train_batch_size=64",
-        "training.gradient_checkpointing=false",
-    ]
-    assert halftune("--config", str(recipe), "--hardware", "t4", *large) == 1
+LARGE = ("data.max_length=400000", "training.per_device_train_batch_size=64", "training.gradient_checkpointing=false")
+IGNORED = "training.ignore_memory_estimate=true"
+
+
+def test_a_run_that_does_not_fit_leaves_with_1(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    asked = ("--config", str(recipe), "--hardware", "t4", *LARGE)
+    assert halftune(*asked) == 1
+    assert "ignore_memory_estimate" in capsys.readouterr().err
+    assert halftune(*asked, IGNORED) == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_train_stops_where_plan_does(recipe: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """Before torch, a weight or another process; with the estimate ignored it comes to these."""
+    begun: list[str] = []
+    monkeypatch.setattr(train, "probe", lambda: lookup("cpu"))
+    monkeypatch.setattr(train.os, "execv", lambda *_: begun.append("processes"))
+    monkeypatch.setattr("halftune.train.parallel.together.together", lambda *_: nullcontext(stop()))
+    asked = ["train", "--config", str(recipe), *LARGE, f"distributed.num_processes={processes}"]
+
+    def stop() -> None:
+        begun.append("training")
+        raise DataError("as far as this test goes")
+
+    def code(*more: str) -> object:
+        with pytest.raises(SystemExit) as left:
+            main([*asked, *more])
+        return left.value.code
+
+    assert code() == 1
+    assert not begun
+    code(IGNORED)
+    assert begun[-1] == ("processes" if processes > 1 else "training")
 
 
 def test_torch_is_not_imported(recipe: Path) -> None:

@@ -158,3 +158,23 @@ def test_adafactor_is_not_sharded() -> None:
         planned("a100x8", 8, adapter="none", training=adafactor, distributed={"strategy": "fsdp2"})
     chosen = planned("a100x8", 8, adapter="none", training=adafactor).distribution
     assert chosen.value == "ddp"
+
+
+def test_gradients_are_summed_once_a_step_where_whole_ones_fit() -> None:
+    def of(machine: str, adapter: str, asked: object = "auto", accumulation: int = 4) -> Plan:
+        fsdp2 = {"strategy": "fsdp2", "fsdp": {"sync_each_batch": asked}}
+        steps = {"gradient_accumulation_steps": accumulation}
+        return planned(machine, int(machine[-1]), adapter=adapter, distributed=fsdp2, training=steps)
+
+    def each(plan: Plan) -> bool:
+        assert plan.parallel is not None
+        return plan.parallel.sync_each.value
+
+    assert not each(of("a100x8", "lora"))
+    assert not each(of("h200x8", "none"))
+    assert each(of("a100-40x4", "none"))
+    assert each(of("a100x8", "lora", accumulation=1))
+    each_time, once = (of("a100x8", "none", asked) for asked in (True, False))
+    assert (each(each_time), each(once)) == (True, False)
+    whole = each_time.num_trainable.value * 4
+    assert 0.8 * whole < once.memory.gradients - each_time.memory.gradients < whole

@@ -23,6 +23,7 @@ from halftune.precision.plan import PrecisionPlan
 from halftune.train import callbacks
 from halftune.train.callbacks import samples as samples_module
 from halftune.train.callbacks.base import Run, StepMetrics
+from halftune.train.callbacks.crowd import Crowd
 from halftune.train.callbacks.early_stopping import EarlyStopping
 from halftune.train.callbacks.environment import Environment
 from halftune.train.callbacks.logger import Logger, tree
@@ -292,10 +293,28 @@ def test_early_stopping_counts_evaluations_since_the_best(make_run: MakeRun) -> 
     assert not later.stop
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_samples_that_fail_end_a_run_only_where_others_wait_for_them(make_run: MakeRun, monkeypatch, sharded) -> None:
+    """One process has left the others in the middle of a forward pass where each holds a share of the weights."""
+
+    def fails(*_: Any, **__: Any) -> str:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(samples_module, "generate_reply", fails)
+    monkeypatch.setattr(Run, "sharded", sharded)
+    crowd, run = Crowd([Samples()]), make_run(logging={"sample_prompts": ["one"]})
+    if sharded:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            crowd.tell("on_start", run)
+    else:
+        crowd.tell("on_start", run)
+        assert crowd.failures["Samples"][0] == 1
+
+
 def test_samples_before_and_after(make_run: MakeRun, monkeypatch: Any) -> None:
     asked: list[Any] = []
 
-    def reply(model: Any, tokenizer: Any, messages: list, generation: Any, plan: Any, template_variables: Any) -> str:
+    def reply(model: Any, tokenizer: Any, messages: list, generation: Any, plan: Any, **_: Any) -> str:
         asked.append(messages)
         return f"{torch.rand(()).item():.6f} {len(asked)}"
 

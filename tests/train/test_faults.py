@@ -22,6 +22,7 @@ from halftune.core.status import read_status
 from halftune.model.save import save_final
 from halftune.model.state import trainable_state
 from halftune.plan import BatchPlan
+from halftune.train import trainer
 from halftune.train.attempt import out_of_memory, smaller
 from halftune.train.callbacks.base import Run, StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
@@ -29,6 +30,7 @@ from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.lock import check_unlocked
+from halftune.train.parallel.strategy import Strategy
 from halftune.train.step import Stepper
 from halftune.train.trainer import train
 
@@ -151,6 +153,14 @@ def test_evaluation_takes_smaller_batches(recipe, narrow, tmp_path: Path) -> Non
     found = metrics(train(*recipe(*settings)).folder)
     assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-6)
     assert found[:-1] == expected[:-1]  # and dropout is on again afterwards
+
+
+def test_one_process_of_a_sharded_evaluation_does_not_begin_it_again(recipe, narrow, monkeypatch) -> None:
+    monkeypatch.setattr(Strategy, "sharded", True)
+    monkeypatch.setattr(trainer, "check_shared", lambda *_: None)
+    narrow(4, training=False)
+    with pytest.raises(TrainingError, match="per_device_eval_batch_size"):
+        train(*recipe("data.eval_split=16", "training.eval_steps=1", "training.max_steps=1"))
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:

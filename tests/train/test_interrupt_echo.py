@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from halftune.train import interrupt
-from halftune.train.interrupt import Interrupts
+from halftune.train.interrupt import SIGNALS, Interrupts
 
 
 class Left(BaseException):
@@ -23,7 +23,7 @@ def leave(code: int) -> None:
 @pytest.fixture
 def heard() -> Iterator[None]:
     """Signals have an effect, also where the tests themselves run in the background with some ignored."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in Interrupts.SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

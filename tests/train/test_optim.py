@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
 from halftune.train.adamw_states import AdamWWithStateDtype
-from halftune.train.optim import parameter_groups
+from halftune.train.optim import _fused, parameter_groups
 
 
 def _descend(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[torch.Tensor]:
@@ -65,3 +68,11 @@ def test_vectors_do_not_decay() -> None:
     assert matrices["weight_decay"] == 0.1
     assert all(p.ndim == 1 for p in vectors["params"])
     assert vectors["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fused"), [(("cpu", "cpu"), True), (("cuda", "cuda"), True), (("cpu", "cuda"), None), (("mps",), None)]
+)
+def test_updates_are_one_kernel_where_torch_has_it(kinds: tuple[str, ...], fused: bool | None) -> None:
+    weights = [SimpleNamespace(device=torch.device(kind)) for kind in kinds]
+    assert _fused([{"params": [weight]} for weight in weights]) is fused

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ import torch.distributed as dist
 from process_group import in_processes
 from torch._C._distributed_c10d import TCPStore
 
+from halftune.cli import train as cli
+from halftune.core import alive
 from halftune.core.failures import FILE, PeerLost
+from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import pulse
+from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.meeting import join, meet, open_store
 from halftune.train.parallel.pulse import Pulse, lost_somebody, tick
 
@@ -86,6 +91,77 @@ def test_the_one_to_blame_is_named(tmp_path: Path, trouble, code: int, said: str
         own = told(tmp_path, 1)
         assert "no progress" in own["message"]
         assert own["halftune"]["lost"] is False
+
+
+def works_alone(folder: Path, rank: int, limit: float, announced: int) -> None:
+    """Rank 0 works for twice the limit; with nothing announced, it gives signs of life meanwhile."""
+    pulse.BEAT = 0.2
+    join("cpu", limit)
+    with Pulse(meet(), limit):
+        barrier(2)
+        if rank == 0 and announced:
+            alive.sign(announced)
+            time.sleep(2 * limit)
+        elif rank == 0:
+            for _ in range(20):
+                time.sleep(limit / 10)
+                alive.sign()
+        barrier(2)
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("announced", [0, 10 * alive.SLOWEST])
+def test_the_others_wait_as_long_as_one_works(tmp_path: Path, announced: int) -> None:
+    assert in_processes(2, lambda rank: works_alone(tmp_path, rank, 2.0, announced)) == [0, 0]
+
+
+def hangs_alone(folder: Path, rank: int, limit: float) -> None:
+    os.environ[FILE] = str(folder / f"{rank}.json")
+    pulse.BEAT = 0.2
+    with Pulse(meet(), limit):
+        barrier(2)
+        if rank == 0:
+            time.sleep(LONG)
+        try:
+            barrier(2)
+        except PeerLost as error:
+            (folder / f"{rank}.json").write_text(json.dumps({"message": str(error)}))
+
+
+def test_who_is_awaited_and_gives_no_sign_is_named(tmp_path: Path) -> None:
+    assert in_processes(2, lambda rank: hangs_alone(tmp_path, rank, 2.0)) == [5, 0]
+    assert told(tmp_path, 1).startswith("rank 0 on ")
+    assert "no progress" in told(tmp_path, 0)["message"]
+
+
+def loses_the_store(rank: int) -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    join("cpu", LONG)
+    with Pulse(meet(), LONG):
+        barrier(2)
+        barriers._wait = gone  # pyright: ignore[reportAttributeAccessIssue]
+        if rank == 0:
+            time.sleep(1.0)
+        began = time.monotonic()
+        barrier(2)
+        assert rank == 0 or time.monotonic() - began > 0.5, "it has waited"
+
+
+def test_processes_meet_without_the_store_which_ends_with_the_launcher() -> None:
+    assert in_processes(2, loses_the_store) == [0, 0]
+
+
+def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load_from", lambda _: None)
+    monkeypatch.setattr(cli, "train_one", lambda _: join("cpu", LONG))
+
+    def work(rank: int) -> None:
+        assert cli.run(Namespace(profile=False, print_config=False)) == 0
+        assert not dist.is_initialized()
+
+    assert in_processes(2, work) == [0, 0]
 
 
 def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:

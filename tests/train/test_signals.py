@@ -20,7 +20,7 @@ from halftune.core.startup import quick_imports
 from halftune.train import trainer
 from halftune.train.callbacks.progress import ProgressLines
 from halftune.train.checkpoint_list import newest_valid
-from halftune.train.interrupt import Interrupted, Interrupts
+from halftune.train.interrupt import SIGNALS, Interrupted, Interrupts
 from halftune.train.lock import check_unlocked, locked
 from halftune.train.step import Stepper
 from halftune.train.trainer import train
@@ -168,10 +168,10 @@ def test_what_was_ignored_from_the_beginning_stays_ignored(recipe, monkeypatch, 
 
 
 def test_handlers_are_given_back() -> None:
-    before = [signal.getsignal(number) for number in Interrupts.SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with Interrupts():
         assert signal.getsignal(signal.SIGINT) != before[0]
-    assert [signal.getsignal(number) for number in Interrupts.SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def child(action: Callable[[], Any]) -> int:

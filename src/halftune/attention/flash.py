@@ -25,6 +25,8 @@ Varlen = Callable[..., torch.Tensor]
 def flash_attn_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
     """The varlen kernel of the flash_attn package, or ``kernel`` with the same signature.
 
+    Its gradients are the same bits each time where torch is asked for that, as those of torch's own kernels.
+
     Raises:
         MissingPackageError: the package is not installed.
     """
@@ -43,6 +45,7 @@ def flash_attn_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
             causal=options["causal"],
             window_size=options["window"],
             softcap=options["softcap"],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
     return attend
@@ -237,6 +240,7 @@ def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor,
             is_causal=getattr(module, "is_causal", True) if causal is None else causal,
             dropout=dropout,
             softmax_scale=scaling,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **kwargs,
         )
         return out, None

@@ -20,7 +20,7 @@ from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, 
 from halftune.core.failures import leave
 from halftune.core.paths import cache_dir
 from halftune.precision.trace.sources import where_written
-from halftune.train.interrupt import Interrupted, Interrupts
+from halftune.train.interrupt import SIGNALS, Interrupted
 
 VARIABLE = "HALFTUNE_TRACEBACK"
 BUG = 70  # the exit code of an error that is ours, as in sysexits.h
@@ -97,7 +97,7 @@ def _signal_of_compiler(error: BaseException) -> signal.Signals | None:
         each = waiting.pop()
         seen.append(each)
         number = -each.returncode if isinstance(each, subprocess.CalledProcessError) else 0
-        if number in Interrupts.SIGNALS:
+        if number in SIGNALS:
             return signal.Signals(number)
         if found := re.search(r"died with <Signals\.(SIGINT|SIGTERM|SIGHUP):", str(each)):  # in a process of torch's
             return signal.Signals[found.group(1)]

@@ -23,8 +23,7 @@ from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
 from halftune.plan import Plan, explain, resolve, to_dict
 from halftune.plan.duration import Pace, duration, pace_of
-
-DOES_NOT_FIT = 1
+from halftune.plan.memory import check_fits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the recipe, plans, prints; leaves with 1 when the run is not expected to fit."""
+    """Loads the recipe, plans, prints; leaves with 1 when the run is not expected to fit, as train does."""
     loaded = load_from(args)
     hardware = _machine(args.hardware, args.packages)
     plan = resolve(
@@ -58,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))
     else:
         print(explain(plan, footer=_time(loaded.run, plan, pace)))
-    return DOES_NOT_FIT if plan.memory.verdict.value == "does not fit" else 0
+    check_fits(plan.memory, loaded.run)
+    return 0
 
 
 def read_pace(folder: Path) -> Pace | None:

@@ -28,6 +28,7 @@ from halftune.launch.command import command, launched, machine_of, processes
 from halftune.launch.machines import find
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
+from halftune.plan.memory import check_fits
 from halftune.train.folder import already_finished
 from halftune.train.lock import check_unlocked
 
@@ -56,19 +57,24 @@ def run(args: argparse.Namespace) -> int:
     if not launched() and (count := processes(loaded.run, probe())) > 1:
         return start(loaded, count, arguments_of(args))
     train_one(loaded)
+    if launched():
+        from halftune.train.parallel.meeting import part
+
+        part()
     return 0
 
 
 def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     """Starts this machine's processes of a run, after every check that needs none of them; does not return."""
-    words = command(loaded.run.distributed, count, ["train", *arguments])
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
         find(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
-    resolve(loaded.run, probe(), model_facts(loaded), world_size=count)
+    memory = resolve(loaded.run, probe(), model_facts(loaded), world_size=count).memory
+    check_fits(memory, loaded.run)
     check_folders(loaded.run.model)
     look_over(loaded.run)
     sys.stdout.flush()
+    words = command(loaded.run.distributed, count, ["train", *arguments], memory.checkpoint_disk)
     os.execv(words[0], words)
 
 
@@ -102,13 +108,15 @@ def train_one(loaded: LoadedConfig) -> None:
     check_folders(loaded.run.model)
     look_over(loaded.run)
     if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # of a job that comes back it has been read
-        print(explain(plan))
+        print(explain(plan), flush=True)
+    check_fits(plan.memory, loaded.run)
 
     with quick_imports():  # of torch, after every check that needs none
         from halftune.train.parallel.together import together
         from halftune.train.trainer import train
 
     with together(loaded.run, hardware, facts, plan) as agreed:
+        check_fits(agreed.memory, loaded.run)
         outcome = train(loaded, agreed)
     if main:
         _say_where(outcome.folder, outcome.message)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from halftune.core import alive
+
 WRITING, OLD = ".writing", ".old"
 
 
@@ -102,6 +104,7 @@ def sync(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        alive.sign(os.fstat(descriptor).st_size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -67,6 +67,12 @@ class PlanError(Problems):
     exit_code = 2
 
 
+class DoesNotFitError(PlanError):
+    """The run is not expected to fit into memory; `training.ignore_memory_estimate: true` tries all the same."""
+
+    exit_code = 1
+
+
 class ModelError(HalftuneError):
     """A checkpoint, tokenizer or adapter that cannot be loaded as planned."""
 

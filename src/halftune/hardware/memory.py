@@ -76,6 +76,7 @@ class Workload:
         processes: that share it.
         offload: with fsdp2, shards live in main memory.
         regather: with fsdp2, a layer's weights go after its forward pass and come again for the backward pass.
+        sync_each: with fsdp2 and several forward passes per step, gradients are reduced after each of them.
     """
 
     kind: Kind
@@ -105,6 +106,7 @@ class Workload:
     processes: int = 1
     offload: bool = False
     regather: bool = True
+    sync_each: bool = True
 
     @property
     def full(self) -> bool:
@@ -154,12 +156,14 @@ def _sharded(work: Workload, facts: ModelFacts, weights: int, gradients: int, mo
 
     Embedding and head are gathered for the whole step, decoder layers two at a time (one computes while the next one
     comes), and all of them where they are not let go in between; the gradient of one such group exists whole before it
-    is reduced.
+    is reduced; where that is done once a step only, all of them do.
     """
     ends = round(weights * min(1.0, _ends(facts) / facts.num_parameters))
     layers = weights - ends
     gathered = ends + (layers * 2 // facts.num_layers if work.regather else layers)
     largest = max(ends, layers // facts.num_layers) * gradients // max(weights, 1)
+    if work.accumulation > 1 and not work.sync_each:
+        largest = gradients
     held = 0 if work.offload else 1
     share = [-(-size // work.processes) * held for size in (weights, gradients, moments)]
     return share[0] + gathered, share[1] + largest, share[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -144,7 +145,16 @@ class Agent(LocalElasticAgent):
         # run() comes here after a signal, and once more where another one came while it waited
         timeout, self._told = int(NOTICE) if self._told else timeout, True
         self._extend(timeout)
+        threading.Thread(target=self._end_the_rest, name="end the rest", daemon=True).start()
         super()._shutdown(death_sig, timeout)
+
+    def _end_the_rest(self) -> None:
+        """After a signal processes leave together; one that is left long after another is stopped, or hangs."""
+        while left := self._alive():
+            ended = [self.ended[each.pid] for each in self._processes() if each.pid not in left]
+            if ended and time.time() - min(ended) > _REPORT:
+                self.kill()
+            time.sleep(_POLL)
 
     def _extend(self, seconds: float) -> None:
         if self._deadline is not None:

@@ -10,6 +10,7 @@ from typing import Final
 
 from halftune.config.run import RunConfig
 from halftune.config.sections.distributed import DistributedSection
+from halftune.core import alive
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
 from halftune.launch.machines import Machine
@@ -45,13 +46,16 @@ def processes(config: RunConfig, hardware: Hardware) -> int:
     return asked.num_processes
 
 
-def command(distributed: DistributedSection, world_size: int, arguments: Sequence[str]) -> list[str]:
+def command(
+    distributed: DistributedSection, world_size: int, arguments: Sequence[str], checkpoint: int = 0
+) -> list[str]:
     """The command for one machine, as an argument list.
 
     Args:
         distributed: the section.
         world_size: processes over all machines.
         arguments: of ``halftune``: ``["train", "--config", …]``.
+        checkpoint: bytes that are written after a signal.
     """
     each = world_size // distributed.num_machines
     words = ["--nnodes", str(distributed.num_machines), "--nproc-per-node", str(each)]
@@ -67,7 +71,7 @@ def command(distributed: DistributedSection, world_size: int, arguments: Sequenc
         words += ["--rdzv-conf", f"join_timeout={math.ceil(distributed.timeout_seconds)}"]
     words += ["--max-restarts", str(distributed.max_restarts)]
     # after a signal: the step is finished and saved
-    words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds))]
+    words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds + checkpoint / alive.SLOWEST))]
     return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]
 
 

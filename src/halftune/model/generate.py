@@ -30,6 +30,7 @@ def generate_reply(
     plan: Plan,
     on_text: OnText | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    sharded: torch.device | None = None,
 ) -> str:
     """The answer to ``messages``, without its control tokens.
 
@@ -44,6 +45,8 @@ def generate_reply(
         plan: gives autocast.
         on_text: called with each new piece of text as it comes.
         template_variables: what the chat template is told besides the messages (``model.chat_template_kwargs``).
+        sharded: where processes compute that each hold a share of the weights. All of them call this with the same
+            arguments and random state, and none leaves before the others have their answer.
 
     Raises:
         ModelError: the template refuses the conversation, no token is left of it, or it is longer than the context.
@@ -53,7 +56,8 @@ def generate_reply(
     if not prompt:
         raise ModelError("the tokenizer makes no token of it", where=str(tokenizer.name_or_path))
     check_ids(causal, tokenizer, [prompt], "the conversation")
-    prompt_1T = torch.tensor([prompt], device=causal.device)
+    device = sharded or causal.device  # shards may lie in main memory
+    prompt_1T = torch.tensor([prompt], device=device)
     length = prompt_1T.shape[1]
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length >= limit:
@@ -62,12 +66,15 @@ def generate_reply(
     room = generation.max_new_tokens if limit is None else min(generation.max_new_tokens, limit - length)
     settings = _settings(generation, tokenizer, causal.generation_config, room)
     pieces = _Pieces(tokenizer, length, on_text)
-    with _answering(causal, settings), torch.inference_mode(), autocast(plan.precision, causal.device):
+    # weights that are gathered in inference mode could not be trained afterwards
+    without_graph = torch.inference_mode() if sharded is None else torch.no_grad()
+    with _answering(causal, settings), without_graph, autocast(plan.precision, device):
         answer_1S = causal.generate(
             prompt_1T,
             attention_mask=torch.ones_like(prompt_1T),
             generation_config=settings,
             streamer=pieces if on_text is not None else None,
+            synced_gpus=sharded is not None,
         )
     return str(tokenizer.decode(answer_1S[0, length:], skip_special_tokens=True)).strip()
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from halftune.core import alive
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
@@ -104,7 +105,9 @@ def write_model(
     kept = kept_names(model, keep)
     with quiet():
         if state is None:
-            model.save_pretrained(folder, state_dict=_cast(model.state_dict(), saved, kept))
+            cast = _cast(model.state_dict(), saved, kept)
+            alive.sign(sum(tensor.nbytes for tensor in cast.values()))
+            model.save_pretrained(folder, state_dict=cast)
         else:
             model.save_pretrained(folder, state_dict={})  # configs and code
             write_pieces(model, (one for item in state for one in _cast(dict([item]), saved, kept).items()), folder)

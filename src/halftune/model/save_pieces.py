@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from halftune.core import alive
+
 FILE_BYTES = 5 * 10**9  # of a file, as transformers has it
 _LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 _INDEX = "model.safetensors.index.json"
@@ -75,6 +77,7 @@ def _as_stored(model: PreTrainedModel, tensors: Named) -> Iterator[tuple[str, to
 
 def _close(held: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:
     """Writes a file, lets its tensors go, and returns their names."""
+    alive.sign(sum(tensor.nbytes for tensor in held.values()))
     # What was cut out of one tensor shares its memory, which safetensors does not write.
     save_file({name: tensor.clone() if _cut(tensor) else tensor for name, tensor in held.items()},
               _part(folder, number), metadata={"format": "pt"})  # fmt: skip

@@ -14,7 +14,7 @@ from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
 from halftune.hardware.memory import MOMENTS, Workload
 from halftune.plan.memory import BYTES, per_process, plan_memory
-from halftune.plan.tree import MemoryPlan, ParallelPlan
+from halftune.plan.tree import EACH, MemoryPlan, ParallelPlan
 from halftune.precision.plan import PrecisionPlan
 
 STRATEGIES = ("ddp", "fsdp2")
@@ -39,6 +39,27 @@ def choose_strategy(
     else:
         chosen = _by_memory(config, hardware, facts, work, world_size)
     return chosen, under(chosen.value, work, config, world_size)
+
+
+def choose_sync(config: RunConfig, facts: ModelFacts, work: Workload, available: int) -> Choice[bool]:
+    """Whether processes under fsdp2 sum gradients after every forward pass of a step, not only after the last one.
+
+    Args:
+        config, facts: what was asked, the model.
+        work: of one process.
+        available: bytes that it may use.
+    """
+    asked = config.distributed.fsdp.sync_each_batch
+    if work.strategy != "fsdp2" or work.accumulation == 1:
+        return EACH
+    if asked != "auto":
+        return Choice(asked, "asked for (distributed.fsdp.sync_each_batch)")
+    each, once = (plan_memory(config, facts, replace(work, sync_each=sync), available) for sync in (True, False))
+    more = f"{(once[1].gradients - each[1].gradients) / GIB:.1f} GiB more for whole gradients"
+    fits = once[1].verdict.value == "fits" and once[0].value == each[0].value
+    if fits:
+        return Choice(False, f"once a step: there is room for {more}")
+    return Choice(True, f"after every forward pass: there is no room for {more}")
 
 
 def sharing_problems(config: RunConfig, hardware: Hardware, facts: ModelFacts, compute: Format) -> Iterator[PlanError]:
@@ -101,6 +122,7 @@ def plan_parallel(
     precision: PrecisionPlan,
     work: Workload,
     world_size: int,
+    sync: Choice[bool],
 ) -> ParallelPlan | None:
     """Dtypes between processes and the memory of each strategy; None for one process.
 
@@ -120,6 +142,7 @@ def plan_parallel(
         wrap=asked.fsdp.wrap,
         reshard=asked.fsdp.reshard_after_forward,
         offload=asked.fsdp.cpu_offload,
+        sync_each=sync,
         timeout=asked.timeout_seconds,
         memory=tuple(
             (name, memory.total, memory.verdict.value)

@@ -77,6 +77,7 @@ def _processes(plan: Plan) -> list[Row]:
     ]
     if plan.distribution.value == "fsdp2":
         rows += [_row("gathered", parallel.param), _row("buffers", parallel.buffer)]
+        rows.append(_row("sum each pass", parallel.sync_each))
     return [*rows, _row("summed", parallel.reduce)]
 
 

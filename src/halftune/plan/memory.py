@@ -11,6 +11,7 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter
 from halftune.config.sections.method import PretrainMethod
 from halftune.core.choice import Choice
+from halftune.core.errors import DoesNotFitError
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
 from halftune.hardware.memory import MOMENTS, Estimate, Workload, estimate
@@ -64,6 +65,19 @@ def plan_memory(
         checkpoint_disk=disk,
         verdict=_verdict(chosen, available, config, work, checkpointing.value),
     )
+
+
+def check_fits(memory: MemoryPlan, config: RunConfig) -> None:
+    """Makes sure that the run is expected to fit, unless the estimate is to be ignored.
+
+    Raises:
+        DoesNotFitError: it is not.
+    """
+    if memory.verdict.value == "does not fit" and not config.training.ignore_memory_estimate:
+        raise DoesNotFitError(
+            f"the run is not expected to fit: {memory.verdict.reason}",
+            remedy="training.ignore_memory_estimate: true trains all the same",
+        )
 
 
 def per_process(hardware: Hardware, processes: int) -> int:

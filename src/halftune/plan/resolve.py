@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
@@ -9,7 +11,7 @@ from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
 from halftune.plan.attempts import Attempts
 from halftune.plan.batch import choose_fused, plan_batch
-from halftune.plan.distribution import choose_strategy, main_memory, plan_parallel, sharing_problems
+from halftune.plan.distribution import choose_strategy, choose_sync, main_memory, plan_parallel, sharing_problems
 from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.rows import Rows, choose_rows
 from halftune.plan.trainable import Adapted, count_trainable
@@ -42,6 +44,8 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
     available = per_process(hardware, max(1, world_size // config.distributed.num_machines))
+    sync = choose_sync(config, facts, work, available)
+    work = replace(work, sync_each=sync.value)
     checkpointing, memory = plan_memory(config, facts, work, available)
     batch = plan_batch(config, world_size, packing, checkpointing, fused)
     counted = (
@@ -64,7 +68,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         warnings=(*precision.warnings, *warnings),
         model=f"{facts.name_or_path} ({facts.model_type})",
         machine=_machine(hardware),
-        parallel=plan_parallel(config, hardware, facts, precision, work, world_size),
+        parallel=plan_parallel(config, hardware, facts, precision, work, world_size, sync),
     )
 
 

@@ -11,6 +11,7 @@ from halftune.precision.plan import PrecisionPlan
 
 RANDOM = Choice(False, "batches of random samples")
 UNFUSED = Choice(False, "the model's own code")
+EACH = Choice(True, "a step has one forward pass")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class ParallelPlan:
             are kept.
         wrap: class names of the modules that fsdp2 gathers one after the other; empty for the decoder layers.
         reshard, offload: fsdp2's choices.
+        sync_each: under fsdp2, whether gradients are summed after every forward pass of a step, not once a step.
         timeout: seconds after which a process that does not answer ends the run.
         memory: (strategy, estimated bytes on one device, whether they fit), of every strategy that is possible.
     """
@@ -92,6 +94,7 @@ class ParallelPlan:
     wrap: tuple[str, ...] = ()
     reshard: bool = True
     offload: bool = False
+    sync_each: Choice[bool] = EACH
     timeout: float = 600.0
     memory: tuple[tuple[str, int, str], ...] = ()
 

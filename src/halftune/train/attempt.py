@@ -125,7 +125,8 @@ class Attempts:
                 if not out_of_memory(error):
                     raise
                 halved = smaller(feed.batch)
-                if halved is None or self.training.on_out_of_memory == "stop":
+                # the others wait in the middle of this forward pass where each has a share of the weights
+                if halved is None or self.training.on_out_of_memory == "stop" or self.session.strategy.sharded:
                     rows = _rows(feed.batch, "at a time")
                     less = "" if halved is None else "a smaller training.per_device_eval_batch_size, "
                     raise TrainingError(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from halftune.core import alive
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
@@ -91,6 +92,7 @@ def write_plain(folder: Path, files: Files) -> dict[str, dict[str, Any]]:
         OSError, SafetensorError: it cannot be written.
     """
     for name, tensors in files.items():
+        alive.sign(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(dict(tensors), folder / name)
     return {}
 

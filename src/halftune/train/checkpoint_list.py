@@ -54,16 +54,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in folders(folder) if not flaw(path, thorough=False)]
 
 
-def flaw(checkpoint: Path, *, thorough: bool) -> str:
+def flaw(checkpoint: Path, *, thorough: bool, share: tuple[int, int] = (0, 1)) -> str:
     """Why nobody can go on from a folder, as a clause; empty where it is a checkpoint of this version, undamaged.
 
     Args:
         checkpoint: the folder.
         thorough: compare checksums and look into ``state.json``; else the sizes of the files only.
+        share: as :func:`~halftune.core.manifest.damage` has it.
     """
     try:
         files = [*parts(checkpoint, TRAINABLE), *parts(checkpoint, OPTIMIZER), STATE]
-        if wrong := damage(checkpoint, thorough=thorough, expected=files):
+        if wrong := damage(checkpoint, thorough=thorough, expected=files, share=share):
             return wrong
         if thorough:
             state_of(checkpoint)

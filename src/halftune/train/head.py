@@ -19,7 +19,7 @@ _PROBE = 2  # tokens
 _proven: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def plain_head(base: Any, inputs: Mapping[str, Any], through: nn.Module | None = None) -> nn.Linear | None:
+def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
     """The head of a model that returns its head's product untouched; None for any other.
 
     Soft-capped, scaled, adapted, wrapped and watched heads are other ones, and so is every head in fp16, whose unscaled
@@ -29,7 +29,6 @@ def plain_head(base: Any, inputs: Mapping[str, Any], through: nn.Module | None =
     Args:
         base: the transformers model itself.
         inputs: of a forward pass, without labels; on the model's device.
-        through: what forward passes must be made with where weights are in shards; ``base`` itself by default.
     """
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     if type(head) is not nn.Linear or torch.compiler.is_compiling() or "forward" in vars(head):
@@ -39,7 +38,7 @@ def plain_head(base: Any, inputs: Mapping[str, Any], through: nn.Module | None =
     if _computes_in(head) == torch.float16:
         return None
     if base not in _proven:
-        _proven[base] = _returns_what_its_head_returns(through or base, head, inputs)
+        _proven[base] = _returns_what_its_head_returns(base, head, inputs)
     return head if _proven[base] else None
 
 

@@ -13,11 +13,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
+from halftune.core import alive
 from halftune.core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from halftune.train.stop_watch import StopWatch
 
 # A scheduler that signals every process of a job reaches one of several twice: by itself and through its launcher.
 ECHO = 5.0  # seconds
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(TrainingError):
@@ -37,6 +43,13 @@ class Interrupted(TrainingError):
         """Training had begun: ``checkpoint`` holds everything up to ``step``."""
         return cls(number, f"{whom}after step {step}; saved {checkpoint}", "the same command goes on from there")
 
+    @classmethod
+    def stuck(cls, number: signal.Signals, seconds: float, checkpoints: Sequence[Path]) -> Interrupted:
+        """The step did not come to its end: what is left are ``checkpoints``, oldest first."""
+        last = f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
+        again = "the same command goes on from there" if checkpoints else "the same command starts again"
+        return cls(number, f"without a save: the step did not end within {seconds:.0f} s; {last}", again)
+
 
 def told(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
     """The signal that came, and to whom, where that was not every process.
@@ -51,6 +64,16 @@ def told(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
     return number, "to " + ", ".join(f"rank {rank} on {host}" for rank, _, host in reached) + " "
 
 
+def is_echo(number: int, first: int | None, since: float) -> bool:
+    """Whether a signal is the first one again, by another way, and no second one.
+
+    Args:
+        number: the signal that came now.
+        first, since: the one that came first, and when (``time.monotonic()``).
+    """
+    return number == first and "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - since < ECHO
+
+
 class Interrupts:
     """Inside ``with``, SIGINT, SIGTERM and SIGHUP do not end the process as they would.
 
@@ -59,13 +82,15 @@ class Interrupts:
     launcher, the same one again within :data:`ECHO` is not a second one. A signal that was ignored from the beginning
     (nohup, a shell's background job) stays ignored.
 
+    Args:
+        watch: listens, too, where processes wait for each other.
+
     Attributes:
         received: the first signal that came, or None.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
+    def __init__(self, watch: StopWatch | None = None) -> None:
+        self.watch = watch
         self.received: signal.Signals | None = None
         self._noting = self._left = False
         self._since = 0.0
@@ -74,12 +99,16 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():  # signals can be caught there only
-            for number in self.SIGNALS:
+            for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
+            if self.watch is not None:
+                self.watch.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.watch is not None and threading.current_thread() is threading.main_thread():
+            self.watch.stop()
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         # whatever a library has made of it on the way
@@ -89,7 +118,13 @@ class Interrupts:
 
     def only_note(self) -> None:
         """From here on the first signal is only noted: training has begun, and a step is worth finishing."""
+        alive.forget()
         self._noting = True
+
+    def over(self) -> None:
+        """Training has ended and what is to be saved is saved: only the report is still to be written."""
+        if self.watch is not None:
+            self.watch.saved = True
 
     def answer(self) -> tuple[int, str]:
         """The first signal that came, or 0, and the name of this machine; no name where the launcher is gone.
@@ -100,12 +135,7 @@ class Interrupts:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         forked = os.getpid() != self._process  # and has nothing to save
-        if (
-            number == self.received
-            and not forked
-            and "TORCHELASTIC_RUN_ID" in os.environ
-            and time.monotonic() - self._since < ECHO
-        ):
+        if not forked and is_echo(number, self.received, self._since):
             return
         if self.received is not None or forked:
             _show_cursor()
@@ -115,15 +145,15 @@ class Interrupts:
             self._left = True
             raise _Now(f"stopped by {self.received.name} before training went on")
         if os.environ.get("RANK", "0") == "0":
-            _say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
+            say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
 
 
 class _Now(KeyboardInterrupt):
     """Leaves whatever is going on; no library swallows it by catching Exception."""
 
 
-def _say(text: str) -> None:
-    # Straight to the descriptor: a handler may interrupt a write of sys.stderr, which must not be entered twice.
+def say(text: str) -> None:
+    """Writes to standard error from a handler, which may have interrupted a write of sys.stderr: past it."""
     try:
         os.write(2, text.encode())
     except OSError:
@@ -143,4 +173,4 @@ def _leave_terminal() -> None:
 def _show_cursor() -> None:
     """A progress bar hides the cursor."""
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
-        _say("\x1b[?25h\n")
+        say("\x1b[?25h\n")

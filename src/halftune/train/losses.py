@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +68,7 @@ def forward_loss_sum(
     base = _base(whole)
     # a graph would not notice that its head is another for a moment
     compiled = whole._compiled_call_impl is not None
-    head = None if compiled else plain_head(base, inputs, model if isinstance(model, FSDPModule) else None)
+    head = None if compiled else plain_head(base, inputs)
     takes_positions = _takes_positions(type(base))
     if takes_positions:
         inputs["logits_to_keep"] = positions

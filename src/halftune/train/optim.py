@@ -43,5 +43,7 @@ def make_optimizer(model: nn.Module, training: TrainingSection, precision: Preci
 
 
 def _fused(groups: list[dict]) -> bool | None:
-    """One pass over each parameter on a CPU, a third of the time of torch's default there; its default elsewhere."""
-    return True if all(p.device.type == "cpu" for group in groups for p in group["params"]) else None
+    """One pass over each parameter, where torch has it for the device: a third of its default's time on a CPU, and one
+    kernel for many parameters on a GPU. None leaves the choice to torch."""
+    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
+    return True if kinds in ({"cpu"}, {"cuda"}) else None

@@ -13,6 +13,7 @@ from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
+from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.meeting import join, meet
 from halftune.train.parallel.pulse import tick
 
@@ -108,6 +109,7 @@ def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:
     """
     if accelerator.num_processes == 1:
         return
+    barrier(accelerator.num_processes)  # one may have read its weights from a slower disk
     everybody = gather_object([value])
     strangers = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
     if strangers:

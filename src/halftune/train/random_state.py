@@ -1,7 +1,8 @@
-"""Random states of one process: Python, NumPy, torch on the CPU and on the process's device."""
+"""What decides the bits of a process's results: random states, and how operators round."""
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -14,6 +15,21 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def set_rounding(tf32: bool, deterministic: bool) -> None:
+    """How operators round, before the first product on a GPU.
+
+    Args:
+        tf32: fp32 products may be computed in TF32.
+        deterministic: those of torch and flash-attn round the same way each time; torch warns of one that cannot.
+    """
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    if deterministic:
+        # takes time, and is for finding bugs
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

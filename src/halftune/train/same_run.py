@@ -26,6 +26,7 @@ HARMLESS = {
     "training.gradient_accumulation_steps",
     "training.on_non_finite",
     "training.on_out_of_memory",
+    "training.ignore_memory_estimate",
     "data.num_workers",
     "data.cache",
 }

@@ -35,7 +35,7 @@ from halftune.train.parallel import make_strategy
 from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import check_agreed, make_accelerator
-from halftune.train.random_state import seed_everything
+from halftune.train.random_state import seed_everything, set_rounding
 from halftune.train.schedule import make_schedule
 
 log = get_logger(__name__)
@@ -81,7 +81,7 @@ def build(
     accelerator = make_accelerator(plan)
     plan = settle(plan)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
-    torch.set_float32_matmul_precision("high" if plan.precision.tf32.value else "highest")
+    set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
     model, unread = make_model(config, plan)
     check_tokens(model, tokenizer, data)

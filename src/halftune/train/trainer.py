@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from peft import PeftModel
 
 from halftune.config.load import LoadedConfig
+from halftune.core import alive
 from halftune.core.atomic import first_aid, write_text
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import FILE_ONLY, get_logger, log_to
@@ -43,6 +44,7 @@ from halftune.train.home import Home
 from halftune.train.interrupt import Interrupted, Interrupts, told
 from halftune.train.lock import locked
 from halftune.train.made_with import made_with, say_what_differs
+from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.pulse import explained
 from halftune.train.parallel.saving import check_shared, write_together
 from halftune.train.processes import sum_over_processes
@@ -57,6 +59,7 @@ from halftune.train.resume import (
     with_micro_batch,
 )
 from halftune.train.setup import Session, build
+from halftune.train.stop_watch import StopWatch
 
 log = get_logger(__name__)
 
@@ -77,7 +80,9 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
     """
     main, path = os.environ.get("RANK", "0") == "0", Path(loaded.run.training.output_dir)
-    with Interrupts() as interrupts, locked(path) if main else nullcontext():
+    several = plan.batch.world_size > 1
+    watch = StopWatch(path, loaded.run.distributed.stop_seconds) if several else None
+    with Interrupts(watch) as interrupts, locked(path) if main else nullcontext():
         folder = open_folder(loaded, main=main)
         if folder.finished:
             return Outcome(path, finished_at(path) or 0, nothing_to_do(path))
@@ -103,6 +108,7 @@ class Trainer:
 
     def __init__(self, session: Session, folder: RunFolder, interrupts: Interrupts) -> None:
         self.session, self.folder, self.interrupts, self.run = session, folder, interrupts, session.run
+        self.processes = session.accelerator.num_processes
         self.crowd = Crowd(build_callbacks(session.run.config, session.run.plan))
         self.attempts = Attempts(session)
         self.position = position(session.feed)
@@ -131,12 +137,14 @@ class Trainer:
                     raise failure from error
                 raise
             finally:
+                self.interrupts.over()
                 self.crowd.end(self.run, failure)
                 if self.home is not None:
                     self.home.close()
                 if failure is None or isinstance(failure, Interrupted):
                     # all are here: none leaves before the main process has written its report, and may still be lost
-                    self.session.accelerator.wait_for_everyone()
+                    barrier(self.processes)
+                    sum_over_processes(self.session.accelerator, [0.0])  # the store may end with the main process
 
     def _restore(self) -> None:
         run, checkpoint = self.run, self.folder.resume_from
@@ -155,6 +163,7 @@ class Trainer:
         if run.is_main:
             set_aside(run.folder, run.step)
         self.crowd.tell("on_start", run)
+        barrier(self.processes)  # some of them work on the main process alone
         if self.home is not None:
             self.home.remember()
         rank = self.session.accelerator.process_index
@@ -182,6 +191,8 @@ class Trainer:
                 metrics = self.attempts.take(batches)
                 if metrics is None:
                     break  # the same step again, from a feed of smaller micro-batches
+                if self.attempts.done == 1:
+                    alive.forget()  # the first step compiles and warms up
                 metrics.seconds = time.perf_counter() - began
                 run.step, run.epoch = run.step + 1, epoch
                 if self.home is not None:
@@ -225,6 +236,7 @@ class Trainer:
         elif not math.isfinite(loss):
             log.warning("the evaluation loss at step %d is %s: it does not count as the best", run.step, loss)
         self.crowd.tell("on_evaluate", run, {"eval_loss": loss, "eval_seconds": time.perf_counter() - started})
+        barrier(self.processes)
         if better and run.config.training.load_best:
             self._save()
         self._phase("training")
@@ -245,7 +257,7 @@ class Trainer:
             folder = save_checkpoint(self.home.insist(), run.step, trained, self._facts(randoms), write)
             rotate(run.folder, run.config.training.save_total_limit, self._needed())
             self.crowd.tell("on_save", run, folder)
-        self.session.accelerator.wait_for_everyone()
+        barrier(self.processes)
         self.last_saved = run.step
         self._phase("training")
 
@@ -298,16 +310,15 @@ class Trainer:
         finally:  # gathering needs all processes, also those that do not write or cannot
             for _ in state or ():
                 pass
-        self.session.accelerator.wait_for_everyone()
+        barrier(self.processes)
         self._phase("finished")
         done = ", ".join([f"trained {run.step} steps", *notes])
         return Outcome(run.folder, run.step, f"{done}; the result is in {run.folder / FINAL}")
 
     def _load_best(self, best: Path, loss: float) -> list[str]:
-        found = [flaw(best, thorough=True) if self.run.is_main else ""]
-        if self.session.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        if wrong := found[0]:
+        found = flaw(best, thorough=True, share=(self.session.accelerator.process_index, self.processes))
+        barrier(self.processes)
+        if wrong := next(filter(None, gather_object([found])), ""):
             log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
             return ["NOT the best weights but the last ones"]
         load_weights(best, self.run.model)

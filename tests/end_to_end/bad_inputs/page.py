@@ -22,7 +22,6 @@ writes down what is said; a test does the same and compares.
 | code | what it means |
 |---|---|
 | 0 | done |
-| 1 | `halftune plan`: the run is not expected to fit into memory |
 """
 REST = """\
 | 70 | a bug of ours: one sentence names the file with the traceback; please report it |

@@ -19,6 +19,10 @@ class FsdpSection(Section):
     """Let a layer's gathered weights go after its forward pass and gather them again for the backward pass: less
     memory, half as much communication again."""
 
+    sync_each_batch: Flag | Literal["auto"] = "auto"
+    """Sum gradients over processes after every micro-batch of a step. Otherwise once a step, which sends less and keeps
+    whole gradients on each device in between. `auto`: once a step where the estimate says that these fit."""
+
     cpu_offload: Flag = False
     """Keep shards, their gradients and the optimizer's state in main memory, and update there."""
 
@@ -51,7 +55,12 @@ class DistributedSection(Section):
     """How often a job in which a process fails is started again, from its newest valid checkpoint."""
 
     timeout_seconds: Annotated[Number, Field(ge=5)] = 600.0
-    """How long processes wait for one that hangs or is gone before the job ends; longer than saving takes."""
+    """How long processes wait for one that gives no sign of life before the job ends. Reading and writing have longer,
+    by their bytes."""
+
+    stop_seconds: Annotated[Number, Field(ge=1)] = 30.0
+    """How long a process that was asked to stop (SIGTERM, Ctrl-C) may go without a sign of life before it ends without
+    saving; at least twice what a step has taken so far."""
 
     fsdp: FsdpSection = FsdpSection()
     """Options of fsdp2."""

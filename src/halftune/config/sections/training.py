@@ -76,6 +76,10 @@ class TrainingSection(Section):
     """Compile the model with torch.compile, which takes minutes before the first step. Attention over packed rows runs
     outside of the graphs, which end at every layer."""
 
+    deterministic: Flag = False
+    """Use operators that always round the same way, those of flash-attn included: a GPU needs it for the same bits each
+    time and after a resume. Slower; an operator without such a form is warned of. CPUs do not need it."""
+
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] = 42
     """Seed of data order, adapter weights and dropout."""
 
@@ -103,6 +107,10 @@ class TrainingSection(Section):
     on_out_of_memory: Literal["first_step", "always", "stop"] = "first_step"
     """Out of memory: halve the micro-batch and double the accumulation (the same global batch) if that happens before
     the `first_step` is done, `always`, or `stop`."""
+
+    ignore_memory_estimate: Flag = False
+    """Train although the estimate says that the run does not fit into memory; otherwise `plan` and `train` leave with
+    exit code 1."""
 
     resume: str = "auto"
     """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""

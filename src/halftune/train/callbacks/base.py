@@ -48,6 +48,11 @@ class Run:
     best: tuple[int, float] | None = None
     stop: str = ""
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a share of the weights: a forward pass then needs all of them."""
+        return self.plan.distribution.value == "fsdp2"
+
 
 @dataclass
 class StepMetrics:
@@ -81,9 +86,12 @@ class Callback:
 
     Attributes:
         watches: it only looks on (writes, draws, reports): where it fails, training goes on without it.
+        together: it computes with the model. Where that is sharded, a process on which it fails has left the others in
+            the middle of a forward pass, and training cannot go on.
     """
 
     watches: ClassVar[bool] = False
+    together: ClassVar[bool] = False
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold of it, JSON-able; asked of the main process."""

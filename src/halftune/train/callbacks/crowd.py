@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from halftune.core import alive
 from halftune.core.errors import HalftuneError
 from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Callback, Run
@@ -39,10 +40,11 @@ class Crowd:
         for callback in self.callbacks:
             if id(callback) in self._absent:
                 continue
+            alive.sign()
             try:
                 getattr(callback, event)(run, *details)
             except FAILURES as error:
-                if not callback.watches:
+                if not callback.watches or (callback.together and run.sharded):
                     raise
                 self._note(callback, error)
                 if event == "on_start":
@@ -51,6 +53,7 @@ class Crowd:
     def end(self, run: Run, error: BaseException | None) -> None:
         """Tells everyone of the end, and sums up what failed. What ended the run is never hidden by another error."""
         for callback in self.callbacks:
+            alive.sign()
             try:
                 callback.on_end(run, error)
             except (HalftuneError, *FAILURES) as failure:

@@ -122,7 +122,7 @@ def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> tuple[str, slice]:
     everything = slice(None)
     if name := first_bad_weight(run.model):
         return f"the weight {name} is not finite", slice(0)
-    if run.plan.distribution.value == "fsdp2":  # every process would have to stop at the same place
+    if run.sharded:  # every process would have to stop at the same place
         return "in which module is not looked for while the model is in shards", everything
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]

@@ -8,33 +8,41 @@ from typing import Any
 
 import torch
 
+from halftune.core import alive
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.model.generate import generate_reply
 from halftune.train.callbacks.base import Callback, Phase, Run
+from halftune.train.parallel.fsdp2 import reshard
 
 log = get_logger(__name__)
 NAME = "samples.json"
 
 
 class Samples(Callback):
-    """Asks the model before and after. Generation draws from a random stream of its own: training is not touched."""
+    """Asks the model before and after. Generation draws from a random stream of its own: training is not touched.
 
-    watches = True
+    Where processes hold shares of the weights, all of them generate, and the main one writes.
+    """
+
+    watches = together = True
 
     def on_start(self, run: Run) -> None:
         """Answers before the first step. A run that goes on keeps the stored ones."""
-        if run.is_main and run.step == 0:
+        if run.step == 0 and self._takes_part(run):
             self._write(run, [{"prompt": p, "before": self._answer(run, p)} for p in run.config.logging.sample_prompts])
 
     def on_phase(self, run: Run, phase: Phase) -> None:
         """Answers when training has finished, with the weights that are the result."""
-        if phase != "finished" or not run.is_main:
+        if phase != "finished" or not self._takes_part(run):
             return
         before = {row["prompt"]: row.get("before") for row in _stored(run.folder)}
         prompts = run.config.logging.sample_prompts
         rows = [{"prompt": p, "before": before.get(p), "after": self._answer(run, p)} for p in prompts]
         self._write(run, rows)
+
+    def _takes_part(self, run: Run) -> bool:
+        return run.is_main or run.sharded
 
     def _answer(self, run: Run, prompt: str) -> str:
         messages = [{"role": "system", "content": run.config.data.system}] if run.config.data.system else []
@@ -43,12 +51,23 @@ class Samples(Callback):
         own = kind in ("cuda", "xpu")  # devices whose random stream can be set aside
         with torch.random.fork_rng([run.device] if own else [], device_type=kind if own else "cuda"):
             torch.manual_seed(run.config.training.seed)
-            variables = run.config.model.chat_template_kwargs
-            return generate_reply(
-                run.model, run.tokenizer, messages, run.config.generation, run.plan, template_variables=variables
+            answer = generate_reply(
+                run.model,
+                run.tokenizer,
+                messages,
+                run.config.generation,
+                run.plan,
+                on_text=lambda _: alive.sign(),
+                template_variables=run.config.model.chat_template_kwargs,
+                sharded=run.device if run.sharded else None,
             )
+        if run.sharded:
+            reshard(run.model)
+        return answer
 
     def _write(self, run: Run, rows: list[dict[str, Any]]) -> None:
+        if not run.is_main:
+            return
         try:
             write_text(run.folder / NAME, json.dumps({"samples": rows}, ensure_ascii=False, indent=1))
         except OSError as error:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halftune.core.errors import PlanError
 from halftune.model.unread import Unread
 from halftune.plan import Plan
+from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.strategy import Strategy
 
 
@@ -32,6 +33,7 @@ class Ddp(Strategy):
 
     def wrap(self, model: nn.Module, unread: Unread | None = None) -> nn.Module:
         """See :class:`Strategy`."""
+        barrier(self.accelerator.num_processes)  # one may have read its weights from a slower disk
         wrapped: nn.Module = self.accelerator.prepare_model(model)
         if not isinstance(wrapped, DistributedDataParallel):
             raise PlanError(

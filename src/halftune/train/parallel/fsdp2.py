@@ -21,6 +21,7 @@ from halftune.core.table import did_you_mean
 from halftune.model.unread import CPU, Unread
 from halftune.plan import ParallelPlan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
+from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.reading import fill, show
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import sum_over_processes
@@ -59,7 +60,11 @@ class Fsdp2(Strategy):
         kept = [name for name, parameter in model.named_parameters() if stays_fp32(name, parameter, ())]
         for layer in layers:
             self._shard(layer, mesh, parallel, reshard=parallel.reshard)
-        self._shard(model, mesh, parallel, reshard=None)
+        # generation calls the model below an adapter, so that one is the root whose forward pass gathers what is left
+        root = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._shard(root, mesh, parallel, reshard=None)
+        assert isinstance(root, FSDPModule), "fully_shard has made it one"
+        self.root, self.syncing = root, True
         self._check(model)
         if unread is not None:
             fill(model, unread, CPU if parallel.offload else device)
@@ -89,7 +94,12 @@ class Fsdp2(Strategy):
 
     @contextmanager
     def accumulating(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:
-        """Gradients are reduced after every micro-batch: whole ones would not fit, which is why there are shards."""
+        """See :class:`Strategy`. Until they are reduced, gradients are whole on each device: the plan says when."""
+        assert self.plan.parallel is not None, "fsdp2 is planned for several processes only"
+        sync = last or self.plan.parallel.sync_each.value
+        if sync != self.syncing:
+            self.syncing = sync
+            self.root.set_requires_gradient_sync(sync)
         yield
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
@@ -106,10 +116,8 @@ class Fsdp2(Strategy):
         return float(norm)
 
     def after_evaluation(self, wrapped: nn.Module) -> None:
-        """Lets the gathered weights go, which otherwise the backward pass would do."""
-        for module in wrapped.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """See :func:`reshard`."""
+        reshard(wrapped)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Strategy`."""
@@ -133,10 +141,19 @@ class Fsdp2(Strategy):
                 if adapted:
                     yield name, done[id(tensor)]
                 continue
+            if not adapted:  # the main process may be writing what it has
+                barrier(self.accelerator.num_processes)
             whole = self.whole(tensor.detach())
             whole = whole.cpu() if self.accelerator.is_main_process else whole.new_empty(0)
             done[id(tensor)] = whole if adapted else None
             yield name, whole
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the weights that forward passes have gathered; a backward pass does so by itself."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -147,6 +147,12 @@ def _first(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:160]
 
 
+def part() -> None:
+    """Takes the process group apart, where there is one: at the end of a process, when all have done their work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def join(kind: str, seconds: float) -> None:
     """Makes the process group of all processes.
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from halftune.core import alive
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.failures import PeerLost, leave
 from halftune.core.log import get_logger
 from halftune.train.parallel.meeting import Meeting, open_store
 
 BEAT = 1.0  # seconds
+FAILED = "failed/any"  # key that is there once a process has failed
 _GRACE = 10.0  # for the main thread to notice by itself that it waits in vain
 _ANSWER = 8.0  # seconds after which the store will not answer any more: torch has no limit for that
 _PHRASES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL")
@@ -39,9 +41,15 @@ _current: Pulse | None = None  # of this process, while it is in a job of severa
 
 
 def tick() -> None:
-    """Called wherever training moves on; between two calls may lie no more than ``distributed.timeout_seconds``."""
+    """Called where training moves on, by all processes equally often: who has fewer is behind. Also a sign of life."""
     global _ticks
     _ticks += 1
+    alive.sign()
+
+
+def current() -> Pulse | None:
+    """The pulse of this process, while it is in a job of several."""
+    return _current
 
 
 def explained(error: BaseException) -> BaseException:
@@ -53,6 +61,7 @@ def explained(error: BaseException) -> BaseException:
     if _current is None:
         return error
     error = _current.explain(error)
+    alive.sign()  # what comes now, such as the report, has its own time
     if isinstance(error, HalftuneError) and error.exit_code < 128:  # by a signal: nothing failed
         leave(error, str(error))
     return error
@@ -71,14 +80,18 @@ class Sign:
 
     Attributes:
         ticks: how far it has come.
-        beat: counts its signs; one that stands still is gone or stopped.
+        beat: counts its messages; one that stands still is gone or stopped.
         host, where: machine, and the line of ours that its main thread is at.
+        signs: how many signs of life its main thread has given; it may work alone.
+        extra: seconds beyond the limit that its present piece of work may take.
     """
 
     ticks: int
     beat: int
     host: str
     where: str
+    signs: int = 0
+    extra: float = 0.0
 
 
 class Pulse:
@@ -90,6 +103,8 @@ class Pulse:
     """
 
     def __init__(self, meeting: Meeting, seconds: float) -> None:
+        global _ticks
+        _ticks = 0  # a run before this one is over
         self.rank, self.world_size, self.seconds = meeting.rank, meeting.world_size, seconds
         self.store, self.lock, self.beat, self.cut = open_store(seconds), threading.Lock(), 0, False
         self.main, self.over = threading.get_ident(), threading.Event()
@@ -147,7 +162,7 @@ class Pulse:
         what = str(error).strip() or type(error).__name__
         try:
             said = f"rank {self.rank} on {socket.gethostname()}: {what}"
-            self._ask(lambda: self.store.set(f"failed/{self.rank}", said))
+            self._ask(lambda: (self.store.set(f"failed/{self.rank}", said), self.store.set(FAILED, "")))
         except (RuntimeError, OSError):
             return  # the store is gone, and with it those that would read
 
@@ -194,22 +209,19 @@ class Pulse:
         return PeerLost(what, remedy=_REMEDY, named=True)
 
     def _beats(self) -> None:
-        last, since, listening = 0, time.monotonic(), True
+        host, listening = socket.gethostname(), True
         while True:
             self.beat += 1
-            sign = {"ticks": _ticks, "beat": self.beat, "host": socket.gethostname(), "where": self._where()}
+            sign = Sign(_ticks, self.beat, host, self._where(), alive.signs, alive.extra)
             try:
                 if listening:
-                    text = json.dumps(sign)
+                    text = json.dumps(asdict(sign))
                     self._ask(partial(self.store.set, f"pulse/{self.rank}", text))
             except (RuntimeError, OSError):
                 listening = False  # the store is gone; what is left is to end this process where it hangs
             self._end_alone()
-            if _ticks != last:
-                last, since = _ticks, time.monotonic()
-            elif _ticks and time.monotonic() - since > self.seconds:
-                self._end(time.monotonic() - since)
-                since += _GRACE
+            if _ticks and (silent := alive.silent()) > self.seconds:
+                self._end(silent)
             if self.over.wait(BEAT):
                 return
 

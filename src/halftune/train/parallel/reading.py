@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from halftune.config.run import RunConfig
+from halftune.core import alive
 from halftune.core.log import get_logger
 from halftune.model.adapters.attach import attach_adapter
 from halftune.model.load import load_model
@@ -33,6 +34,7 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]
     Raises:
         HalftuneError: as ``load_model`` and ``attach_adapter``.
     """
+    alive.sign(plan.memory.weights)
     if plan.distribution.value == "fsdp2":
         why = needs_whole_weights(config) or why_not()
         if not why:
@@ -83,6 +85,7 @@ def fill(model: nn.Module, unread: Unread, device: torch.device) -> None:
     with unread.opened(), torch.no_grad():
         for name, weight in _named(model, unread):
             assert isinstance(weight, DTensor), "fully_shard has sharded every weight"
+            alive.sign(weight.nbytes)
             share: Any = torch.empty_like(weight, device=device)
             first, _ = own_rows(weight) or (None, 0)
             unread.read(name, share.to_local(), first)

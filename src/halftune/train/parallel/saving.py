@@ -12,10 +12,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from halftune.core import alive
 from halftune.core.atomic import first_aid, sync
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import entry
 from halftune.train.lock import LOCK
+from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.shards import write_shares
 from halftune.train.parallel.strategy import Strategy
 
@@ -51,6 +53,7 @@ def write_together(strategy: Strategy, folder: Path | None, files: Files, *, pla
             written = _write_shares(strategy, Path(place[0]), files)
     except (OSError, SafetensorError) as error:
         failure = [str(error), first_aid(error)]
+    barrier(accelerator.num_processes)
     everybody = gather_object([(failure, written)])
     for rank, (failed, _) in enumerate(everybody):
         if failed:
@@ -103,11 +106,13 @@ def _write_plain(strategy: Strategy, folder: Path, files: Files) -> None:
     for name, tensors in files.items():
         whole = {}
         for key, tensor in tensors.items():
+            alive.sign()
             gathered = strategy.whole(tensor.detach())
             if strategy.accelerator.is_main_process:
                 whole[key] = gathered.cpu()
         if not strategy.accelerator.is_main_process:
             continue
+        alive.sign(sum(tensor.nbytes for tensor in whole.values()))
         try:
             save_file(whole, folder / name)
         except (OSError, SafetensorError) as error:  # told when all tensors have been gathered: the others wait

@@ -1,0 +1,101 @@
+"""A barrier in the store: processes wait for one that works alone, as long as it gives signs of life.
+
+A collective ends after a fixed time, whatever another process still writes, verifies or generates; and torch's own
+barrier must be told a device.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from halftune.core import alive
+from halftune.train.parallel import pulse
+from halftune.train.parallel.meeting import Meeting, meet
+from halftune.train.parallel.pulse import FAILED, Pulse
+
+_POLL = (0.001, 0.05)  # seconds between two looks, at first and at most
+_DEAD = 20.0  # seconds without a beat after which a process is taken for gone, where no launcher says so
+_passed = 0  # barriers of this process
+_gone = False  # whether the store is
+
+
+def barrier(processes: int) -> None:
+    """Waits until so many processes, which are all, have come here.
+
+    Raises:
+        PeerLost: a process failed, or none of those that are awaited gave a sign of life for
+            ``distributed.timeout_seconds`` (longer while it reads or writes much in one piece); names it.
+    """
+    global _gone
+    if processes == 1:
+        return
+    watch = pulse.current()
+    if watch is not None and not _gone:  # where nobody watches, a collective says that a process is gone
+        try:
+            return _wait(processes, watch)
+        except (RuntimeError, OSError):
+            _gone = True  # with the launcher, which serves it: the processes save and end
+    dist.barrier()
+
+
+def _wait(processes: int, watch: Pulse) -> None:
+    global _passed
+    meeting, key = meet(), f"barrier/{_passed}"
+    pulse.tick()
+    if meeting.store.add(key, 1) == processes:
+        meeting.store.set(f"{key}/all", "")
+    others = _Others(meeting, watch)
+    pause = _POLL[0]
+    while not meeting.store.check([f"{key}/all"]):
+        alive.wait()
+        others.check()
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL[1])
+    alive.sign()
+    if meeting.rank == 0 and _passed:  # all have left the one before
+        for done in (f"barrier/{_passed - 1}", f"barrier/{_passed - 1}/all"):
+            meeting.store.delete_key(done)
+    _passed += 1
+
+
+class _Others:
+    """Looks now and then whether a process that is waited for still goes on.
+
+    Args:
+        meeting: whom to ask whether a process has failed.
+        watch: knows the signs of life.
+    """
+
+    def __init__(self, meeting: Meeting, watch: Pulse) -> None:
+        self.meeting, self.watch = meeting, watch
+        self.seen: list[int] = []
+        self.beats: dict[int, tuple[int, float]] = {}  # of each rank the latest, and when it was new
+        self.since = self.asked = self.looked = time.monotonic()
+
+    def check(self) -> None:
+        """Raises where there is no use in waiting.
+
+        Raises:
+            PeerLost: as :func:`barrier`.
+        """
+        now = time.monotonic()
+        if now - self.asked < pulse.BEAT:
+            return
+        self.asked = now
+        if self.meeting.store.check([FAILED]):
+            raise self.watch.blame(RuntimeError("another process has failed"))
+        if now - self.looked < self.watch.seconds / 50:  # asks for the sign of every process
+            return
+        self.looked = now
+        signs = self.watch.signs()
+        for rank, sign in signs.items():
+            if self.beats.get(rank, (-1, 0.0))[0] != sign.beat:
+                self.beats[rank] = (sign.beat, now)
+            elif now - self.beats[rank][1] > _DEAD + sign.extra:  # a library may stop the beat while it writes
+                raise self.watch.blame(RuntimeError(f"rank {rank} is gone or stopped"))
+        if (seen := [sign.signs for sign in signs.values()]) != self.seen:
+            self.seen, self.since = seen, now
+        elif now - self.since > self.watch.seconds + max(sign.extra for sign in signs.values()):
+            raise self.watch.blame(RuntimeError(f"waited {now - self.since:.0f} s"))

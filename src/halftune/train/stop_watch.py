@@ -1,0 +1,117 @@
+"""Hears signals where the main thread cannot, and ends a process of several that does not come to the end of a step.
+
+Python runs a signal's handler in the main thread, between two of its own instructions: one that waits inside a library
+for another process (a collective) never gets there.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from halftune.core import alive
+from halftune.core.failures import leave
+from halftune.core.status import NAME, StatusFile, read_status
+from halftune.train.checkpoint_list import checkpoints
+from halftune.train.interrupt import SIGNALS, Interrupted, is_echo, say
+from halftune.train.parallel.pulse import current
+
+_POLL = 0.2  # seconds between two looks once a signal has come
+_HANDLER = 1.0  # seconds for the main thread to answer a second signal itself
+
+
+class StopWatch:
+    """A thread that listens from :meth:`start` to :meth:`stop`.
+
+    After the first signal the process may take ``seconds`` without a sign of life, or twice the longest time between
+    two that it has needed so far in training: then it ends, and its last checkpoint is named. A second signal ends it
+    at once.
+
+    Args:
+        folder: of the run.
+        seconds: ``distributed.stop_seconds``.
+    """
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        self.saved = False
+
+    def start(self) -> None:
+        """Listens; called by the main thread, when its handlers are in place."""
+        self.ear, self.mouth = socket.socketpair()
+        self.mouth.setblocking(False)
+        self.before = signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
+        _listening.add(self)
+        threading.Thread(target=self._listen, name="stop watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Listens no more."""
+        signal.set_wakeup_fd(self.before)
+        _listening.discard(self)
+        self.mouth.close()  # which ends the thread
+
+    def _listen(self) -> None:
+        first, heard = None, 0.0
+        with self.ear:
+            while True:
+                if select.select([self.ear], [], [], None if first is None else _POLL)[0]:
+                    if not (numbers := self.ear.recv(64)):
+                        return
+                    for number in map(signal.Signals, filter(SIGNALS.__contains__, numbers)):
+                        if first is None:
+                            first, heard = number, time.monotonic()
+                        elif not is_echo(number, first, heard):
+                            time.sleep(_HANDLER)
+                            os._exit(128 + number)
+                if first is not None and not self.saved:
+                    self._look(first, heard)
+
+    def _look(self, number: signal.Signals, heard: float) -> None:
+        limit = max(self.seconds, 2 * alive.longest)
+        if min(time.monotonic() - heard, alive.silent()) < limit:
+            return
+        error = Interrupted.stuck(number, limit, checkpoints(self.folder))
+        if (pulse := current()) is not None:
+            pulse.confess(error)  # some may wait where they look for failures
+        leave(error, str(error))
+        if os.environ.get("RANK", "0") == "0":  # it speaks for all, as after a save
+            self._write(str(error))
+            say(f"halftune train: {error}\n")
+        os._exit(error.exit_code)
+
+    def _write(self, error: str) -> None:
+        path = self.folder / NAME
+        with suppress(OSError, ValueError):
+            if (status := read_status(path)) is not None:
+                StatusFile(path).tell(**asdict(status) | {"state": "stopped", "error": error, "seconds_left": None})
+
+
+# A forked process has the parent's descriptor: without these, what it is told would reach the parent. No signal comes
+# to it before.
+_listening: set[StopWatch] = set()
+
+
+def _hold() -> None:
+    if _listening:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _let_go() -> None:
+    if _listening:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _deaf() -> None:
+    if _listening:
+        signal.set_wakeup_fd(-1)
+        _let_go()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_deaf)

@@ -1,0 +1,130 @@
+"""Two processes with every callback, and where one of them works alone: none waits for the other in vain."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_group import apart, curve, in_processes, train_all
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from halftune.core import alive, manifest
+from halftune.model import save_pieces
+from halftune.train.callbacks import CALLBACKS, chosen
+from halftune.train.parallel.meeting import meet
+from halftune.train.parallel.pulse import Pulse
+from halftune.train.processes import GRACE
+
+NEED_MORE = {"progress_bar", "wandb"}  # a terminal, an account
+EVERYTHING = (
+    "logging.sample_prompts=[Add 2 and 3., Add 4 and 5.]",
+    "generation.max_new_tokens=3",
+    "logging.report_to=[tensorboard]",
+    "logging.profile=1",
+    "logging.progress=true",
+    "training.on_non_finite=skip",
+    "training.eval_steps=2",
+    "training.early_stopping_patience=50",
+    "training.load_best=true",
+    "training.save_steps=2",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str, adapter: str) -> None:
+    def run(name: str, *more: str):
+        where = (f"training.output_dir={tmp_path / name}", f"distributed.strategy={strategy}")
+        common = ("training.max_steps=5", "training.per_device_train_batch_size=2", "data.eval_split=3")
+        return recipe(f"adapter={adapter}", *where, *common, *more, world_size=2)
+
+    loaded, plan = run("everything", *EVERYTHING)
+    assert CALLBACKS.keys() - NEED_MORE <= chosen(loaded.run, plan).keys()
+    assert in_processes(2, train_all([(loaded, plan), run("without")]), timeout=300) == [0, 0]
+
+    folder = tmp_path / "everything"
+    samples = json.loads((folder / "samples.json").read_text())["samples"]
+    assert [set(row) for row in samples] == [{"prompt", "before", "after"}] * 2
+    assert all(isinstance(row[when], str) and row[when] for row in samples for when in ("before", "after"))
+    for name in ("guard.json", "dtypes.json", "environment.json", "profile.json", "report.html", "finished.json"):
+        assert (folder / name).exists(), name
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert "failed, training goes on" not in (folder / "train.log").read_text()
+    assert apart(curve(folder), curve(tmp_path / "without")) < 1e-6, "looking on changes nothing"
+
+
+@pytest.mark.slow
+def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe, tmp_path: Path) -> None:
+    """Checksums and the final files, each for longer than torch lets processes wait for each other."""
+    limit = 5.0
+    loaded, plan = recipe(
+        "adapter=none",
+        "distributed.strategy=fsdp2",
+        f"distributed.timeout_seconds={limit}",
+        "training.max_steps=2",
+        "training.per_device_train_batch_size=2",
+        "training.save_steps=2",
+        "data.eval_split=3",
+        "training.eval_steps=2",
+        "training.load_best=true",
+        world_size=2,
+    )
+    checksum, write = manifest._sha256, save_pieces.save_file
+
+    def slowly() -> None:
+        for _ in range(10):
+            time.sleep((limit + GRACE) / 8)
+            alive.sign()
+
+    def slow_checksum(path: Path) -> str:
+        if path.name.startswith("trainable"):
+            slowly()
+        return checksum(path)
+
+    def slow_write(*arguments: Any, **options: Any) -> None:
+        slowly()
+        write(*arguments, **options)
+
+    def work(rank: int) -> None:
+        if rank == 0:
+            manifest._sha256, save_pieces.save_file = slow_checksum, slow_write
+        with Pulse(meet(), limit):
+            train_all([(loaded, plan)])(rank)
+
+    assert in_processes(2, work, timeout=300) == [0, 0]
+    assert (tmp_path / "run" / "finished.json").exists()
+
+
+def test_processes_share_the_checksums_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a", "b", "c", "d", "e"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    manifest.seal(tmp_path)
+    (tmp_path / "d").write_text("D")
+    checksum, read = manifest._sha256, list[str]()
+    monkeypatch.setattr(manifest, "_sha256", lambda path: (read.append(path.name), checksum(path))[1])
+    found = [manifest.damage(tmp_path, thorough=True, share=(rank, 2)) for rank in range(2)]
+    assert [bool(wrong) for wrong in found] == [False, True]
+    assert sorted(read) == names, "each file is read by one process"
+    assert "d " in manifest.damage(tmp_path, thorough=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "sums"), [("auto", 1), ("true", 3)])
+def test_gradients_are_summed_once_a_step(recipe, tmp_path: Path, asked: str, sums: int) -> None:
+    """Of three forward passes, or after each of them; counted for one step of a model of two layers and the rest."""
+    rows = ("training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=3")
+    how = ("distributed.strategy=fsdp2", f"distributed.fsdp.sync_each_batch={asked}", "training.max_steps=1")
+    made = recipe("adapter=none", *rows, *how, world_size=2)
+
+    def work(rank: int) -> None:
+        scatter, counted = DefaultReduceScatter.__call__, list[int]()
+        DefaultReduceScatter.__call__ = lambda *a, **k: (counted.append(1), scatter(*a, **k))[1]
+        train_all([made])(rank)
+        assert len(counted) == 3 * sums
+
+    assert in_processes(2, work, timeout=120) == [0, 0]
