@@ -124,6 +124,7 @@ def machines() -> Iterator[Hardware]:
     yield replace(fast, devices=tuple(replace(device, capability=(13, 0)) for device in fast.devices))
     yield replace(fast, devices=(*fast.devices, *old.devices))
     yield replace(old, packages=(("torch", "2.13.0"),))
+    yield replace(old, devices=tuple(replace(one, name="Tesla P40", capability=(6, 1)) for one in old.devices))
     weak = [replace(device, arch="gfx1030", name="AMD Radeon") for device in lookup("mi250").devices]
     yield replace(lookup("mi250"), devices=(*weak, *lookup("mi300x").devices))
     yield replace(fast, packages=(("torch", "2.11.0"), ("triton", "3.6.0"), *flash))
