@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 Function = Callable[..., Any]
@@ -44,6 +45,8 @@ _FLA, _FLA_OPERATORS = "fla", "fla.ops."
 # Parameters of flash-linear-attention's operators that its kernels multiply with each other and want in one format;
 # decays, gates and states keep their own.
 _FLA_OPERANDS = ("q", "r", "k", "v", "kk", "a", "b")
+# Whole passes over a row, or the step of one token; helpers that work by element take any formats.
+_FLA_NAMES = re.compile(r"chunk|recurrent|parallel|attn|decod")
 
 
 def fla_operators() -> Iterator[tuple[Function, tuple[str, ...]]]:
@@ -57,12 +60,12 @@ def fla_operators() -> Iterator[tuple[Function, tuple[str, ...]]]:
     found: dict[Function, None] = {}
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         if not module.__name__.startswith((_FLA_OPERATORS, "transformers.")):
-            values = [value for value in list(vars(module).values()) if inspect.isfunction(value)]
+            values = [value for value in list(vars(module).values()) if type(value) is FunctionType]
             found |= dict.fromkeys(_behind(one) for one in values if str(one.__module__).startswith(_FLA_OPERATORS))
     for function in found:
         parameters = inspect.signature(function).parameters
         operands = [name for name in _FLA_OPERANDS if name in parameters and _is_asked_for(parameters[name])]
-        if "v" in operands and len(operands) > 1:
+        if _FLA_NAMES.search(function.__name__) and "v" in operands and len(operands) > 1:
             yield function, tuple(operands)
 
 

@@ -244,6 +244,8 @@ class Tracer:
 
         @functools.wraps(then)
         def sink(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return then(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             found = {name: bound.arguments.get(name) for name in entry.operands}
             operands = {name: operand for name, operand in found.items() if isinstance(operand, torch.Tensor)}
