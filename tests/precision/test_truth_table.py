@@ -282,7 +282,8 @@ def test_pinned_bf16_masters_warn() -> None:
     ("checkpoint", "compute", "storage_says", "warns"),
     [
         ("float16", "bf16", "the checkpoint's fp16 is rounded", "drops 3 of its 10 mantissa bits"),
-        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "beyond fp16's range"),
+        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "the range of bf16"),
+        ("float32", "fp16", "the checkpoint's fp32 is rounded", "the range of fp32"),
         ("float32", "bf16", "the checkpoint's fp32 is rounded", ""),
         ("bfloat16", "fp32", "the checkpoint's bf16 is widened without loss", ""),
         ("bfloat16", "bf16", "", ""),
@@ -333,3 +334,36 @@ def test_quantised_weights_are_not_trained() -> None:
     with pytest.raises(PlanError, match="quantised"):
         plan("a100", FULL, quantised)
     assert "stay quantised" in plan("a100", LORA, quantised).storage.reason
+
+
+MIXED = {
+    "model.layers.0.a.weight": "bf16",
+    "model.layers.1.a.weight": "fp16",
+    "model.norm.weight": "fp32",
+    "x.A_log": "fp32",
+}
+
+
+@pytest.mark.parametrize(
+    ("compute", "adapter", "rounded", "wide"),
+    [
+        ("bf16", LORA, {"fp16": "model.layers.1.a.weight", "fp32": "model.norm.weight"}, ""),
+        ("fp16", LORA, {"bf16": "model.layers.0.a.weight", "fp32": "model.norm.weight"}, "bf16 and fp32"),
+        ("fp16", FULL, {}, "bf16 and fp32"),
+        ("fp32", LORA, {}, ""),
+        ("bf16", FULL, {}, ""),
+    ],
+)
+def test_a_checkpoint_in_several_formats_is_not_rounded_in_silence(
+    compute: str, adapter: Any, rounded: dict[str, str], wide: str
+) -> None:
+    mixed = replace(facts(), stored=MIXED, linear_layers=1)  # which keeps A_log in fp32
+    made = plan("a100", adapter, mixed, compute=compute)
+    for source, first in rounded.items():
+        (said,) = [warning for warning in made.warnings if f"tensors are {source} in the checkpoint" in warning]
+        assert said.startswith("1 of 4 ")
+        assert said.endswith(f"rounded to {compute} on load, first {first}.")
+        assert said.removesuffix(".") in made.storage.reason
+    assert ("nothing of the checkpoint is rounded" in made.storage.reason) is (not rounded)
+    assert [w for w in made.warnings if "on load, first" in w] == [] or rounded
+    assert any(f"the range of {wide}" in warning for warning in made.warnings) is bool(wide)

@@ -110,6 +110,7 @@ def config(**asked: Any) -> RunConfig:
 def models() -> Iterator[ModelFacts]:
     for kind in KINDS:
         yield facts_from_config({**QWEN2_5_0_5B, **kind}, "x")
+    yield replace(facts_from_config(QWEN2_5_0_5B, "x"), stored={"a.weight": "bf16", "b.weight": "fp32"})
     for name in BUILTIN:
         yield read_model_facts(config(model={"name_or_path": f"builtin:{name}"}).model)
 

@@ -29,6 +29,7 @@ from halftune.model.quantised import compute_as_planned, quantisation, reading, 
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.model.unread import META, Unread
+from halftune.model.weight_range import RangeCheck
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.precision.trace.sources import brought_code
@@ -52,7 +53,8 @@ def load_model(
         unread: where given, no weight is read (all are on the meta device), and it is told where they are.
 
     Raises:
-        ModelError: the checkpoint cannot be read, or its weights are not all and only this architecture's.
+        ModelError: the checkpoint cannot be read, its weights are not all and only this architecture's, or one is
+            beyond the range of the planned fp16.
     """
     folder = locate(model)
     attention = register_attention(plan)
@@ -62,13 +64,18 @@ def load_model(
         if quantisation(folder) in WIDENED:
             store_as_planned(loaded, plan)
     _check_complete(info, folder)
+    weights = RangeCheck(folder, plan)
+    if quantisation(folder) is None:
+        weights.tell_rounding(loaded, plan)
     if unread is not None:
         unread.give_buffers(loaded)
+        unread.check = weights.tensor
     compute_in_fp32(loaded, model)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     compute_as_planned(loaded, plan, for_training=for_training)
     _mark_kept(loaded, plan)
+    weights.model(loaded)
     name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)
     guard_imports_by_hand(loaded, own_code=own_code)
