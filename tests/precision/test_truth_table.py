@@ -367,3 +367,14 @@ def test_a_checkpoint_in_several_formats_is_not_rounded_in_silence(
     assert ("nothing of the checkpoint is rounded" in made.storage.reason) is (not rounded)
     assert [w for w in made.warnings if "on load, first" in w] == [] or rounded
     assert any(f"the range of {wide}" in warning for warning in made.warnings) is bool(wide)
+
+
+def test_headers_tell_the_format_of_every_tensor() -> None:
+    headers = {
+        "a.weight": ("BF16", (64, 64)),
+        "norm.weight": ("F32", (64,)),
+        "visual.b": ("F16", (2,)),
+        "n": ("I64", ()),
+    }
+    found = facts_from_config({**LLAMA, "dtype": "float16"}, "here", headers=headers)
+    assert (found.dtype, found.stored) == ("bf16", {"a.weight": "bf16", "norm.weight": "fp32"})
