@@ -47,6 +47,18 @@ def test_the_bases_own_dtype(tmp_path: Path, own: str, precision: str) -> None:
     assert "the base checkpoint's own" in export.describe()
 
 
+def test_a_base_in_several_formats_is_not_called_the_source_of_one(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "base", torch.bfloat16, vocab_size=4096)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    run = open_run(str(finished_run(tmp_path / "run", base)))
+    export = export_run(run, tmp_path / "out")
+    assert export.stored == "bf16"
+    assert "1 in fp32, first model.norm.weight" in export.source
+    assert "the base checkpoint's own" not in export.describe()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_exported_model_answers_as_the_run_does(tmp_path: Path, run_folder: Path, dtype: str) -> None:
     run = open_run(str(run_folder))

@@ -186,7 +186,7 @@ def test_apple(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model name\t: Xeon\nflags\t: fpu avx512_bf16 amx_bf16 amx_tile\n", {"avx512_bf16", "amx_bf16"}),
         ("model name\t: Xeon\nflags\t: fpu avx512_bf16\n", {"avx512_bf16"}),
         ("vendor_id\t: AuthenticAMD\nmodel name\t: EPYC\nflags\t: avx512_bf16\n", {"avx512_bf16", "amd"}),
-        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", set()),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", {"bf16"}),
         ("", set()),
     ],
 )

@@ -14,8 +14,7 @@ from tiny_model import plan
 
 from halftune.core.errors import DtypeContractError, ModelError
 from halftune.model import patch
-from halftune.model.patch import guard_imports_by_hand, registered_attention
-from halftune.precision.patched import unpatch
+from halftune.model.patch import guarded_imports, registered_attention
 
 
 @pytest.fixture
@@ -24,9 +23,9 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     with flash_attn_installed() as pretend, registered_attention(plan("bf16")):
         pretend.capability = (8, 6)
         monkeypatch.setattr(patch, "capability_of", lambda tensor: (8, 6))
-        assert "flash_attn.flash_attn_func" in guard_imports_by_hand()
-        yield importlib.import_module("flash_attn").flash_attn_func
-        unpatch()
+        with guarded_imports() as scope:
+            assert "flash_attn.flash_attn_func" in scope.names
+            yield importlib.import_module("flash_attn").flash_attn_func
 
 
 def heads(size: int) -> torch.Tensor:
@@ -89,11 +88,8 @@ def test_the_module_of_flash_attn_3_is_guarded_too(monkeypatch: pytest.MonkeyPat
     module = ModuleType("flash_attn_interface")
     vars(module).update(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_func)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    with registered_attention(plan("bf16")):
-        try:
-            assert set(guard_imports_by_hand()) >= {f"flash_attn_interface.{name}" for name in ("flash_attn_func",)}
-            q = torch.randn(1, 4, 2, 8)
-            assert vars(module)["flash_attn_func"](q, q.bfloat16(), q, 0.5).dtype == torch.bfloat16
-        finally:
-            unpatch()
+    with registered_attention(plan("bf16")), guarded_imports() as scope:
+        assert "flash_attn_interface.flash_attn_func" in scope.names
+        q = torch.randn(1, 4, 2, 8)
+        assert vars(module)["flash_attn_func"](q, q.bfloat16(), q, 0.5).dtype == torch.bfloat16
     assert vars(module)["flash_attn_func"] is flash_attn_func

@@ -41,6 +41,9 @@ CPU_FP16 = "{} is a CPU, where fp16 is not fast, and accelerate would silently r
 T4, V100, P100 = (
     f"{n} (compute capability {c})" for n, c in (("Tesla T4", 7.5), ("Tesla V100", "7.0"), ("Tesla P100", "6.0"))
 )
+GTX = "GeForce GTX 1660 Ti (compute capability 7.5)"
+SLOW, TWICE = {"p100": P100, "gtx1660": GTX}, "does fp16 at up to twice the rate of fp32, without tensor cores"
+ARM, MI100 = "ARM CPU (Neoverse V1)", "AMD Instinct MI100 (gfx908)"
 AMPERE = {
     "rtx3090": "GeForce RTX 3090 (compute capability 8.6)",
     "rtx4090": "GeForce RTX 4090 (compute capability 8.9)",
@@ -57,6 +60,7 @@ OTHERS = {
     "mi250": ("AMD Instinct MI250 (one die) (gfx90a)", "has bf16 matrix cores"),
     "mi300x": ("AMD Instinct MI300X (gfx942)", "has bf16 matrix cores"),
     "mi355x": ("AMD Instinct MI355X (gfx950)", "has bf16 matrix cores"),
+    "rx7900xtx": ("AMD Radeon RX 7900 XTX (gfx1100)", "has bf16 matrix instructions"),
     "max1550": ("Intel Data Center GPU Max 1550", "has bf16 matrix engines"),
     "m2": ("Apple M2", "does bf16 from macOS 14 on"),
 }
@@ -80,7 +84,13 @@ TAKEN: list[tuple[str, str, str, str]] = [
     ("rtx2080", "auto", "fp16", f"GeForce RTX 2080 (compute capability 7.5) {NO_UNITS}"),
     ("t4", "fp16", "fp16", f"{T4} does fp16 at full speed; asked for"),
     ("v100", "fp16", "fp16", f"{V100} does fp16 at full speed; asked for"),
-    ("p100", "auto", "fp32", f"{P100} has no tensor cores (they need 7.0)"),
+    *[(m, "auto", "fp32", f"{n} has no tensor cores") for m, n in SLOW.items()],
+    *[(m, "fp16", "fp16", f"{n} {TWICE}; asked for") for m, n in SLOW.items()],
+    ("mi100", "auto", "bf16", f"{MI100} has bf16 matrix cores, at half the rate of fp16"),
+    ("mi100", "bf16", "bf16", f"{MI100} does bf16 at half the rate of fp16, and faster than fp32; asked for"),
+    ("mi100", "fp16", "fp16", f"{MI100} does fp16 at full speed; asked for"),
+    ("cpu-arm-bf16", "auto", "fp32", f"{ARM} has bf16 units, and training in bf16 was not measured on ARM"),
+    ("cpu-arm-bf16", "bf16", "bf16", f"{ARM} has bf16 units; asked for"),
     ("m2-macos13", "auto", "fp16", "Apple M2 on macOS 13 has no bf16 before macOS 14"),
     ("m2-macos13", "fp16", "fp16", "Apple M2 on macOS 13 does fp16 at full speed; asked for"),
     ("cpu-amx", "auto", "bf16", "CPU with AMX has AMX bf16 tiles"),
@@ -99,15 +109,17 @@ REFUSED: list[tuple[str, str, str]] = [
     ("v100-32", "bf16", NO_BF16.format("Tesla V100 32GB (compute capability 7.0)")),
     ("rtx2080", "bf16", NO_BF16.format("GeForce RTX 2080 (compute capability 7.5)")),
     ("p100", "bf16", NO_BF16.format(P100)),
-    ("p100", "fp16", f"{P100} has no fast fp16 (tensor cores need 7.0)"),
+    ("gtx1660", "bf16", NO_BF16.format(GTX)),
+    ("cpu-arm-bf16", "fp16", CPU_FP16.format(ARM)),
     ("m2-macos13", "bf16", "Apple M2 on macOS 13 has no bf16 before macOS 14"),
     ("cpu-amx", "fp16", CPU_FP16.format("CPU with AMX")),
     ("cpu-avx512bf16", "fp16", CPU_FP16.format("CPU with AVX512-BF16")),
     ("cpu-zen4", "fp16", CPU_FP16.format("AMD CPU (Zen 4)")),
     ("cpu", "fp16", CPU_FP16.format("CPU without bf16 units")),
 ]
-FALLS_TO = {"t4": "fp16", "v100": "fp16", "v100-32": "fp16", "rtx2080": "fp16", "p100": "fp32"}
+FALLS_TO = {"t4": "fp16", "v100": "fp16", "v100-32": "fp16", "rtx2080": "fp16", "p100": "fp32", "gtx1660": "fp32"}
 FALLS_TO |= {"m2-macos13": "fp16", "cpu-amx": "bf16", "cpu-avx512bf16": "fp32", "cpu-zen4": "bf16", "cpu": "fp32"}
+FALLS_TO |= {"cpu-arm-bf16": "fp32"}
 
 
 @pytest.mark.parametrize(("machine", "asked", "compute", "reason"), TAKEN)
@@ -147,13 +159,41 @@ def test_every_machine_is_in_the_table_and_every_cell_is_tested() -> None:
     }
     assert missing == same_row
     assert {row.name for row in TRUTH_TABLE} - {row_of(hw.devices[0]).name for hw in CATALOGUE.values()} == {
-        "ROCm, other targets"
+        "ROCm, other targets",
+        "CUDA, compute capability below 7.0",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "auto", "fp16"),
+    [
+        ("NVIDIA GeForce GTX 1650 SUPER", (7, 5), "fp32", True),
+        ("NVIDIA GeForce MX550", (7, 5), "fp32", True),
+        ("NVIDIA T1000 8GB", (7, 5), "fp32", True),
+        ("Quadro T2000 with Max-Q Design", (7, 5), "fp32", True),
+        ("Tesla T4", (7, 5), "fp16", True),
+        ("Quadro RTX 4000", (7, 5), "fp16", True),
+        ("NVIDIA T1000 8GB", (8, 6), "bf16", True),  # the name decides only among cards of 7.5
+        ("Tesla P40", (6, 1), "fp32", False),
+        ("NVIDIA GeForce GTX 1080", (6, 1), "fp32", False),
+    ],
+)
+def test_tensor_cores_are_a_fact_of_the_chip(name: str, capability: tuple[int, int], auto: str, fp16: bool) -> None:
+    machine = lookup("t4")
+    machine = replace(machine, devices=(replace(machine.devices[0], name=name, capability=capability),))
+    made = resolve_precision(PrecisionSection(), machine, facts(), LORA)
+    assert made.compute.value == auto
+    assert ("no tensor cores" in made.compute.reason) is (auto == "fp32")
+    if fp16:
+        assert resolve_precision(PrecisionSection(compute="fp16"), machine, facts(), LORA).grad_scaler.value
+    else:
+        with pytest.raises(PlanError, match="no fast fp16"):
+            resolve_precision(PrecisionSection(compute="fp16"), machine, facts(), LORA)
 
 
 def test_an_unlisted_rocm_target_computes_in_fp32_unless_asked() -> None:
     machine = lookup("mi300x")
-    machine = replace(machine, devices=(replace(machine.devices[0], name="Radeon", arch="gfx1100"),))
+    machine = replace(machine, devices=(replace(machine.devices[0], name="Radeon", arch="gfx1030"),))
     made = resolve_precision(PrecisionSection(), machine, facts(), LORA)
     assert made.compute.value == "fp32"
     asked = resolve_precision(PrecisionSection(compute="bf16"), machine, facts(), LORA)
@@ -242,7 +282,8 @@ def test_pinned_bf16_masters_warn() -> None:
     ("checkpoint", "compute", "storage_says", "warns"),
     [
         ("float16", "bf16", "the checkpoint's fp16 is rounded", "drops 3 of its 10 mantissa bits"),
-        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "beyond fp16's range"),
+        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "the range of bf16"),
+        ("float32", "fp16", "the checkpoint's fp32 is rounded", "the range of fp32"),
         ("float32", "bf16", "the checkpoint's fp32 is rounded", ""),
         ("bfloat16", "fp32", "the checkpoint's bf16 is widened without loss", ""),
         ("bfloat16", "bf16", "", ""),
@@ -293,3 +334,47 @@ def test_quantised_weights_are_not_trained() -> None:
     with pytest.raises(PlanError, match="quantised"):
         plan("a100", FULL, quantised)
     assert "stay quantised" in plan("a100", LORA, quantised).storage.reason
+
+
+MIXED = {
+    "model.layers.0.a.weight": "bf16",
+    "model.layers.1.a.weight": "fp16",
+    "model.norm.weight": "fp32",
+    "x.A_log": "fp32",
+}
+
+
+@pytest.mark.parametrize(
+    ("compute", "adapter", "rounded", "wide"),
+    [
+        ("bf16", LORA, {"fp16": "model.layers.1.a.weight", "fp32": "model.norm.weight"}, ""),
+        ("fp16", LORA, {"bf16": "model.layers.0.a.weight", "fp32": "model.norm.weight"}, "bf16 and fp32"),
+        ("fp16", FULL, {}, "bf16 and fp32"),
+        ("fp32", LORA, {}, ""),
+        ("bf16", FULL, {}, ""),
+    ],
+)
+def test_a_checkpoint_in_several_formats_is_not_rounded_in_silence(
+    compute: str, adapter: Any, rounded: dict[str, str], wide: str
+) -> None:
+    mixed = replace(facts(), stored=MIXED, linear_layers=1)  # which keeps A_log in fp32
+    made = plan("a100", adapter, mixed, compute=compute)
+    for source, first in rounded.items():
+        (said,) = [warning for warning in made.warnings if f"tensors are {source} in the checkpoint" in warning]
+        assert said.startswith("1 of 4 ")
+        assert said.endswith(f"rounded to {compute} on load, first {first}.")
+        assert said.removesuffix(".") in made.storage.reason
+    assert ("nothing of the checkpoint is rounded" in made.storage.reason) is (not rounded)
+    assert [w for w in made.warnings if "on load, first" in w] == [] or rounded
+    assert any(f"the range of {wide}" in warning for warning in made.warnings) is bool(wide)
+
+
+def test_headers_tell_the_format_of_every_tensor() -> None:
+    headers = {
+        "a.weight": ("BF16", (64, 64)),
+        "norm.weight": ("F32", (64,)),
+        "visual.b": ("F16", (2,)),
+        "n": ("I64", ()),
+    }
+    found = facts_from_config({**LLAMA, "dtype": "float16"}, "here", headers=headers)
+    assert (found.dtype, found.stored) == ("bf16", {"a.weight": "bf16", "norm.weight": "fp32"})

@@ -17,7 +17,7 @@ from halftune.doctor.examine import examine
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.precision.guard import Guard
-from halftune.precision.rebind import rebound
+from halftune.precision.rebind import Scope
 
 OPERANDS = ("r", "k", "v", "a", "b")
 ENTRY = EntryPoint("", "chunk_rwkv7", OPERANDS)
@@ -38,7 +38,7 @@ def test_guarded_it_trains(source, cuda_autocast, dtype: torch.dtype) -> None:
     model = module.Mixers()
     guard = Guard("cast", "fp16" if dtype == torch.float16 else "bf16")
     x = torch.randn(2, 5, 32)
-    with rebound({module.chunk_rwkv7: guard.operator(module.chunk_rwkv7, OPERANDS)}), cuda_autocast(dtype):
+    with Scope({module.chunk_rwkv7: guard.operator(module.chunk_rwkv7, OPERANDS)}), cuda_autocast(dtype):
         model(x).float().square().mean().backward()
     assert guard.report()["casts"] == 2
     assert guard.report()["sites"][0]["arrived"].startswith(f"r {guard.compute}, k fp32, v {guard.compute}")

@@ -25,7 +25,6 @@ from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
 from halftune.model.finished import open_run
 from halftune.plan import resolve
-from halftune.precision.patched import unpatch
 from halftune.train.trainer import train
 
 BF16 = torch.bfloat16
@@ -67,14 +66,12 @@ CATCHER = {
 
 
 @pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of foreign code go beside the test, not into the user's cache."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)
-    yield
-    unpatch()
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ def test_guarded_it_trains_and_the_cache_works(flash, source, cuda_autocast, dty
     x = torch.randn(2, 5, 32)
     guard = Guard("cast", "fp16" if dtype == F16 else "bf16")
     raw = import_module("flash_attn").flash_attn_func
-    with patched(guard, ENTRY_POINTS) as places, cuda_autocast(dtype):
-        assert "seed.modeling_var_attention.flash_attn_func" in places
+    with patched(guard, ENTRY_POINTS) as scope, cuda_autocast(dtype):
+        assert "seed.modeling_var_attention.flash_attn_func" in scope.names
         model(x).float().square().mean().backward()
         assert {dtypes for _, dtypes in flash.calls} == {(dtype, dtype, dtype)}
         model.blocks[0].caching = True

@@ -110,6 +110,7 @@ def config(**asked: Any) -> RunConfig:
 def models() -> Iterator[ModelFacts]:
     for kind in KINDS:
         yield facts_from_config({**QWEN2_5_0_5B, **kind}, "x")
+    yield replace(facts_from_config(QWEN2_5_0_5B, "x"), stored={"a.weight": "bf16", "b.weight": "fp32"})
     for name in BUILTIN:
         yield read_model_facts(config(model={"name_or_path": f"builtin:{name}"}).model)
 
@@ -124,6 +125,7 @@ def machines() -> Iterator[Hardware]:
     yield replace(fast, devices=tuple(replace(device, capability=(13, 0)) for device in fast.devices))
     yield replace(fast, devices=(*fast.devices, *old.devices))
     yield replace(old, packages=(("torch", "2.13.0"),))
+    yield replace(old, devices=tuple(replace(one, name="Tesla P40", capability=(6, 1)) for one in old.devices))
     weak = [replace(device, arch="gfx1030", name="AMD Radeon") for device in lookup("mi250").devices]
     yield replace(lookup("mi250"), devices=(*weak, *lookup("mi300x").devices))
     yield replace(fast, packages=(("torch", "2.11.0"), ("triton", "3.6.0"), *flash))

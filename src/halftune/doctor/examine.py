@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.flash_sinks import flash_attn_importable
+from halftune.precision.trace.launches import no_launches
 from halftune.precision.trace.repeats import one_of_each_kind
 from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.tracer import Arrival, Tracer
@@ -102,7 +103,9 @@ def examine(config: RunConfig, plan: Plan, *, real: bool = False) -> Examination
     )
     notes: list[str] = []
     tensors = "a small copy with numbers" if real else "without weights"
-    with _silent(), _as_python(), _registered(tracer), flash_attn_importable(), tracer.importing():
+    foreign = config.model.trust_remote_code  # its layers may call kernels; those of transformers have torch code
+    around = no_launches() if foreign else nullcontext()
+    with _silent(), _as_python(), _registered(tracer), around, flash_attn_importable(), tracer.importing():
         model_config = read_config(config.model)
         if real:
             _small(model_config, config, plan, tracer)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from halftune.config.facts.safetensors_headers import main_format, read_headers
+from halftune.config.facts.safetensors_headers import main_format, read_headers, stored_formats
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
@@ -19,6 +20,7 @@ from halftune.model.locate import locate
 from halftune.model.merge import Merge, Progress, merge_adapter, round_model, unwatched
 from halftune.model.save import save_tokenizer, write_model
 from halftune.model.tokenizer import load_tokenizer
+from halftune.precision.rounding import Rounding, roundings
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 NOTHING = 1e-6  # an update that is a smaller share of the weights is fp32's own rounding
@@ -83,9 +85,11 @@ def export_run(
         TrainingError: ``output`` cannot be written (a full disk …).
     """
     check_output(run, output, force=force)
-    own = main_format(read_headers(locate(run.result)))
+    headers = read_headers(locate(run.result))
+    own = main_format(headers)
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
-    source = "as asked" if dtype else _source(run, own)
+    lost = roundings(stored_formats(headers), stored, run.plan.precision.keep_fp32.value)
+    source = "as asked" if dtype else _source(run, own, lost)
     merge = None
     progress("loading", 0, 0)
     try:
@@ -106,8 +110,17 @@ def export_run(
     return Export(output, stored, source, merge)
 
 
-def _source(run: FinishedRun, own: str | None) -> str:
-    """Where the format comes from when none was asked for; ``own`` is that of the result's or the base's files."""
+def _source(run: FinishedRun, own: str | None, lost: Sequence[Rounding]) -> str:
+    """Where the format comes from when none was asked for.
+
+    Args:
+        run: what is exported.
+        own: the format of most numbers in the result's or the base's files.
+        lost: the base's tensors that it rounds.
+    """
     if own not in FORMATS:
         return f"as the run saves; the checkpoint is {own or 'in no one format'}, which is not written"
+    if run.is_adapter and lost:
+        rounded = ", ".join(f"{len(one.names)} in {one.source}, first {one.names[0]}" for one in lost)
+        return f"as most of the base checkpoint's weights; it rounds {rounded}; --dtype fp32 rounds nothing"
     return "the base checkpoint's own" if run.is_adapter else "as the run saved it"

@@ -18,7 +18,7 @@ class Device:
         memory_bytes: device memory; on CPU and MPS the machine's main memory.
         capability: CUDA compute capability ``(major, minor)``; None elsewhere.
         arch: ROCm target such as ``gfx942``; for a CPU, ``x86_64`` or ``arm64``; empty elsewhere.
-        features: what else decides about formats: ``amx_bf16``, ``avx512_bf16``, ``amd``, ``macos14``.
+        features: what else decides about formats: ``amx_bf16``, ``avx512_bf16``, ``bf16`` (ARM), ``amd``, ``macos14``.
     """
 
     kind: Kind

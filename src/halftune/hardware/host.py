@@ -15,7 +15,7 @@ CPUINFO = Path("/proc/cpuinfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 # what decides about bf16: instruction sets (in x86 "flags", or in ARM "Features") and who made the processor
-FEATURES = frozenset({"amx_bf16", "avx512_bf16"})
+FEATURES = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 VENDORS = {"AuthenticAMD": "amd"}
 
 

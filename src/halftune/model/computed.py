@@ -21,8 +21,8 @@ log = get_logger(__name__)
 
 
 def is_foreign(model: nn.Module) -> bool:
-    """Whether a model's code came with its checkpoint."""
-    return type(model).__module__.startswith("transformers_modules")
+    """Whether a model's code came with its checkpoint, or is that of flash-linear-attention."""
+    return type(model).__module__.partition(".")[0] in ("transformers_modules", "fla")
 
 
 def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from halftune.model.computed import compute_in_fp32, is_foreign, tables
 from halftune.model.damage import DAMAGE, first_line
 from halftune.model.handover import hand_over_in_compute_dtype
 from halftune.model.locate import locate
-from halftune.model.patch import current_guard, guard_imports_by_hand, register_attention
+from halftune.model.patch import current_guard, guard_imports_by_hand, importing, register_attention
 from halftune.model.patch_experts import route_experts
 from halftune.model.patch_linear import route_linear_layers
 from halftune.model.patch_own_code import attention_for, brings_code
@@ -29,6 +29,7 @@ from halftune.model.quantised import compute_as_planned, quantisation, reading, 
 from halftune.model.quiet import quiet
 from halftune.model.tying import name_tying
 from halftune.model.unread import META, Unread
+from halftune.model.weight_range import RangeCheck
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.precision.trace.sources import brought_code
@@ -52,27 +53,32 @@ def load_model(
         unread: where given, no weight is read (all are on the meta device), and it is told where they are.
 
     Raises:
-        ModelError: the checkpoint cannot be read, or its weights are not all and only this architecture's.
+        ModelError: the checkpoint cannot be read, its weights are not all and only this architecture's, or one is
+            beyond the range of the planned fp16.
     """
     folder = locate(model)
     attention = register_attention(plan)
     own_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and brings_code(folder)
-    guard_imports_by_hand(own_code=own_code)
-    with quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
+    with importing(own_code=own_code), quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
         loaded, info = _read(folder, model, plan, attention, own_code=own_code, unread=unread)
         if quantisation(folder) in WIDENED:
             store_as_planned(loaded, plan)
-    guard_imports_by_hand(own_code=own_code)
     _check_complete(info, folder)
+    weights = RangeCheck(folder, plan)
+    if quantisation(folder) is None:
+        weights.tell_rounding(loaded, plan)
     if unread is not None:
         unread.give_buffers(loaded)
+        unread.check = weights.tensor
     compute_in_fp32(loaded, model)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     compute_as_planned(loaded, plan, for_training=for_training)
     _mark_kept(loaded, plan)
+    weights.model(loaded)
     name_tying(loaded)
     hand_over_in_compute_dtype(loaded, plan)
+    guard_imports_by_hand(loaded, own_code=own_code)
     # what adapters, cards and messages name as the base is what the user wrote, not a folder in a cache
     loaded.config.name_or_path = loaded.name_or_path = model.name_or_path
     if not for_training:

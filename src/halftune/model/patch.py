@@ -18,13 +18,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, flash_attention_mask, flex_attention_mask, sdpa_mask
 
-from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, silent_hole
+from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, EntryPoint, silent_hole
 from halftune.attention.flash_in_torch import IN_TORCH
 from halftune.attention.varlen import Attention, attention_callable
 from halftune.core.errors import ModelError
 from halftune.plan import Plan
 from halftune.precision.guard import Guard
-from halftune.precision.patched import patch
+from halftune.precision.patched import hold_while_running, patched
+from halftune.precision.rebind import Scope, as_installed, installed
 
 _MASKS: dict[str, Callable[..., Any]] = {
     "sdpa": sdpa_mask,
@@ -85,7 +86,8 @@ def register_attention(plan: Plan) -> str:
         names = (stem if number == 1 else f"{stem}_{number}" for number in range(1, len(taken) + 2))
         name = next(name for name in names if name not in taken)
     _registered[key] = registration = Registration(name, Guard(attention.guard, compute))  # type: ignore[arg-type]
-    attend = attention_callable(attention)
+    with as_installed():  # a model that is compiled may keep its guard before the package's functions
+        attend = attention_callable(attention)
     mask = _MASKS[attention.softmax.value]
     if plan.batch.packing.value:
         announced = Announced()
@@ -117,25 +119,41 @@ def rehearsal() -> AbstractContextManager[None]:
     return _current[-1].guard.rehearsal() if _current else nullcontext()
 
 
-def guard_imports_by_hand(*, own_code: bool = False) -> list[str]:
-    """Puts the current guard before flash_attn's functions in every module that imported them by hand, and before flex.
+def importing(*, own_code: bool) -> Scope:
+    """While it is open, a model's code is imported: what it keeps of a function can be guarded wherever it keeps it."""
+    functions = map(installed, (*_functions(own_code), ROTARY_ENTRY_POINT)) if _imports_by_hand(own_code) else ()
+    return Scope({function: function for function in functions if function is not None})
 
-    Only where something has imported the package, or may: importing it costs seconds, and a model of transformers does
-    not call it by itself. A plan in fp32 has those functions computed in plain torch.
+
+def guard_imports_by_hand(model: nn.Module, *, own_code: bool = False) -> None:
+    """Puts the current guard before the functions that a model imported by hand, whenever the model runs.
+
+    These are flash_attn's, torch's flex and the operators of flash-linear-attention. Only where something has imported
+    a package, or may: importing it costs seconds, and a model of transformers does not call it by itself. A plan in
+    fp32 has flash_attn's functions computed in plain torch.
 
     Args:
-        own_code: the model brings its own code, which is imported next and may keep a function where no name is.
-
-    Returns:
-        ``module.name`` of each place.
+        model: what calls them.
+        own_code: the model brought its own code.
     """
-    if not {"flash_attn", "flash_attn_interface"} & sys.modules.keys() and not own_code:
-        return []
-    guard = current_guard()
-    functions = (*ENTRY_POINTS, FLEX_ENTRY_POINT) if own_code else ENTRY_POINTS
+    if _imports_by_hand(own_code):
+        hold_while_running(guarded_imports(own_code=own_code), model)
+
+
+def guarded_imports(*, own_code: bool = False) -> Scope:
+    """The scope of ``guard_imports_by_hand``: while it is open, the current guard stands before those functions."""
+    guard, functions = current_guard(), _functions(own_code)
     if guard.compute == "fp32":  # no kernel of the package takes it
-        return patch(guard, functions, (ROTARY_ENTRY_POINT,), instead=IN_TORCH)
-    return patch(guard, functions, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
+        return patched(guard, functions, (ROTARY_ENTRY_POINT,), instead=IN_TORCH)
+    return patched(guard, functions, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
+
+
+def _imports_by_hand(own_code: bool) -> bool:
+    return own_code or not {"flash_attn", "flash_attn_interface"}.isdisjoint(sys.modules)
+
+
+def _functions(own_code: bool) -> tuple[EntryPoint, ...]:
+    return (*ENTRY_POINTS, FLEX_ENTRY_POINT) if own_code else ENTRY_POINTS
 
 
 def refuse_silent_hole(query: torch.Tensor, dropout: float) -> None:

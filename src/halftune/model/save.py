@@ -22,6 +22,7 @@ from halftune.model.card import write_card
 from halftune.model.quiet import quiet
 from halftune.model.save_pieces import Named, write_pieces
 from halftune.model.tying import name_tying
+from halftune.model.weight_range import cast_to_save
 from halftune.plan import Plan
 from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torch_dtype
 
@@ -129,7 +130,7 @@ def _cast(state: Mapping[str, torch.Tensor], saved: Format, kept: frozenset[str]
         if key not in done:
             planned = torch.float32 if plain_name(name) in kept else dtype
             target = planned if tensor.is_floating_point() else tensor.dtype
-            done[key] = tensor.detach().to("cpu", target).contiguous()
+            done[key] = cast_to_save(name, tensor, target)
         cast[name] = done[key]
     return cast
 

@@ -7,7 +7,7 @@ a format and no numbers. What it would have read for each weight is written down
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -84,10 +84,12 @@ class Unread:
     Attributes:
         folder: of the checkpoint.
         model: as it was made, before any adapter.
+        check: asked for every weight that is read, by its name, before it is cast.
     """
 
     folder: Path = Path()
     model: PreTrainedModel | None = None
+    check: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
     _places: dict[str, str | _Made] = field(default_factory=dict)
     _files: dict[str, Any] = field(default_factory=dict)
     _found: frozenset[str] = frozenset()
@@ -192,6 +194,7 @@ class Unread:
             found = found[rows] if found.get_shape() else self._files[place].get_tensor(place)
         if found.shape != into.shape:  # somebody has written the files anew
             raise ValueError(f"{name} is {tuple(found.shape)} now, and was {tuple(into.shape)}")
+        self.check(plain, found)
         # A copy that is trained in fp32 begins with what the model computes with.
         return into.copy_(found if into.dtype == loaded.dtype else found.to(loaded.dtype))
 

@@ -1,35 +1,35 @@
-"""The guard in front of flash_attn for models that import its functions by hand."""
+"""The guard in front of functions that models import by hand: flash_attn's, torch's flex, flash-linear-attention's."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from halftune.precision.cached import guard_cached
 from halftune.precision.guard import Guard
-from halftune.precision.rebind import EntryPoint, Function, gated, installed
+from halftune.precision.rebind import EntryPoint, Function, Scope, fla_operators, installed
 
 Refusal = Callable[[torch.Tensor, float], None]  # of the first operand and the dropout; raises where it must not be
+# Packages whose modules take attention from a registry, or from nowhere: they are guarded by their model's forward.
+_NO_CODE_OF_ITS_OWN = ("torch", "transformers", "peft", "halftune")
 
-_standing = ExitStack()  # what ``patch`` put there
 
-
-@contextmanager
 def patched(
     guard: Guard,
     functions: Sequence[EntryPoint],
     rotary: Sequence[EntryPoint] = (),
     refuse: Refusal | None = None,
     instead: Mapping[str, Function] | None = None,
-) -> Iterator[list[str]]:
-    """Inside, the package's functions are guarded wherever a loaded module knows them; fully undone on exit.
+) -> Scope:
+    """While the scope is open, the packages' functions are guarded wherever a loaded module knows them.
 
-    Also where a model that is imported inside keeps one in a partial, a dict, a default argument or an attribute.
+    Also the operators of flash-linear-attention that layers call, where it is loaded.
 
     Args:
         guard: stands in front; one that is off changes nothing.
@@ -37,29 +37,120 @@ def patched(
         rotary: rotary helpers.
         refuse: asked before every call with dropout that gradients may flow through.
         instead: by name, what is called in the place of an attention function of flash-attn 2.
-
-    Yields:
-        ``module.name`` of each place; none where the package is not installed.
     """
-    with gated(_guarded(guard, functions, rotary, refuse, instead or {})) as places:
-        yield places
+    return Scope(_guarded(guard, functions, rotary, refuse, instead or {}))
 
 
-def patch(
-    guard: Guard,
-    functions: Sequence[EntryPoint],
-    rotary: Sequence[EntryPoint] = (),
-    refuse: Refusal | None = None,
-    instead: Mapping[str, Function] | None = None,
-) -> list[str]:
-    """The same for the rest of the process; a later call replaces what an earlier one put there."""
-    unpatch()
-    return _standing.enter_context(patched(guard, functions, rotary, refuse, instead))
+def hold_while_running(scope: Scope, model: nn.Module) -> None:
+    """Opens a scope whenever ``model`` runs, and at no other time.
+
+    That is in its forward, in parts of its own code that are called by themselves, and in the backward pass, where
+    gradient checkpointing computes again. Code that torch compiles keeps what it was compiled with: the scope is then
+    open from the first such call for as long as the model lives.
+    """
+    if not scope.replaces:
+        return
+    running = _Running(scope, model)
+    forward: Callable[..., Any] = model.forward
+
+    @functools.wraps(forward)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _stay(running.number)
+            return forward(*args, **kwargs)
+        running.enter()
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            running.leave()
+        running.follow(output)
+        return output
+
+    model.forward = scoped
+    # By hooks: a part may be copied (peft), and its copy must not call the original. A part without parts is a norm.
+    parts = [part for part in model.modules() if part is not model and next(part.children(), None) is not None]
+    for part in parts:
+        if type(part).__module__.partition(".")[0] not in _NO_CODE_OF_ITS_OWN:
+            part.register_forward_pre_hook(running.before)
+            part.register_forward_hook(running.after, always_call=True)
 
 
-def unpatch() -> None:
-    """Undoes ``patch``."""
-    _standing.close()
+class _Running:
+    """Opens and closes a model's scope as the model runs."""
+
+    def __init__(self, scope: Scope, model: nn.Module) -> None:
+        self.scope, self._model = scope, weakref.ref(model)
+        self._backward = False  # open until the backward pass ends
+        self._stays = False
+        self.number = len(_models)
+        _models.append(weakref.ref(self))
+
+    def enter(self) -> None:
+        if self._backward and torch._C._current_graph_task_id() < 0:  # a backward pass that failed told nobody
+            self._end_backward()
+        self.scope.__enter__()
+
+    def leave(self) -> None:
+        self.scope.__exit__()
+
+    def before(self, _module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.enter()
+
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.leave()
+            self.follow(output)
+
+    def follow(self, output: Any) -> None:
+        """Opens the scope once a backward pass reaches what the model returned, until that pass is over."""
+        if self.scope.is_open or not torch.is_grad_enabled():
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+
+    def stay(self) -> None:
+        model = self._model()
+        if model is not None and not self._stays:
+            self._stays = True
+            self.scope.__enter__()
+            weakref.finalize(model, self.scope.__exit__).atexit = False
+
+    def _begin_backward(self, _gradient: torch.Tensor) -> None:
+        if not self._backward:
+            self._backward = True
+            self.scope.__enter__()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._backward:
+            self._backward = False
+            self.scope.__exit__()
+
+
+_models: list[weakref.ref[_Running]] = []  # by number: what a graph is made of can be numbers, not objects
+
+
+def _stay(number: int) -> None:
+    """Opens a model's scope for good; torch runs it while it makes a graph."""
+    running = _models[number]()
+    if running is not None:
+        running.stay()
+
+
+_stay._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the decorator would import torch._dynamo: seconds
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
 
 
 def _guarded(
@@ -81,6 +172,8 @@ def _guarded(
     for entry in rotary if guard.mode != "off" else ():
         if (function := installed(entry)) is not None:
             found[function] = guard.rotary(function)
+    for function, operands in fla_operators() if guard.mode != "off" else ():
+        found[function] = guard.operator(function, operands)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halftune.config.facts.model import ModelFacts
@@ -14,6 +15,7 @@ from halftune.core.formats import Format
 from halftune.hardware.facts import Device, Hardware
 from halftune.precision.families import keep_fp32, overflows_in_fp16
 from halftune.precision.plan import PrecisionPlan
+from halftune.precision.rounding import Rounding, roundings
 from halftune.precision.truth_table import Row, describe, row_of
 
 _TF32_CAPABILITY = (8, 0)
@@ -47,8 +49,8 @@ def resolve_precision(
     compute = _compute(section, hardware, full)
     _check(section, compute, facts, full)
     trainable = _trainable(section, compute, full)
-    storage = _storage(compute, trainable, facts, full)
     patterns, why_fp32 = keep_fp32(facts)
+    storage = _storage(compute, trainable, facts, full, patterns)
     kept = Choice(patterns, why_fp32)
     state = _optimizer_state(section, trainable)
     return PrecisionPlan(
@@ -66,6 +68,7 @@ def resolve_precision(
         warnings=(
             *compute.warnings,
             *_family_warnings(compute, facts),
+            *_mixed_warnings(storage.value, facts, patterns),
             *_master_warnings(trainable.value, state.value),
             *_tf32_warnings(section, hardware),
         ),
@@ -154,17 +157,40 @@ def _trainable(section: PrecisionSection, compute: _Compute, full: bool) -> Choi
     return Choice("fp32", f"{what} in fp32 keep updates that bf16 would round away")
 
 
-def _storage(compute: _Compute, trainable: Choice[Format], facts: ModelFacts, full: bool) -> Choice[Format]:
+def _storage(
+    compute: _Compute, trainable: Choice[Format], facts: ModelFacts, full: bool, kept: tuple[str, ...]
+) -> Choice[Format]:
     value = trainable.value if full else compute.value
     reason = "every weight is trained: what is loaded are the master weights" if full else "frozen in the compute dtype"
     if facts.quantization in WIDENED:
         return Choice(value, f"{reason}; the checkpoint's {facts.quantization} weights are written out in it on load")
     if facts.quantization:
         return Choice(value, f"{reason}; the {facts.quantization} weights stay quantised and compute in it")
+    if _is_mixed(facts):
+        rounded = "; ".join(_rounded(one, facts) for one in roundings(facts.stored, value, kept))
+        return Choice(value, f"{reason}; {rounded or 'nothing of the checkpoint is rounded on load'}")
     if facts.dtype is not None and facts.dtype != value:
         change = "widened without loss" if value == "fp32" and facts.dtype != "fp64" else "rounded"
         reason += f"; the checkpoint's {facts.dtype} is {change} on load"
     return Choice(value, reason)
+
+
+def _is_mixed(facts: ModelFacts) -> bool:
+    return len(set(facts.stored.values())) > 1 and not facts.quantization
+
+
+def _rounded(one: Rounding, facts: ModelFacts) -> str:
+    """The tensors of one format that a load rounds, as a piece of a sentence."""
+    return (
+        f"{len(one.names)} of {len(facts.stored)} tensors are {one.source} in the checkpoint and rounded to "
+        f"{one.target} on load, first {one.names[0]}"
+    )
+
+
+def _mixed_warnings(storage: Format, facts: ModelFacts, kept: tuple[str, ...]) -> Iterator[str]:
+    """What a load rounds of a checkpoint in several formats: its makers may have meant the difference."""
+    for one in roundings(facts.stored, storage, kept) if _is_mixed(facts) else ():
+        yield f"{_rounded(one, facts)}."
 
 
 def _autocast(compute: Format, storage: Format, trainable: Format, kept: bool) -> Choice[bool]:
@@ -224,8 +250,11 @@ def _family_warnings(compute: _Compute, facts: ModelFacts) -> tuple[str, ...]:
             f"{facts.model_type} was trained in bf16 and is known to overflow in fp16 (inf or NaN in activations); "
             "precision: fp32 is safe on this device.",
         )
-    if compute.value == "fp16" and facts.dtype == "bf16":
-        return ("The checkpoint is bf16: weights beyond fp16's range (65,504) overflow, tiny ones become 0.",)
+    stored = set(facts.stored.values()) or {facts.dtype}
+    wide = " and ".join(sorted(one for one in stored - {"fp16"} if one))
+    if compute.value == "fp16" and wide and not facts.quantization:
+        said = "weights above fp16's 65,504 are refused on load, and tiny ones become 0"
+        return (f"The checkpoint has the range of {wide}: {said}.",)
     if compute.value == "bf16" and facts.dtype == "fp16":
         return ("The checkpoint is fp16: computing in bf16 drops 3 of its 10 mantissa bits.",)
     return ()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -54,6 +55,17 @@ def _rocm(*prefixes: str) -> Callable[[Device], bool]:
     return lambda device: device.kind == "rocm" and device.arch.startswith(prefixes)
 
 
+# Chips with two fp16 operations for one of fp32 and no tensor cores: GP100, the Tegra X1 and X2, and TU116 and TU117,
+# which share their compute capability with the T4 and are told from it by name (GTX 16, MX450, T400 to T2000).
+_DOUBLE_FP16 = ((5, 3), (6, 0), (6, 2))
+_SMALL_TURING = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
+
+
+def _no_tensor_cores(device: Device) -> bool:
+    small = device.capability == (7, 5) and _SMALL_TURING.search(device.name) is not None
+    return device.kind == "cuda" and (small or device.capability in _DOUBLE_FP16)
+
+
 def _kind(kind: str, *features: str) -> Callable[[Device], bool]:
     return lambda device: device.kind == kind and device.features.issuperset(features)
 
@@ -63,6 +75,7 @@ _CPU_FP16 = Request(
     "{device} is a CPU, where fp16 is not fast, and accelerate would silently run fp32",
 )
 _FP16 = Request("yes", "{device} does fp16 at full speed; asked for")
+_NO_BF16 = Request("no", "{device} has no bf16 units (they need 8.0): torch would emulate bf16, slowly")
 _BF16 = Request("yes", "{device} does bf16 at full speed; asked for")
 
 TRUTH_TABLE: tuple[Row, ...] = (
@@ -77,13 +90,23 @@ TRUTH_TABLE: tuple[Row, ...] = (
         _FP16,
     ),
     Row(
+        "CUDA, fp16 at twice fp32 without tensor cores",
+        22,
+        _no_tensor_cores,
+        "fp32",
+        "fp32",
+        "{device} has no tensor cores",
+        _NO_BF16,
+        Request("yes", "{device} does fp16 at up to twice the rate of fp32, without tensor cores; asked for"),
+    ),
+    Row(
         "CUDA, compute capability 7.x",
         30,
         _cuda((7, 0), (8, 0)),
         "fp16",
         "fp16",
         "{device} has fp16 tensor cores and no bf16 units (they need 8.0)",
-        Request("no", "{device} has no bf16 units (they need 8.0): torch would emulate bf16, slowly"),
+        _NO_BF16,
         _FP16,
     ),
     Row(
@@ -93,7 +116,7 @@ TRUTH_TABLE: tuple[Row, ...] = (
         "fp32",
         "fp32",
         "{device} has no tensor cores (they need 7.0)",
-        Request("no", "{device} has no bf16 units (they need 8.0): torch would emulate bf16, slowly"),
+        _NO_BF16,
         Request("no", "{device} has no fast fp16 (tensor cores need 7.0)"),
     ),
     Row(
@@ -107,12 +130,32 @@ TRUTH_TABLE: tuple[Row, ...] = (
         _FP16,
     ),
     Row(
+        "ROCm gfx11xx, gfx12xx (RDNA 3 and 4)",
+        38,
+        _rocm("gfx11", "gfx12"),
+        "bf16",
+        "bf16",
+        "{device} has bf16 matrix instructions",
+        _BF16,
+        _FP16,
+    ),
+    Row(
+        "ROCm gfx908 (MI100)",
+        36,
+        _rocm("gfx908"),
+        "bf16",
+        "bf16",
+        "{device} has bf16 matrix cores, at half the rate of fp16",
+        Request("yes", "{device} does bf16 at half the rate of fp16, and faster than fp32; asked for"),
+        _FP16,
+    ),
+    Row(
         "ROCm, other targets",
         20,
         _kind("rocm"),
         "fp32",
         "fp32",
-        "{device} is not among the targets known to run bf16 at full speed (gfx90a, gfx94x, gfx95x)",
+        "{device} is not among the targets known to run bf16 fast (gfx908, gfx90a, gfx94x, gfx95x, gfx11xx, gfx12xx)",
         Request("warn", "{device} is not among the targets known to run bf16 at full speed; asked for"),
         Request("warn", "{device} is not among the targets known to run fp16 at full speed; asked for"),
     ),
@@ -156,6 +199,16 @@ TRUTH_TABLE: tuple[Row, ...] = (
         "fp32",
         "{device} has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32 there",
         Request("warn", "{device} has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32; asked for"),
+        _CPU_FP16,
+    ),
+    Row(
+        "ARM CPU with bf16",
+        30,
+        _kind("cpu", "bf16"),
+        "fp32",
+        "fp32",
+        "{device} has bf16 units, and training in bf16 was not measured on ARM",
+        Request("yes", "{device} has bf16 units; asked for"),
         _CPU_FP16,
     ),
     Row(

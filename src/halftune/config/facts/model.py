@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
@@ -18,6 +19,7 @@ from halftune.config.facts.safetensors_headers import (
     main_format,
     quantised_weight,
     read_headers,
+    stored_formats,
 )
 from halftune.config.facts.token_ids import TokenIds, token_ids
 from halftune.config.facts.weights import Sizes, Tensor
@@ -84,7 +86,9 @@ class ModelFacts:
     Attributes:
         name_or_path: as the user wrote it.
         model_type: transformers' ``model_type``.
-        dtype: the checkpoint's own dtype, ``"bf16" | "fp16" | "fp32" | "fp64"``, or None where nothing says.
+        dtype: the checkpoint's own dtype, ``"bf16" | "fp16" | "fp32" | "fp64"``, or None where nothing says; of several
+            that which most numbers have.
+        stored: tensor name → dtype, from the weights' headers; empty where they are not at hand.
         hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: the usual sizes.
         tie_word_embeddings: whether the head is the embedding; where the files hold another head, it is not.
         num_parameters: all weights; exact where safetensors headers are at hand, else computed from the sizes.
@@ -128,6 +132,7 @@ class ModelFacts:
     tensors: tuple[Tensor, ...] = ()
     raw: dict | None = None
     tokens: TokenIds | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def likely_tensors(self) -> tuple[Tensor, ...]:
@@ -235,6 +240,7 @@ def facts_from_config(
         window_layers=_window_layers(text, sizes.layers) if window else 0,
         tensors=tensors,
         raw=raw,
+        stored=stored_formats(headers or {}),
     )
 
 

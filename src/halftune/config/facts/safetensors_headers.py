@@ -171,3 +171,17 @@ def main_format(headers: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
     for dtype, shape in headers.values():
         sizes[dtype] += math.prod(shape)
     return _FORMATS.get(sizes.most_common(1)[0][0]) if sizes else None
+
+
+def stored_formats(headers: dict[str, tuple[str, tuple[int, ...]]] | Path) -> dict[str, str]:
+    """Tensor name → ``bf16 | fp16 | fp32 | fp64`` of the text model's weights that are stored in one of these.
+
+    Args:
+        headers: as ``read_headers`` gives them, or the folder to read them of.
+    """
+    found = read_headers(headers) if isinstance(headers, Path) else headers
+    return {
+        name: _FORMATS[dtype]
+        for name, (dtype, _) in found.items()
+        if dtype in _FORMATS and not _NOT_LOADED.search(name)
+    }

@@ -17,7 +17,7 @@ from torch import nn
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.plan import PrecisionPlan
-from halftune.precision.rebind import EntryPoint, gated, installed, rebound
+from halftune.precision.rebind import EntryPoint, Scope, fla_operators, installed
 from halftune.precision.trace.by_hand import written_attention
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.flash_sinks import SINKS
@@ -109,12 +109,10 @@ class Tracer:
             out = _attend(*(operand.to(dtype) for operand in named.values()))
             return returned((out, None), list(named.values()), dtype)
 
-    @contextmanager
-    def importing(self) -> Iterator[None]:
+    def importing(self) -> Scope:
         """A model whose code is imported inside is seen wherever it keeps a function that it calls by hand."""
         entries = (*self.functions, *self.rotary)
-        with gated({function: function for function in map(installed, entries) if function is not None}):
-            yield
+        return Scope({function: function for function in map(installed, entries) if function is not None})
 
     @contextmanager
     def phase(self, name: str, model: nn.Module, *, grad: bool) -> Iterator[Recorder]:
@@ -122,8 +120,7 @@ class Tracer:
         with ExitStack() as stack:
             if self.cuda_rules:
                 stack.enter_context(cuda_autocast_rules())
-            stack.enter_context(gated(dict(self._by_hand())))
-            stack.enter_context(rebound(dict(self._linear())))
+            stack.enter_context(Scope(dict((*self._by_hand(), *self._linear()))))
             stack.enter_context(torch.set_grad_enabled(grad))
             half = self.precision.autocast.value
             dtype = torch_dtype(self.precision.compute.value)
@@ -238,12 +235,17 @@ class Tracer:
     def _linear(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         for function, entry in _everywhere(self.linear):
             yield function, self._sink("linear attention", entry, function)
+        for function, operands in fla_operators() if self.linear else ():
+            entry = _Operator(function.__module__, function.__name__, operands)
+            yield function, self._sink("linear attention", entry, function)
 
     def _sink(self, target: str, entry: EntryPoint, then: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(then)
 
         @functools.wraps(then)
         def sink(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return then(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             found = {name: bound.arguments.get(name) for name in entry.operands}
             operands = {name: operand for name, operand in found.items() if isinstance(operand, torch.Tensor)}
@@ -253,6 +255,15 @@ class Tracer:
                 return then(*bound.args, **bound.kwargs)
 
         return sink
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An ``EntryPoint`` that was found in a loaded module."""
+
+    module: str
+    name: str
+    operands: tuple[str, ...]
 
 
 def _everywhere(entries: Iterable[EntryPoint]) -> Iterator[tuple[Callable[..., Any], EntryPoint]]:

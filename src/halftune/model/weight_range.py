@@ -1,0 +1,105 @@
+"""Weights beyond the range of fp16 are refused when they are read or written, never turned into infinity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from halftune.config.facts.safetensors_headers import stored_formats, weight_files
+from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
+from halftune.plan import Plan
+from halftune.precision.dtypes import stays_fp32
+from halftune.precision.rounding import roundings
+
+log = get_logger(__name__)
+_NARROW = torch.float16  # bf16 has the range of fp32
+_MOST = torch.finfo(_NARROW).max
+
+
+class RangeCheck:
+    """The check of one checkpoint under a plan.
+
+    Args:
+        folder: of the checkpoint.
+        plan: only one that stores or computes in fp16 has anything to check.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self._keep = folder, plan.precision.keep_fp32.value
+        formats = (plan.precision.storage.value, plan.precision.compute.value)
+        self.stored = stored_formats(folder)
+        self._needed = "fp16" in formats and set(self.stored.values()) != {"fp16"}
+
+    def model(self, model: nn.Module) -> None:
+        """Checks every weight that has been read.
+
+        Raises:
+            ModelError: fp16 cannot hold one; names it with its largest number.
+        """
+        for name, parameter in model.named_parameters() if self._needed else ():
+            self.tensor(name, parameter)
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Checks a weight, or rows of it, before or after its cast.
+
+        Raises:
+            ModelError: as ``model``.
+        """
+        checked = self._needed and tensor.is_floating_point() and not tensor.is_meta
+        if not checked or stays_fp32(name, tensor, self._keep) or fits(tensor):
+            return
+        stored, value = self._in_files() or (name, largest(tensor))
+        what = f"{stored} holds {value:,.6g}, fp16 holds at most {_MOST:,.0f}"
+        remedy = "precision: fp32, or precision: bf16 on a device that has it"
+        raise ModelError(what, where=str(self.folder), remedy=remedy)
+
+    def _in_files(self) -> tuple[str, float] | None:
+        """The first tensor as it is stored that fp16 cannot hold, and its largest number."""
+        for path in weight_files(self.folder):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # it is no dict
+                    tensor = file.get_tensor(name) if name in self.stored else None
+                    if tensor is not None and not fits(tensor):
+                        return name, largest(tensor)
+        return None
+
+    def tell_rounding(self, model: nn.Module, plan: Plan) -> None:
+        """Logs which tensors the load has rounded, from and to what; not those that the model's own code keeps."""
+        kept = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
+        target = plan.precision.storage.value
+        stored = {name: source for name, source in self.stored.items() if target == "fp32" or name not in kept}
+        for one in roundings(stored, target, self._keep):
+            count, some = len(one.names), ", ".join(one.alike[:3])
+            more = " …" if len(one.alike) > 3 else ""
+            said = "%d of %d tensors are rounded from %s to %s on load: %s%s"
+            log.info(said, count, len(self.stored), one.source, one.target, some, more)
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; NaN where there is one."""
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor.detach())
+    return float(torch.maximum(-low, high))
+
+
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether fp16 holds every number of a tensor, infinity and NaN excluded."""
+    return bool(torch.tensor(largest(tensor), dtype=torch.float64).to(_NARROW).isfinite())
+
+
+def cast_to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy on the CPU in ``dtype``.
+
+    Raises:
+        ModelError: ``dtype`` is fp16 and cannot hold a number of it.
+    """
+    cast = tensor.detach().to("cpu", dtype).contiguous()
+    if dtype is _NARROW and tensor.dtype is not _NARROW and not fits(cast):
+        what = f"{name} holds {largest(tensor):,.6g}, fp16 holds at most {_MOST:,.0f}"
+        raise ModelError(what, remedy="train in bf16 or fp32; the newest checkpoint has the weights in fp32")
+    return cast
