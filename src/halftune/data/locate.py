@@ -1,0 +1,154 @@
+"""Finds the assistant's turns in a rendered conversation, by comparing renderings.
+
+The turn of message *i* begins where the rendering of the messages before it, with the header of an answer, ends; it
+ends where the rendering of the messages up to it ends. Many templates break these prefixes: they write a turn
+differently once more turns follow, move the system message to the last question, or put into the prompt what the
+conversation has not. Then the answers are found by their content (``stain.py``), and only what stands around each is
+compared: what a prompt ends with, behind the last text before the answer, and what follows the answer's last text in
+the rendering that ends with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halftune.data.chat import ChatTemplate, shared
+from halftune.data.conversation import RowDropped
+from halftune.data.stain import RUN, Run, runs, stained, trace
+
+LOST = "the loss mask cannot be found: the chat template rewrites this conversation"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An assistant's turn in the rendering, in characters. A template may write one in several pieces.
+
+    Attributes:
+        message: index of its message.
+        start, end: what the model is to write, its end-of-turn token included.
+        full_end: where the turn's text ends, e.g. behind the line break after the end-of-turn token.
+        complete: whether an end-of-turn token closes it.
+        trained: whether it carries labels.
+    """
+
+    message: int
+    start: int
+    end: int
+    full_end: int
+    complete: bool
+    trained: bool = False
+
+
+def by_prefix(
+    template: ChatTemplate, messages: Messages, tools: Any, answers: Sequence[int], whole: str
+) -> list[Turn] | None:
+    """The turns of the messages ``answers`` in their rendering; None where the template breaks a prefix."""
+    turns: list[Turn] = []
+    for index in answers:
+        if index == 0:  # no prompt comes before it
+            start = next((len(header) for header in template.headers if whole.startswith(header)), -1)
+        else:
+            prompt = template.render(messages[:index], tools, prompt=True)
+            start = len(prompt) if whole.startswith(prompt) else -1
+        through = whole if index == len(messages) - 1 else template.render(messages[: index + 1], tools)
+        if start < (turns[-1].end if turns else 0) or not whole.startswith(through) or len(through) <= start:
+            return None
+        turns.append(_closed(template, index, whole, start, len(through)))
+    return turns
+
+
+def _closed(template: ChatTemplate, message: int, whole: str, start: int, full_end: int) -> Turn:
+    """A turn that ends with its end-of-turn token: what the template writes behind it is not for the model to write."""
+    body = whole[start:full_end].rstrip()
+    if not body or not template.control.is_alias(body[-1]):
+        return Turn(message, start, full_end, full_end, complete=False)
+    tail = len(body)
+    while tail and (body[tail - 1].isspace() or template.control.is_alias(body[tail - 1])):
+        tail -= 1
+    ends = [match.end() for match in re.finditer(r"\S+", body[tail:]) if template.end_tokens & {*match[0]}]
+    end = start + (tail + ends[0] if ends else len(body))
+    return Turn(message, start, end, full_end, complete=True)
+
+
+def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> tuple[list[Turn], bool]:
+    """The turns of all answers that show in the rendering, and whether the template writes an earlier one differently.
+
+    Raises:
+        RowDropped: they cannot be told for certain.
+    """
+    covered = stained(template, messages)
+    other = trace(template, covered, tools, whole)
+    if other is None:
+        raise RowDropped(LOST)
+    found = runs(other, covered)
+    turns, rewritten = [], False
+    for place, run in enumerate(found):
+        if messages[run.message]["role"] != "assistant":
+            continue
+        before = found[place - 1] if place else None
+        limit = found[place + 1].start if place + 1 < len(found) else len(other)
+        start = _start(template, covered, tools, other, run, before)
+        through = other
+        if (until := max(run.message, before.message if before else 0) + 1) < len(messages):
+            through = template.render(covered[:until], tools)
+            rewritten = rewritten or not other.startswith(through)
+        turns.append(_ended(template, through, other, run, start, limit))
+    return turns, rewritten
+
+
+def _start(template: ChatTemplate, covered: Messages, tools: Any, other: str, run: Run, before: Run | None) -> int:
+    """Where a turn begins: behind what a prompt writes after the last text."""
+    first = before.end if before else 0
+    until = run.message if not before or before.message < run.message else before.message + 1
+    between, lead, same = other[first : run.start], "", 0
+    if until:
+        prompt = template.render(covered[:until], tools, prompt=True)
+        lead = prompt[prompt.rfind(other[before.end - 1]) + 1 if before else 0 :]
+        same = shared(lead, between)
+        if same == len(lead):
+            return first + same
+    for header in template.headers:
+        if header in between:
+            return first + between.rindex(header) + len(header)
+    if until and (same == len(between) or lead.endswith(between)):
+        return run.start
+    # What the prompt has and the conversation has not may begin alike: `<think>` and `<tool_call>`.
+    same = min([same, *(tag.start() for tag in template.literals.finditer(lead) if tag.start() < same < tag.end())])
+    if same and not any(map(template.control.is_alias, lead[same:])):
+        return first + same
+    words = r"\s+".join(map(re.escape, lead.split()))  # the same but for white space
+    if words and (match := re.search(words, between)):
+        return first + match.end()
+    raise RowDropped(LOST)
+
+
+def _ended(template: ChatTemplate, through: str, other: str, run: Run, start: int, limit: int) -> Turn:
+    """The turn up to where it ends: as far as the rendering that ends with it goes on as the conversation does."""
+    following = other[run.end : limit]
+    tail, same = "", 0
+    for one in _tails(through, other, run):
+        if (length := shared(one, following)) >= same:
+            tail, same = one, length
+    turn = _closed(template, run.message, other, start, run.end + same)
+    if turn.complete or same == len(tail):
+        return turn
+    # The template closes a last turn differently: this one ends with the end-of-turn token that follows right here.
+    end = run.end + len(following[:same].rstrip())
+    rest = other[end:limit]
+    if rest.strip() and rest.lstrip()[0] in template.end_tokens:
+        end += len(rest) - len(rest.lstrip()) + 1
+        return Turn(run.message, start, end, end, complete=True)
+    return Turn(run.message, start, end, end, complete=False)
+
+
+def _tails(through: str, other: str, run: Run) -> list[str]:
+    """What follows a run's text in another rendering: its last text there, and its text of the same number."""
+    ink = other[run.end - 1]
+    ends = [one.end() for one in RUN.finditer(through) if one[1] == ink]
+    number = sum(one[1] == ink for one in RUN.finditer(other[: run.end]))
+    return [RUN.split(through[ends[place] :])[0] for place in {len(ends) - 1, number - 1} if 0 <= place < len(ends)]
