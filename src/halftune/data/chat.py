@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from halftune.core.errors import DataError
 from halftune.data.control import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped
-from halftune.data.forms import Forms, find_forms
+from halftune.data.forms import TOOL, Forms, find_forms
 
 Messages = Sequence[Mapping[str, Any]]
 # `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
@@ -132,11 +132,15 @@ class ChatTemplate:
         headers, ends = list[str](), set()
         if self._tokenizer.eos_token in self.control.tokens:
             ends.add(self.control.alias_of(str(self._tokenizer.eos_token)))
-        try:
-            before = self.render([question])
-            middle, last = self.render([question, answer, question]), self.render([question, answer])
-            prompt = self.render([question], prompt=True)
-        except RowDropped:
+        for tools in (None, [TOOL]):  # some templates are for conversations with tools only
+            try:
+                before, prompt = self.render([question], tools), self.render([question], tools, prompt=True)
+                middle = self.render([question, answer, question], tools)
+                last = self.render([question, answer], tools)
+                break
+            except RowDropped:
+                continue
+        else:
             return (), frozenset(ends)
         # What follows the last answer closes it. What follows an earlier one may open the next turn instead, unless it
         # closes a last turn too. A template that ends no last turn by a control token ends none.
@@ -145,9 +149,13 @@ class ChatTemplate:
             earlier = self._first_control(middle, _ANSWER)
             if earlier and earlier == self._first_control(before, _QUESTION):
                 ends.add(earlier)
-        if middle.startswith(before) and _ANSWER in middle:
-            header = middle[len(before) : middle.index(_ANSWER)]
-            headers = [header, header[: shared(header, prompt.removeprefix(before))]]
+        if _ANSWER in middle:
+            between, after, asked = (
+                text.partition(_QUESTION)[2].partition(_ANSWER)[0] for text in (middle, before, prompt)
+            )
+            closing = after if between.startswith(after) else ""  # of the question
+            header = between[len(closing) :]
+            headers = [header, header[: shared(header, asked[len(closing) :])]]
         return tuple(header for header in headers if any(map(self.control.is_alias, header))), frozenset(ends)
 
     def _first_control(self, rendered: str, text: str) -> str:

@@ -21,7 +21,7 @@ _LONG = "call_Zq8halftuneZq8"  # as long as those of OpenAI
 _SHORT = "Zq8idZq80"
 _ASK, _SAY, _THINK, _SYSTEM = (f"Zq{word} halftune {word}qZ" for word in ("asks", "says", "thinks", "orders"))
 _NAME, _VALUE = "zq_probe", "Zqvalue halftune"
-_TOOL = {
+TOOL = {
     "type": "function",
     "function": {
         "name": _NAME,
@@ -118,18 +118,18 @@ def _of_tools(forms: Forms, shows: Callable[..., bool]) -> Forms:
     for text in (False, True):
         forms = replace(forms, text_arguments=text)
         taken = {
-            given: shows(forms, _called(given), _NAME, f'"{_VALUE}"', tools=[_TOOL]) for given in ("", _LONG, _SHORT)
+            given: shows(forms, _called(given), _NAME, f'"{_VALUE}"', tools=[TOOL]) for given in ("", _LONG, _SHORT)
         }
         if not any(taken.values()):  # perhaps it writes no JSON; then an object must not come out as Python writes it
             taken = {
-                given: shows(forms, _called(given), _NAME, _VALUE, tools=[_TOOL])
-                and not shows(forms, _called(given), repr({"zq": _VALUE}), tools=[_TOOL])
+                given: shows(forms, _called(given), _NAME, _VALUE, tools=[TOOL])
+                and not shows(forms, _called(given), repr({"zq": _VALUE}), tools=[TOOL])
                 for given in taken
             }
         if any(taken.values()):
             forms = replace(forms, ids_asked=not taken[""], short_ids=not taken[_LONG] and taken[_SHORT])
             given = "" if taken[""] else _SHORT
-            single = not shows(forms, _called(given, given and "Zq8idZq81"), _VALUE, tools=[_TOOL])
+            single = not shows(forms, _called(given, given and "Zq8idZq81"), _VALUE, tools=[TOOL])
             return replace(forms, one_call=single)
     return replace(forms, text_arguments=False)
 
