@@ -17,7 +17,7 @@ from typing import Any
 
 from halftune.data.chat import ChatTemplate, shared
 from halftune.data.conversation import RowDropped
-from halftune.data.stain import RUN, Run, runs, stained, trace
+from halftune.data.stain import RUN, Run, owner, runs, stained, trace
 
 LOST = "the loss mask cannot be found: the chat template rewrites this conversation"
 
@@ -64,15 +64,21 @@ def by_prefix(
 
 def _closed(template: ChatTemplate, message: int, whole: str, start: int, full_end: int) -> Turn:
     """A turn that ends with its end-of-turn token: what the template writes behind it is not for the model to write."""
+    control, ends = template.control, template.end_tokens
     body = whole[start:full_end].rstrip()
-    if not body or not template.control.is_alias(body[-1]):
-        return Turn(message, start, full_end, full_end, complete=False)
-    tail = len(body)
-    while tail and (body[tail - 1].isspace() or template.control.is_alias(body[tail - 1])):
-        tail -= 1
-    ends = [match.end() for match in re.finditer(r"\S+", body[tail:]) if template.end_tokens & {*match[0]}]
-    end = start + (tail + ends[0] if ends else len(body))
-    return Turn(message, start, end, full_end, complete=True)
+    if body and control.is_alias(body[-1]):
+        tail = len(body)
+        while tail and (body[tail - 1].isspace() or control.is_alias(body[tail - 1])):
+            tail -= 1
+        first = next((place for place in range(tail, len(body)) if body[place] in ends), len(body) - 1)
+        while body[first + 1 : first + 2] in ends:  # the end of an answer, and that of its turn
+            first += 1
+        return Turn(message, start, start + first + 1, full_end, complete=True)
+    # Some templates close every turn but the last one.
+    rest = whole[full_end:].lstrip()
+    if rest[:1] in ends:
+        full_end = len(whole) - len(rest) + 1
+    return Turn(message, start, full_end, full_end, complete=rest[:1] in ends)
 
 
 def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> tuple[list[Turn], bool]:
@@ -117,9 +123,9 @@ def _start(template: ChatTemplate, covered: Messages, tools: Any, other: str, ru
             return first + between.rindex(header) + len(header)
     if until and (same == len(between) or lead.endswith(between)):
         return run.start
-    # What the prompt has and the conversation has not may begin alike: `<think>` and `<tool_call>`.
+    # What the prompt has and the conversation has not is a block of thought; it may begin as the answer does.
     same = min([same, *(tag.start() for tag in template.literals.finditer(lead) if tag.start() < same < tag.end())])
-    if same and not any(map(template.control.is_alias, lead[same:])):
+    if template.literals.match(lead, same):
         return first + same
     words = r"\s+".join(map(re.escape, lead.split()))  # the same but for white space
     if words and (match := re.search(words, between)):
@@ -137,13 +143,8 @@ def _ended(template: ChatTemplate, through: str, other: str, run: Run, start: in
     turn = _closed(template, run.message, other, start, run.end + same)
     if turn.complete or same == len(tail):
         return turn
-    # The template closes a last turn differently: this one ends with the end-of-turn token that follows right here.
-    end = run.end + len(following[:same].rstrip())
-    rest = other[end:limit]
-    if rest.strip() and rest.lstrip()[0] in template.end_tokens:
-        end += len(rest) - len(rest.lstrip()) + 1
-        return Turn(run.message, start, end, end, complete=True)
-    return Turn(run.message, start, end, end, complete=False)
+    # Only what closes a last turn goes on differently here.
+    return _closed(template, run.message, other, start, run.end + len(following[:same].rstrip()))
 
 
 def _tails(through: str, other: str, run: Run) -> list[str]:
@@ -151,4 +152,12 @@ def _tails(through: str, other: str, run: Run) -> list[str]:
     ink = other[run.end - 1]
     ends = [one.end() for one in RUN.finditer(through) if one[1] == ink]
     number = sum(one[1] == ink for one in RUN.finditer(other[: run.end]))
-    return [RUN.split(through[ends[place] :])[0] for place in {len(ends) - 1, number - 1} if 0 <= place < len(ends)]
+    found = []
+    for place in {len(ends) - 1, number - 1}:
+        if 0 <= place < len(ends):
+            tail, *next_text = RUN.split(through[ends[place] :], maxsplit=1)
+            if (
+                not next_text or owner(next_text[0]) == run.message
+            ):  # another message's text follows: its header is no end
+                found.append(tail)
+    return found

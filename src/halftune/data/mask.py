@@ -16,7 +16,7 @@ REWRITTEN = "the chat template rewrites earlier turns (they are trained as it re
 NEUTRALISED = "control tokens in texts were kept as plain text"
 NO_END = "the chat template writes no end-of-turn token after an answer, so the model does not learn to stop"
 NO_TOOLS = "the chat template has no place for tools, so they are not shown to the model"
-NO_SYSTEM = "the chat template has no place for a system message, so it is not shown to the model"
+NO_SYSTEM_SHOWN = "the chat template leaves out the system message (data.merge_system puts it into the first question)"
 NO_REASONING = "the chat template has no place for reasoning, so it is not trained"
 LEFT_OUT = "the chat template leaves out an answer's text, so it is not trained"
 
@@ -138,7 +138,7 @@ def _check_rendered(
     if template.forms.reasoning is None and any("reasoning_content" in message for message in messages):
         notes.append(NO_REASONING)
     if not template.forms.system and messages[0]["role"] == "system":
-        notes.append(NO_SYSTEM)
+        notes.append(NO_SYSTEM_SHOWN)
     for index, written in _written(conversation, text, turns).items():
         for call in messages[index].get("tool_calls", ()):
             name = json.dumps(call["function"]["name"], ensure_ascii=False)[1:-1]

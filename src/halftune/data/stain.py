@@ -86,6 +86,11 @@ def trace(template: ChatTemplate, covered: Messages, tools: Any, whole: str) -> 
     return other if other[position:] == whole[position:] else None
 
 
+def owner(ink: str) -> int:
+    """The message that a private character stands for."""
+    return (ord(ink) - FIRST) % (NAMES - FIRST)
+
+
 def runs(other: str, covered: Messages) -> list[Run]:
     """The texts in the rendering of stained messages, in order; neighbouring ones of one message are one."""
     names = {
@@ -94,9 +99,8 @@ def runs(other: str, covered: Messages) -> list[Run]:
     }
     found: list[Run] = []
     for match in RUN.finditer(other):
-        message, start = ord(match[1]) - FIRST, match.start()
+        message, start = owner(match[1]), match.start()
         if ord(match[1]) >= NAMES:
-            message = ord(match[1]) - NAMES
             names[message] -= 1
             if names[message] < 0:  # repeated
                 continue
