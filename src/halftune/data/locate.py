@@ -11,13 +11,13 @@ the rendering that ends with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from halftune.data.chat import ChatTemplate, shared
 from halftune.data.conversation import RowDropped
-from halftune.data.stain import RUN, Run, owner, runs, stained, trace
+from halftune.data.stain import INK, Run, owner, runs, stained, trace
 
 LOST = "the loss mask cannot be found: the chat template rewrites this conversation"
 
@@ -46,8 +46,11 @@ class Turn:
 
 def by_prefix(
     template: ChatTemplate, messages: Messages, tools: Any, answers: Sequence[int], whole: str
-) -> list[Turn] | None:
-    """The turns of the messages ``answers`` in their rendering; None where the template breaks a prefix."""
+) -> tuple[list[Turn] | None, bool]:
+    """The turns of the messages ``answers`` in their rendering; None where the template breaks a prefix.
+
+    Also whether it writes a turn differently once more turns follow, as far as this was looked for.
+    """
     turns: list[Turn] = []
     for index in answers:
         if index == 0:  # no prompt comes before it
@@ -55,11 +58,13 @@ def by_prefix(
         else:
             prompt = template.render(messages[:index], tools, prompt=True)
             start = len(prompt) if whole.startswith(prompt) else -1
+        if start < (turns[-1].end if turns else 0):
+            return None, False
         through = whole if index == len(messages) - 1 else template.render(messages[: index + 1], tools)
-        if start < (turns[-1].end if turns else 0) or not whole.startswith(through) or len(through) <= start:
-            return None
+        if not whole.startswith(through) or len(through) <= start:
+            return None, True
         turns.append(_closed(template, index, whole, start, len(through)))
-    return turns
+    return turns, False
 
 
 def _closed(template: ChatTemplate, message: int, whole: str, start: int, full_end: int) -> Turn:
@@ -76,13 +81,13 @@ def _closed(template: ChatTemplate, message: int, whole: str, start: int, full_e
         return Turn(message, start, start + first + 1, full_end, complete=True)
     # Some templates close every turn but the last one.
     rest = whole[full_end:].lstrip()
-    if rest[:1] in ends:
-        full_end = len(whole) - len(rest) + 1
-    return Turn(message, start, full_end, full_end, complete=rest[:1] in ends)
+    closing = len(rest) - len(rest.lstrip("".join(ends)))
+    end = len(whole) - len(rest) + closing if closing else full_end
+    return Turn(message, start, end, end, complete=closing > 0)
 
 
-def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> tuple[list[Turn], bool]:
-    """The turns of all answers that show in the rendering, and whether the template writes an earlier one differently.
+def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> list[Turn]:
+    """The turns of all answers that show in the rendering.
 
     Raises:
         RowDropped: they cannot be told for certain.
@@ -91,20 +96,23 @@ def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: st
     other = trace(template, covered, tools, whole)
     if other is None:
         raise RowDropped(LOST)
-    found = runs(other, covered)
-    turns, rewritten = [], False
+    found, turns = runs(other, covered), []
     for place, run in enumerate(found):
         if messages[run.message]["role"] != "assistant":
             continue
         before = found[place - 1] if place else None
         limit = found[place + 1].start if place + 1 < len(found) else len(other)
         start = _start(template, covered, tools, other, run, before)
-        through = other
-        if (until := max(run.message, before.message if before else 0) + 1) < len(messages):
+        until = max(run.message, before.message if before else 0) + 1
+        rest = other[run.end : limit].lstrip()
+        if until == len(messages):
+            turns.append(_ended(template, other, other, run, start, limit))
+        elif rest[:1] in template.end_tokens and not messages[run.message].get("tool_calls"):
+            turns.append(_closed(template, run.message, other, start, run.end))
+        else:
             through = template.render(covered[:until], tools)
-            rewritten = rewritten or not other.startswith(through)
-        turns.append(_ended(template, through, other, run, start, limit))
-    return turns, rewritten
+            turns.append(_ended(template, through, other, run, start, limit))
+    return turns
 
 
 def _start(template: ChatTemplate, covered: Messages, tools: Any, other: str, run: Run, before: Run | None) -> int:
@@ -140,6 +148,8 @@ def _ended(template: ChatTemplate, through: str, other: str, run: Run, start: in
     for one in _tails(through, other, run):
         if (length := shared(one, following)) >= same:
             tail, same = one, length
+        if same == len(one):
+            break
     turn = _closed(template, run.message, other, start, run.end + same)
     if turn.complete or same == len(tail):
         return turn
@@ -147,17 +157,14 @@ def _ended(template: ChatTemplate, through: str, other: str, run: Run, start: in
     return _closed(template, run.message, other, start, run.end + len(following[:same].rstrip()))
 
 
-def _tails(through: str, other: str, run: Run) -> list[str]:
+def _tails(through: str, other: str, run: Run) -> Iterator[str]:
     """What follows a run's text in another rendering: its last text there, and its text of the same number."""
     ink = other[run.end - 1]
-    ends = [one.end() for one in RUN.finditer(through) if one[1] == ink]
-    number = sum(one[1] == ink for one in RUN.finditer(other[: run.end]))
-    found = []
-    for place in {len(ends) - 1, number - 1}:
+    words = re.compile(f"{ink}+")
+    number = sum(1 for _ in words.finditer(other, 0, run.end))
+    ends = [match.end() for match in words.finditer(through)]
+    for place in (len(ends) - 1, number - 1):
         if 0 <= place < len(ends):
-            tail, *next_text = RUN.split(through[ends[place] :], maxsplit=1)
-            if (
-                not next_text or owner(next_text[0]) == run.message
-            ):  # another message's text follows: its header is no end
-                found.append(tail)
-    return found
+            following = INK.search(through, ends[place])
+            if following is None or owner(following[0]) == run.message:  # another's header is no end
+                yield through[ends[place] : following.start() if following else None]

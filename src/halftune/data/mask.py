@@ -112,11 +112,9 @@ def _find(
         if len(spans) == len(answers):
             return text, [_generated(template, text, index, span) for index, span in zip(answers, spans, strict=True)]
     whole = template.render(messages, tools)
-    turns = by_prefix(template, messages, tools, answers, whole)
-    if turns is None:
-        turns, rewritten = by_content(template, messages, tools, whole)
-        notes += [REWRITTEN] * rewritten
-    return whole, turns
+    turns, rewritten = by_prefix(template, messages, tools, answers, whole)
+    notes += [REWRITTEN] * rewritten
+    return whole, by_content(template, messages, tools, whole) if turns is None else turns
 
 
 def _generated(template: ChatTemplate, text: str, index: int, span: tuple[int, int]) -> Turn:

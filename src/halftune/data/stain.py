@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from halftune.data.chat import ChatTemplate
 from halftune.data.control import BREAK
 from halftune.data.conversation import RowDropped
 
 FIRST, NAMES = 0x100000, 0x108000  # the second private plane; control.py uses the first one
-RUN = re.compile(f"([{chr(FIRST)}-\U0010ffff])\\1*")
-# White space is trimmed by templates, quotes and backslashes are escaped by ``tojson``, and so are control characters.
-_VISIBLE = re.compile(rf'[^\s"\\\x00-\x1f\x7f{BREAK}]')
+INK = re.compile("[\U00100000-\U0010ffff]")
+# White space is trimmed by templates; quotes, backslashes and control characters are escaped by ``tojson``.
+_VISIBLE = np.ones(sys.maxunicode + 1, dtype=bool)
+_VISIBLE[[*range(0x21), *map(ord, '"\\\x7f'), ord(BREAK), *(code for code in range(0x3001) if chr(code).isspace())]] = (
+    False
+)
 _TEXTS = ("content", "reasoning_content")
 
 Messages = Sequence[Mapping[str, Any]]
@@ -52,10 +58,11 @@ def stained(template: ChatTemplate, messages: Messages) -> list[dict[str, Any]]:
 def _stained(template: ChatTemplate, message: Mapping[str, Any], index: int) -> dict[str, Any]:
     ink, name_ink = chr(FIRST + index), chr(NAMES + index)
 
-    def cover(value: Any) -> Any:
+    def cover(value: Any, ink: str = ink) -> Any:
         if isinstance(value, str):
             pieces = template.literals.split(value)
-            return "".join(piece if number % 2 else _VISIBLE.sub(ink, piece) for number, piece in enumerate(pieces))
+            pieces[::2] = [_covered(piece, ink) for piece in pieces[::2]]
+            return "".join(pieces)
         if isinstance(value, Mapping):
             return {key: cover(item) for key, item in value.items()}
         return [cover(item) for item in value] if isinstance(value, list | tuple) else value
@@ -65,25 +72,32 @@ def _stained(template: ChatTemplate, message: Mapping[str, Any], index: int) -> 
     for call in message.get("tool_calls") or ():
         function = {**call["function"], "arguments": cover(call["function"]["arguments"])}
         if ink not in json.dumps(function["arguments"], ensure_ascii=False):
-            function["name"] = _VISIBLE.sub(name_ink, function["name"])
+            function["name"] = cover(function["name"], name_ink)
         calls.append({**call, "function": function})
     return {**changed, "tool_calls": calls} if calls else changed
 
 
+def _covered(text: str, ink: str) -> str:
+    codes = _codes(text).copy()
+    codes[_VISIBLE[codes]] = ord(ink)
+    return codes.tobytes().decode("utf-32-le")
+
+
+def _codes(text: str) -> np.ndarray:
+    """Code points, uint32[characters]."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+
+
 def trace(template: ChatTemplate, covered: Messages, tools: Any, whole: str) -> str | None:
     """The rendering of stained messages, as long as ``whole``, that of the messages; None where they do not agree."""
-    if RUN.search(whole):
-        return None
     try:
         other = template.render(covered, tools)
     except RowDropped:
         return None
-    position = 0
-    for match in RUN.finditer(other):
-        if other[position : match.start()] != whole[position : match.start()]:
-            return None
-        position = match.end()
-    return other if other[position:] == whole[position:] else None
+    if len(other) != len(whole) or INK.search(whole):
+        return None
+    codes = _codes(other)
+    return other if ((codes >= FIRST) | (codes == _codes(whole))).all() else None
 
 
 def owner(ink: str) -> int:
@@ -97,16 +111,22 @@ def runs(other: str, covered: Messages) -> list[Run]:
         index: sum(call["function"]["name"][:1] == chr(NAMES + index) for call in message.get("tool_calls", ()))
         for index, message in enumerate(covered)
     }
+    codes = _codes(other)
+    (places,) = np.nonzero(codes >= FIRST)
+    inks = codes[places]
+    # A text goes on as far as no other comes; a name is one word.
+    new = (np.diff(inks, prepend=0) != 0) | ((np.diff(places, prepend=-1) > 1) & (inks >= NAMES))
+    starts = np.flatnonzero(new)
     found: list[Run] = []
-    for match in RUN.finditer(other):
-        message, start = owner(match[1]), match.start()
-        if ord(match[1]) >= NAMES:
+    for first, last in zip(starts.tolist(), [*(starts[1:] - 1).tolist(), len(places) - 1], strict=False):
+        message, start = owner(chr(inks[first])), int(places[first])
+        if inks[first] >= NAMES:
             names[message] -= 1
             if names[message] < 0:  # repeated
                 continue
         if found and found[-1].message == message:
             start = found.pop().start
-        found.append(Run(message, start, match.end()))
+        found.append(Run(message, start, int(places[last]) + 1))
     return found
 
 
