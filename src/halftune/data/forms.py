@@ -106,12 +106,16 @@ def find_forms(render: Callable[[Forms, Sequence[Message], Any], str]) -> Forms:
     ordered = [{"role": "system", "content": _SYSTEM}, *turn]
     if shows(forms, turn) and not shows(forms, ordered, _SYSTEM):
         forms = replace(forms, system=False, system_refused=not shows(forms, ordered))
-    thinking = {**_ANSWER, "reasoning_content": _THINK}
+    forms = _of_tools(forms, shows)
+    thinking = [_QUESTION, {**_ANSWER, "reasoning_content": _THINK}]
+    calling = [
+        {**message, "reasoning_content": _THINK} if "tool_calls" in message else message for message in _called(_SHORT)
+    ]
     for key in REASONING_KEYS:
-        if shows(replace(forms, reasoning=key), [_QUESTION, thinking], _THINK):
-            forms = replace(forms, reasoning=key)
-            break
-    return _of_tools(forms, shows)
+        taken = replace(forms, reasoning=key)
+        if shows(taken, thinking, _THINK) or shows(taken, calling, _THINK, tools=[TOOL]):
+            return taken
+    return forms
 
 
 def _of_tools(forms: Forms, shows: Callable[..., bool]) -> Forms:
