@@ -245,7 +245,12 @@ def suggest(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> dict
     if listed := pick("messages", list):
         return {"messages": listed}
     prompt, completion = pick("prompt", (str, int, float)), pick("completion", (str, int, float))
-    if prompt and completion and prompt.lower() == "instruction" and isinstance(first.get(lower.get("context")), str):
+    if (
+        prompt
+        and completion
+        and prompt.lower() == "instruction"
+        and isinstance(first.get(lower.get("context", "")), str)
+    ):
         return {"instruction": prompt, "input": lower["context"], "output": completion}
     if prompt and completion:
         return {"prompt": prompt, "completion": completion}
