@@ -122,6 +122,9 @@ PLAIN = """
 {%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}
 """
 
+# The same, with no place for a system message.
+PLAIN_USERS = PLAIN.replace("in messages", "in messages if message.role != 'system'")
+
 # The end token behind the conversation only, not behind its earlier answers.
 END_AT_LAST = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -145,6 +148,108 @@ TWO_ENDS = LAST_ENDS.replace(
     "{%- if loop.last and message.role == 'assistant' %}{{- '<|im_end|>' }}{%- endif %}",
     "{{- '<|endoftext|>' if loop.last and message.role == 'assistant' else '<|im_end|>' }}",
 )
+
+# Strict about ids. Tools stand before the last question, and the system text in it where no answer follows: a prompt
+# shows it, a conversation does not.
+MISTRAL_TOOLS = """
+{%- if messages[0].role == 'system' %}{%- set system, rest = messages[0].content, messages[1:] %}
+{%- else %}{%- set rest = messages %}{%- endif %}
+{%- set asked = rest | selectattr('role', 'equalto', 'user') | list %}
+{{- bos_token }}
+{%- for message in rest %}
+    {%- if message.role == 'user' %}
+        {%- if tools and message == asked[-1] %}{{- '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}{%- endif %}
+        {%- if loop.last and system is defined %}{{- '[INST] ' + system + '\n\n' + message.content + ' [/INST]' }}
+        {%- else %}{{- '[INST] ' + message.content + ' [/INST]' }}{%- endif %}
+    {%- elif message.tool_calls %}
+        {{- '[CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception('no id') }}{% endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}
+    {%- else %}
+        {%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception('no id') }}
+        {%- endif %}
+        {{- '[RESULT] {"content": ' + message.content + ', "id": "' + message.tool_call_id + '"}[/RESULT]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# The system text always moves to the last question.
+MISTRAL_MOVES = MISTRAL_TOOLS.replace("if loop.last and system", "if loop.index0 >= rest | length - 2 and system")
+
+# A turn goes on behind a tool's result, its text there too; and a prompt has a thought block that no conversation has.
+CONTINUED = """
+{%- set ns = namespace(after='') %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{%- set ns.after = 'tool' %}
+    {%- else %}
+        {%- if message.role != 'assistant' or ns.after != 'tool' %}
+            {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
+        {%- endfor %}
+        {%- if message.tool_calls %}
+            {%- for later in messages[loop.index:] if later.role == 'tool' %}
+                {{- '<result>' + later.content + '</result>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- message.content }}{%- if message.content or not message.tool_calls %}{{- '<end_of_turn>\n' }}{%- endif %}
+        {%- set ns.after = '' %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.after != 'tool' %}{{- '<start_of_turn>model\n<think>\n</think>' }}{%- endif %}
+"""
+
+# Reasoning of earlier turns is left out, under a key of its own; arguments are JSON text; one call a turn.
+CHANNELS = """
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if message.tool_calls | length > 1 %}{{- raise_exception('one call') }}{%- endif %}
+        {%- if message.thinking and loop.index0 > ns.last %}
+            {{- '<|im_start|>assistant to=self\n' + message.thinking + '<|im_end|>' }}
+        {%- endif %}
+        {%- for call in message.tool_calls %}
+            {{- '<|im_start|>assistant to=' + call.function.name + '\n' + call.function.arguments + '<|im_end|>' }}
+        {%- endfor %}
+        {%- if message.content %}{{- '<|im_start|>assistant to=user\n' + message.content }}
+            {{- '<|endoftext|>' if loop.last else '<|im_end|>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>' + message.name + ' to=assistant\n' + message.content + '<|im_end|>' }}
+    {%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}
+"""
+
+# An end of the text behind the end of the last turn, with a line break before it.
+END_OF_TEXT = (
+    LLAMA3.replace("'<|eot_id|>' }}", "'<|eot_id|>\n' }}")
+    + "{%- if not add_generation_prompt %}{{- '</s>' }}{% endif %}"
+)
+
+# Contents are lists of parts.
+PARTS = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- for part in message.content if part.type == 'text' %}{{- part.text }}{%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# Nothing tells where an answer begins: a prompt begins and ends otherwise than the conversation.
+SHUFFLED = """
+{%- for message in messages %}{{- '{' + message.content + '}' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'now:' }}{%- endif %}
+"""
 
 FAMILIES = {
     "qwen2": QWEN2,

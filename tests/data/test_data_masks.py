@@ -174,10 +174,26 @@ def test_an_end_token_behind_the_last_answer_only(name, messages, make_tokenizer
     assert [note for note in prepared.report.train[0].notes if "no end-of-turn token" in note]
 
 
-def test_a_prompt_that_is_written_differently_later_leaves_no_mask(make_tokenizer, make_config, write, templates):
+def test_a_prompt_that_is_written_differently_later(make_tokenizer, make_config, write, templates):
     tokenizer = make_tokenizer("plain", templates.LAST_OF_ALL_ENDS)
+    sample = only(prepare(make_config(write([{"messages": TWO}])), tokenizer))
+    assert sample.input_ids.tolist() == rendered(tokenizer, TWO)
+    texts = [text.strip() for text in trained_texts(sample, tokenizer)]
+    assert texts == [TWO[1]["content"], f"{TWO[3]['content']}<|im_end|>"]
+
+
+def test_where_no_mask_can_be_found_the_row_is_dropped(make_tokenizer, make_config, write, templates):
+    tokenizer = make_tokenizer("plain", templates.SHUFFLED)
     with pytest.raises(DataError, match=r"the loss mask cannot be found.*: 2 \(rows 1, 2\)"):
         prepare(make_config(write([{"messages": ONE}, {"messages": TWO}])), tokenizer)
+
+
+def test_an_end_of_the_text_behind_the_end_of_the_last_turn(make_tokenizer, make_config, write, templates):
+    """Not trained: the model has stopped by then, and the line break before it is not for it to write."""
+    tokenizer = make_tokenizer("llama3", templates.END_OF_TEXT)
+    sample = only(prepare(make_config(write([{"messages": TWO}])), tokenizer))
+    assert tokenizer.decode(sample.input_ids.tolist()).endswith("<|eot_id|>\n</s>")
+    assert trained_texts(sample, tokenizer) == [TWO[1]["content"] + "<|eot_id|>", TWO[3]["content"] + "<|eot_id|>"]
 
 
 def test_another_end_token_behind_earlier_answers(make_tokenizer, make_config, write, templates):

@@ -73,12 +73,10 @@ def test_tool_calls_are_trained_and_results_are_not(conversations):
     assert trained.count("<|im_end|>") == 4
 
 
-def test_gsm8k_needs_a_mapping_and_suggests_it(shared_data, tokenizer, make_config):
-    path = str(shared_data / "gsm8k" / "test.jsonl")
-    with pytest.raises(DataError, match=r"did you mean columns: \{prompt: question, completion: answer\}\?"):
-        prepare(make_config(path), tokenizer)
-    train = {"path": path, "columns": {"prompt": "question", "completion": "answer"}}
-    assert len(prepare(make_config(train), tokenizer).train) == 1319
+def test_gsm8k_is_read_by_its_own_names(shared_data, tokenizer, make_config):
+    prepared = prepare(make_config(str(shared_data / "gsm8k" / "test.jsonl")), tokenizer)
+    assert len(prepared.train) == 1319
+    assert prepared.report.train[0].columns == {"prompt": "question", "completion": "answer"}
 
 
 @pytest.mark.parametrize(("name", "documents"), [("c4_demo.jsonl", 300), ("wiki_demo.txt", 30)])

@@ -103,6 +103,20 @@ def test_a_folder_with_a_test_set_is_not_one_source(held, write, tmp_path):
     assert len(read(tmp_path / "set")) == 2 * len(ROWS)
 
 
+def test_a_folder_of_everything_is_no_source(write, tmp_path, monkeypatch):
+    write(ROWS, "home/data/a.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in (tmp_path, tmp_path / "home"):
+        with pytest.raises(DataError, match="home folder"):
+            read(folder)
+    assert read(tmp_path / "home" / "data").all() == ROWS
+    monkeypatch.setattr("halftune.data.sources.MOST", 3)
+    write("", "home/data/b.md")
+    write("", "home/data/c/d.md")
+    with pytest.raises(DataError, match="more than 3"):
+        read(tmp_path / "home" / "data")
+
+
 WRONG = [
     ("a.jsonl", '{"a": 1}\n{"a": 2,}\n', r"a\.jsonl line 2: not valid JSON: .* at column 9"),
     ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl line 3: a row should be an object"),
@@ -186,8 +200,13 @@ def test_formats_are_detected(row, name):
 @pytest.mark.parametrize(
     ("row", "mapping"),
     [
-        ({"question": "a", "answer": "b"}, "columns: {prompt: question, completion: answer}"),
-        ({"Query": "a", "Response": "b", "id": 3}, "columns: {prompt: Query, completion: Response}"),
+        ({"User": "a", "Reply": "b", "id": 3}, "columns: {prompt: User, completion: Reply}"),
+        ({"question": "a", "answer": "b", "solution": "c"}, "columns: {prompt: question, completion: answer}"),
+        ({"question": "a", "answer": "b", "input": "c"}, "columns: {prompt: question, completion: answer}"),
+        (
+            {"instruction": "a", "input": "d", "context": "b", "response": "c"},
+            "columns: {instruction: instruction, input: context, output: response}",
+        ),
         ({"dialog": [{"role": "user", "content": "a"}]}, "columns: {messages: dialog}"),
         ({"content": "a", "url": "b"}, "columns: {text: content}"),
     ],
@@ -198,6 +217,36 @@ def test_unknown_columns_are_answered_with_a_mapping_that_works(row, mapping):
     assert caught.value.remedy == f"did you mean {mapping}?"
     pairs = dict(pair.split(": ") for pair in mapping.removeprefix("columns: {").removesuffix("}").split(", "))
     assert columns([row], columns=pairs).columns == pairs
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "mapping"),
+    [
+        ({"prompt": "a", "response": "b"}, "prompt_completion", {"prompt": "prompt", "completion": "response"}),
+        ({"question": "a", "answer": 4, "id": 3}, "prompt_completion", {"prompt": "question", "completion": "answer"}),
+        ({"Input": "a", "Output": "b"}, "prompt_completion", {"prompt": "Input", "completion": "Output"}),
+        ({"instruction": "a", "response": "b"}, "alpaca", {"instruction": "instruction", "output": "response"}),
+        (
+            {"instruction": "a", "context": "c", "response": "b", "category": "d"},
+            "alpaca",
+            {"instruction": "instruction", "input": "context", "output": "response"},
+        ),
+    ],
+)
+def test_columns_that_allow_one_reading_need_no_mapping(row, name, mapping):
+    reading = columns([row])
+    assert (reading.format.name, reading.columns) == (name, mapping)
+
+
+def test_a_suggestion_says_what_it_does_not_read():
+    with pytest.raises(DataError) as caught:
+        columns([{"question": "a", "answer": "b", "context": "c"}])
+    assert caught.value.remedy.startswith("did you mean columns: {prompt: question, completion: answer}?")
+    assert caught.value.remedy.endswith("context")
+    with pytest.raises(DataError):  # an answer that is no text
+        columns([{"question": "a", "answer": {"text": "b"}}])
+    with pytest.raises(DataError, match="KTO"):
+        columns([{"question": "a", "answer": "b", "label": False}])
 
 
 def test_columns_that_nobody_can_guess_and_wrong_mappings():

@@ -41,6 +41,14 @@ def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         locate(section(name))
 
 
+def test_a_hub_without_an_address_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halftune.model.locate.hub_has_address", lambda: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ModelError, match="hub is out of reach"):
+        locate(section("org/no-such-model"))
+
+
 def test_neither_folder_nor_hub_id() -> None:
     with pytest.raises(ModelError, match="neither a folder nor a hub id"):
         locate(section("not a hub id!"))

@@ -12,11 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from halftune.core.errors import DataError
 from halftune.data.control import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped
+from halftune.data.forms import TOOL, Forms, find_forms
 
 Messages = Sequence[Mapping[str, Any]]
 # `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
 # block trims white space exactly as the original does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# Tags that a template may look for in a text: `<think>`, `[INST]`.
+_LITERAL = re.compile(r"""<[^<>\s'"]{1,40}>|\[/?\w+\]""")
 # what a template raises that meets a shape which it does not expect, or asks for more than there is
 _TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError, MemoryError)
 _QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
@@ -42,9 +45,12 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
+        self.forms = find_forms(lambda forms, messages, tools: self._render(messages, tools, forms=forms))
         self.control = ControlTokens(special_tokens(tokenizer, self._frame()))
         self.has_generation = bool(_GENERATION.search(self.source(None)))
-        self.header, self.end_tokens = self._probe()
+        self.headers, self.end_tokens = self._probe()
+        tags = sorted({*_LITERAL.findall(self.source([])), *_LITERAL.findall(self.source(None))}, key=len, reverse=True)
+        self.literals = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
 
     def source(self, tools: list[dict[str, Any]] | None) -> str:
         """The Jinja source that is used for a conversation with these tools."""
@@ -86,10 +92,19 @@ class ChatTemplate:
                 length += len(piece)
         return re.sub(f"[{OPEN}{CLOSE}]", "", text), spans
 
-    def _render(self, messages: Messages, tools: Any = None, *, prompt: bool = False, **options: Any) -> str:
+    def _render(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        *,
+        prompt: bool = False,
+        forms: Forms | None = None,
+        **options: Any,
+    ) -> str:
+        forms = forms or self.forms
         try:
             return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [forms.of_message(message) for message in messages],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
@@ -108,17 +123,25 @@ class ChatTemplate:
         except RowDropped:
             return ""
 
-    def _probe(self) -> tuple[str, frozenset[str]]:
-        """What the template writes in front of an answer that is not the last turn, and which tokens end a turn."""
+    def _probe(self) -> tuple[tuple[str, ...], frozenset[str]]:
+        """What the template writes in front of an answer that is not the last turn, and which tokens end a turn.
+
+        The header comes whole, and as far as a prompt writes it.
+        """
         question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
-        header, ends = "", set()
+        headers, ends = list[str](), set()
         if self._tokenizer.eos_token in self.control.tokens:
             ends.add(self.control.alias_of(str(self._tokenizer.eos_token)))
-        try:
-            before = self.render([question])
-            middle, last = self.render([question, answer, question]), self.render([question, answer])
-        except RowDropped:
-            return header, frozenset(ends)
+        for tools in (None, [TOOL]):  # some templates are for conversations with tools only
+            try:
+                before, prompt = self.render([question], tools), self.render([question], tools, prompt=True)
+                middle = self.render([question, answer, question], tools)
+                last = self.render([question, answer], tools)
+                break
+            except RowDropped:
+                continue
+        else:
+            return (), frozenset(ends)
         # What follows the last answer closes it. What follows an earlier one may open the next turn instead, unless it
         # closes a last turn too. A template that ends no last turn by a control token ends none.
         if closing := self._first_control(last, _ANSWER):
@@ -126,9 +149,14 @@ class ChatTemplate:
             earlier = self._first_control(middle, _ANSWER)
             if earlier and earlier == self._first_control(before, _QUESTION):
                 ends.add(earlier)
-        if middle.startswith(before) and _ANSWER in middle:
-            header = middle[len(before) : middle.index(_ANSWER)]
-        return (header if any(map(self.control.is_alias, header)) else ""), frozenset(ends)
+        if _ANSWER in middle:
+            between, after, asked = (
+                text.partition(_QUESTION)[2].partition(_ANSWER)[0] for text in (middle, before, prompt)
+            )
+            closing = after if between.startswith(after) else ""  # of the question
+            header = between[len(closing) :]
+            headers = [header, header[: shared(header, asked[len(closing) :])]]
+        return tuple(header for header in headers if any(map(self.control.is_alias, header))), frozenset(ends)
 
     def _first_control(self, rendered: str, text: str) -> str:
         """The first control token behind a text, "" where there is none."""
@@ -138,3 +166,9 @@ class ChatTemplate:
 def _marker(match: re.Match[str]) -> str:
     before, end, after = match.groups()
     return f"{{%{before} if true %}}{CLOSE if end else OPEN}{{% endif {after}%}}"
+
+
+def shared(one: str, other: str) -> int:
+    """How many characters two texts begin with that are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

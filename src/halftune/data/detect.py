@@ -21,6 +21,11 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "chosen"),
     "text": ("content", "body", "document", "article", "passage", "code", "story", "raw_content"),
 }
+# Names that can mean nothing else where a set has one of each; what a question may stand on is no part of them.
+QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
+ANSWERS = ("completion", "answer", "response", "output", "solution")
+GROUNDS = ("input", "context")  # of an instruction: alpaca's name, and that of databricks-dolly
+CONTEXTS = ("context", "passage", "document", "background", "choices", "options", "history", "system_prompt")
 PREFERENCE = ("chosen", "rejected")
 RATINGS = ("label", "kto_tag")  # a flag that tells wanted answers from rejected ones
 
@@ -71,7 +76,36 @@ def detect(rows: Sequence[Mapping[str, Any]], section: SourceSection, where: str
             if name != "text":
                 _check_rating(rows, columns, where)
             return _reading(made, columns, found, len(rows))
+    guess = _guess(rows, found) if section.format == "auto" and not section.columns else None
+    if guess is not None:
+        name, columns = guess
+        _check_rating(rows, columns, where)
+        return _reading(load_format(name), columns, found, len(rows))
     raise _unknown(rows, found, section, candidates, where)
+
+
+def _guess(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> tuple[str, dict[str, str]] | None:
+    """The format, and its columns, of a set whose columns have other names that allow one reading only."""
+    names = {name.lower(): name for name in found}
+    texts = {lower: name for lower, name in names.items() if all(_is_text(row.get(name)) for row in rows)}
+    answers = [name for name in ANSWERS if name in names]
+    questions = [name for name in QUESTIONS if name in names]
+    if len(answers) != 1 or not {*answers, *questions} <= texts.keys() or all(name in found for name in PREFERENCE):
+        return None
+    grounds = [name for name in GROUNDS if name in texts]
+    others = [name for name in CONTEXTS if name in names and name not in grounds]
+    if "instruction" in questions and {*questions} <= {"instruction", "input"} and len(grounds) < 2 and not others:
+        columns = {"instruction": texts["instruction"], "output": texts[answers[0]]}
+        if grounds:
+            columns["input"] = texts[grounds[0]]
+        return "alpaca", columns
+    if len(questions) == 1 and not others and "context" not in names:
+        return "prompt_completion", {"prompt": texts[questions[0]], "completion": texts[answers[0]]}
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    return is_missing(value) or (isinstance(value, str | int | float) and not isinstance(value, bool))
 
 
 def detect_for(method: str, rows: Sequence[Mapping[str, Any]], section: SourceSection) -> Reading:
@@ -192,7 +226,9 @@ def _unknown(
     mapping = suggest(rows, found)
     if mapping:
         inner = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
-        return DataError(what, where=where, remedy=f"did you mean columns: {{{inner}}}?")
+        left = [name for name in found if name.lower() in CONTEXTS and name not in mapping.values()]
+        loss = f" It does not read {' and '.join(left)}" if left else ""
+        return DataError(what, where=where, remedy=f"did you mean columns: {{{inner}}}?{loss}")
     needs = "; ".join(f"{name}: {', '.join(made.required)}" for name, made in _formats().items())
     return DataError(what, where=where, remedy=f"map them with columns: {{...}}. Formats need {needs}")
 
@@ -209,6 +245,13 @@ def suggest(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> dict
     if listed := pick("messages", list):
         return {"messages": listed}
     prompt, completion = pick("prompt", (str, int, float)), pick("completion", (str, int, float))
+    if (
+        prompt
+        and completion
+        and prompt.lower() == "instruction"
+        and isinstance(first.get(lower.get("context", "")), str)
+    ):
+        return {"instruction": prompt, "input": lower["context"], "output": completion}
     if prompt and completion:
         return {"prompt": prompt, "completion": completion}
     document = pick("text", str)

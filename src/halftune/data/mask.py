@@ -1,10 +1,4 @@
-"""Finds the assistant's turns in a rendered conversation, by comparing renderings or by ``{% generation %}``.
-
-The turn of message *i* begins where the rendering of the messages before it, with the header of an answer, ends; it
-ends where the rendering of the messages up to it ends. Templates that write a turn differently once more turns follow
-(reasoning is dropped, an empty thought block is put in) break these prefixes; then the turn's header and its
-end-of-turn token are looked for in the whole rendering, where no text can hold either (``control.py``).
-"""
+"""Renders a conversation and chooses the assistant's turns that are trained; says what the template leaves out."""
 
 from __future__ import annotations
 
@@ -14,37 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from halftune.data.chat import ChatTemplate
-from halftune.data.control import BREAK
 from halftune.data.conversation import Conversation, RowDropped, RowError
-from halftune.data.texts import text_ranges
+from halftune.data.locate import Turn, by_content, by_prefix
+from halftune.data.stain import text_ranges
 
 REWRITTEN = "the chat template rewrites earlier turns (they are trained as it renders them)"
 NEUTRALISED = "control tokens in texts were kept as plain text"
 NO_END = "the chat template writes no end-of-turn token after an answer, so the model does not learn to stop"
 NO_TOOLS = "the chat template has no place for tools, so they are not shown to the model"
+NO_SYSTEM_SHOWN = "the chat template leaves out the system message (data.merge_system puts it into the first question)"
 NO_REASONING = "the chat template has no place for reasoning, so it is not trained"
-_OTHER_TEXT = "Zq9 halftune next 9qZ"
-LOST = "the loss mask cannot be found: the chat template rewrites this conversation"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """An assistant's turn in the rendering, in characters.
-
-    Attributes:
-        message: index of its message.
-        start, end: what the model is to write, its end-of-turn token included.
-        full_end: where the turn's text ends, e.g. behind the line break after the end-of-turn token.
-        complete: whether an end-of-turn token closes it.
-        trained: whether it carries labels.
-    """
-
-    message: int
-    start: int
-    end: int
-    full_end: int
-    complete: bool
-    trained: bool = False
+LEFT_OUT = "the chat template leaves out an answer's text, so it is not trained"
 
 
 @dataclass(frozen=True)
@@ -81,6 +55,7 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
         RowError: the row wants another's message trained, and ``train_on`` is not ``all``.
     """
     _check_wishes(conversation, train_on)
+    conversation = template.forms.of_conversation(conversation)
     control = template.control
     parts = [conversation.messages, conversation.tools]
     if control.forged(parts):
@@ -94,7 +69,7 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
     if turns and not all(turn.complete for turn in turns):
         notes.append(NO_END)
     _check_rendered(template, conversation, text, turns, notes)
-    chosen = _chosen(turns, conversation, train_on)
+    chosen = _chosen(turns, conversation, text, train_on)
     untrained: tuple[tuple[int, int], ...] = ()
     if train_on == "all" and False in conversation.train:
         untrained = _untrained(template, conversation, messages, tools, text)
@@ -137,12 +112,9 @@ def _find(
         if len(spans) == len(answers):
             return text, [_generated(template, text, index, span) for index, span in zip(answers, spans, strict=True)]
     whole = template.render(messages, tools)
-    turns: list[Turn] = []
-    for index in answers:
-        after = turns[-1].end if turns else 0
-        start = _start(template, messages, tools, index, whole, after)
-        turns.append(_compared(template, messages, tools, index, whole, start, notes))
-    return whole, turns
+    turns, rewritten = by_prefix(template, messages, tools, answers, whole)
+    notes += [REWRITTEN] * rewritten
+    return whole, by_content(template, messages, tools, whole) if turns is None else turns
 
 
 def _generated(template: ChatTemplate, text: str, index: int, span: tuple[int, int]) -> Turn:
@@ -154,115 +126,51 @@ def _generated(template: ChatTemplate, text: str, index: int, span: tuple[int, i
     return Turn(index, start, end, end, complete=bool(inside) and inside[-1] in template.end_tokens)
 
 
-def _start(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, index: int, whole: str, after: int
-) -> int:
-    if index > 0:
-        prompt = template.render(messages[:index], tools, prompt=True)
-        if whole.startswith(prompt) and len(prompt) >= after:
-            return len(prompt)
-    position = whole.find(template.header, after) if template.header else -1
-    if position < 0:
-        raise RowDropped(LOST)
-    return position + len(template.header)
-
-
-def _compared(
-    template: ChatTemplate,
-    messages: list[dict[str, Any]],
-    tools: Any,
-    index: int,
-    whole: str,
-    start: int,
-    notes: list[str],
-) -> Turn:
-    through = whole if index == len(messages) - 1 else template.render(messages[: index + 1], tools)
-    if whole.startswith(through) and len(through) > start:
-        full_end = len(through)
-    else:
-        full_end = _searched_end(template, messages, tools, index, whole, start)
-        if REWRITTEN not in notes:
-            notes.append(REWRITTEN)
-    # What the template writes behind the last control token (a line break) is not for the model to write.
-    body = whole[start:full_end].rstrip()
-    complete = bool(body) and template.control.is_alias(body[-1])
-    return Turn(index, start, start + len(body) if complete else full_end, full_end, complete)
-
-
-def _searched_end(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, index: int, whole: str, start: int
-) -> int:
-    """Where a turn ends that the template writes differently once more turns follow: before the next message."""
-    if index == len(messages) - 1:  # the template writes nothing of it
-        return len(whole)
-    ends = [place for place in (whole.find(token, start) for token in template.end_tokens) if place >= 0]
-    following = messages[index + 1]["content"].strip().replace(BREAK, "")
-    if ends and following and min(ends) < whole.find(following, start):
-        return min(ends) + 1
-    limit = _next_text(template, messages, tools, index, whole, start)
-    if ends and min(ends) < limit:
-        return min(ends) + 1
-    # No end-of-turn token closes it. Where it is its text and nothing else, its end is known all the same.
-    content = messages[index]["content"].strip().replace(BREAK, "")
-    place = start + len(whole[start:]) - len(whole[start:].lstrip())
-    alone = content and not messages[index].keys() & {"tool_calls", "reasoning_content"}
-    if alone and whole.startswith(content, place) and place + len(content) <= limit:
-        return place + len(content)
-    raise RowDropped(LOST)
-
-
-def _next_text(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, index: int, whole: str, start: int
-) -> int:
-    """Where in the rendering the text of the next message that it shows begins; its end where it shows no more.
-
-    Found by rendering the message with another text: up to that text, the rendering is the same.
-
-    Raises:
-        RowDropped: that changes what comes before it.
-    """
-    for following in range(index + 1, len(messages)):
-        changed = [*messages]
-        changed[following] = {**messages[following], "content": _OTHER_TEXT}
-        other = template.render(changed, tools)
-        place = other.find(_OTHER_TEXT)
-        if place < 0:
-            continue
-        if place < start or other[:place] != whole[:place]:
-            raise RowDropped(LOST)
-        return place
-    return len(whole)
-
-
 def _check_rendered(
     template: ChatTemplate, conversation: Conversation, text: str, turns: Sequence[Turn], notes: list[str]
 ) -> None:
-    """Nothing of the row may be lost without a word: tool calls, tools, reasoning."""
-    source = template.source(conversation.tools)
-    if conversation.tools and "tools" not in source:
+    """Nothing of the row may be lost without a word: tools, tool calls, reasoning, system messages, answers."""
+    messages = conversation.messages
+    if conversation.tools and "tools" not in template.source(conversation.tools):
         notes.append(NO_TOOLS)
-    if any("reasoning_content" in message for message in conversation.messages) and not (
-        "reasoning" in source or "thinking" in source
-    ):
+    if template.forms.reasoning is None and any("reasoning_content" in message for message in messages):
         notes.append(NO_REASONING)
-    for turn in turns:
-        message = conversation.messages[turn.message]
-        written = text[turn.start : turn.end]
-        for call in message.get("tool_calls", ()):
+    if not template.forms.system and messages[0]["role"] == "system":
+        notes.append(NO_SYSTEM_SHOWN)
+    for index, written in _written(conversation, text, turns).items():
+        for call in messages[index].get("tool_calls", ()):
             name = json.dumps(call["function"]["name"], ensure_ascii=False)[1:-1]
             if name not in written and call["function"]["name"] not in written:
                 raise RowDropped("the chat template does not render tool calls")
+        if _left_out(messages[index]["content"], written) and LEFT_OUT not in notes:
+            notes.append(LEFT_OUT)
 
 
-def _chosen(turns: Sequence[Turn], conversation: Conversation, train_on: str) -> tuple[Turn, ...]:
+def _written(conversation: Conversation, text: str, turns: Sequence[Turn]) -> dict[int, str]:
+    """What the template makes of each answer."""
+    written = {index: "" for index, message in enumerate(conversation.messages) if message["role"] == "assistant"}
+    for turn in turns:
+        written[turn.message] += text[turn.start : turn.end]
+    return written
+
+
+def _left_out(content: str, written: str) -> bool:
+    """Whether nothing of a text is there; told by three of its words, as a template may trim or rewrite it."""
+    words = content.split()
+    return bool(words) and not any(word in written for word in (words[0], words[-1], max(words, key=len)))
+
+
+def _chosen(turns: Sequence[Turn], conversation: Conversation, text: str, train_on: str) -> tuple[Turn, ...]:
     """Sets ``trained``: what the row says of a message goes before ``method.train_on``."""
+    written = _written(conversation, text, turns)
     last = turns[-1].message if turns else -1
     chosen = []
     for turn in turns:
         wish = conversation.train[turn.message]
         default = turn.message == last if train_on == "last" else True
         message = conversation.messages[turn.message]
-        empty = not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+        alone = not (message.get("tool_calls") or message.get("reasoning_content"))
+        empty = alone and (not message["content"].strip() or _left_out(message["content"], written[turn.message]))
         trained = (default if wish is None or (train_on == "last" and not default) else wish) and not empty
         chosen.append(Turn(turn.message, turn.start, turn.end, turn.full_end, turn.complete, trained))
     return tuple(chosen)

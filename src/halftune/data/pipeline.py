@@ -17,8 +17,9 @@ from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached
 from halftune.data.detect import Reading, detect_for
 from halftune.data.fed import efficiency
+from halftune.data.forms import NO_SYSTEM
 from halftune.data.mixture import choose_rows, contents, hold_out, weigh
-from halftune.data.report import Count, DataReport, SourceReport, histogram, nothing_left
+from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
 from halftune.data.sources import Rows, open_source
 from halftune.data.split import TokenizedSplit
 from halftune.data.store import TokenStore, build_store
@@ -127,9 +128,11 @@ def _warn(report: SourceReport, max_length: int) -> None:
     """Says which rows are not trained on as they stand, and what to do about it."""
     raised = f"raise data.max_length ({max_length})"
     for reason, count in report.dropped.items():
-        remedy = (
-            f"{raised}, or see data.overlong" if "max_length" in reason else "mend them, if they should be trained on"
-        )
+        remedy = "correct them, if they should be trained on"
+        if "max_length" in reason:
+            remedy = f"{raised}, or see data.overlong"
+        elif reason == NO_SYSTEM:
+            remedy = MERGE
         log.warning("%s: left out: %s: %s · %s", report.name, reason, count, remedy)
     for reason, count in report.truncated.items():
         log.warning("%s: made to fit: %s: %s · %s to keep them whole", report.name, reason, count, raised)
@@ -143,6 +146,7 @@ def _settings(config: RunConfig) -> Settings:
         max_length=config.data.max_length,
         overlong=config.data.overlong,
         system=config.data.system,
+        merge_system=config.data.merge_system,
         template_variables=dict(config.model.chat_template_kwargs),
     )
 

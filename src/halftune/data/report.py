@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.core.errors import DataError
+from halftune.data.forms import NO_SYSTEM
 
 SHOWN = 20  # row numbers that a report lists for each reason
+MERGE = "set data.merge_system: true to put it in front of the first question"
 BAR = 40  # characters of a histogram's longest bar
 
 
@@ -167,6 +169,8 @@ def nothing_left(name: str, dropped: Mapping[str, Count]) -> DataError:
     """The error for a source none of whose rows can be trained on."""
     why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items())
     remedy = "correct the data or data.columns"
+    if NO_SYSTEM in dropped:
+        remedy = MERGE
     if any("max_length" in reason for reason in dropped):
         remedy = "raise data.max_length: it is in tokens, the chat template's own included"
     return DataError(f"no row is left to train on: {why}", where=name, remedy=remedy)

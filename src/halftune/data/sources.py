@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ BUILTIN = "builtin:"
 # Names by which the part of a data set that must not be trained is known.
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 SAVED_BESIDE = {"dataset_info.json", "dataset_dict.json", "state.json"}
+MOST = 20_000  # files and folders of a source that is a folder
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -144,7 +147,13 @@ def _folder(folder: Path) -> list[Path]:
 
     What ``save_to_disk`` of datasets writes beside its Arrow files is no data.
     """
-    found = [path for path in folder.rglob("*") if not path.name.startswith(".")]
+    if Path(os.path.expanduser("~")).is_relative_to(folder.absolute()):
+        raise DataError("is the home folder, or holds it", where=str(folder), remedy="name a folder of data files")
+    everything = list(islice(folder.rglob("*"), MOST + 1))
+    if len(everything) > MOST:
+        what = f"holds more than {MOST:,} files and folders"
+        raise DataError(what, where=str(folder), remedy="name a folder of data files only, or the files one by one")
+    found = [path for path in everything if not path.name.startswith(".")]
     if broken := sorted(path for path in found if path.is_symlink() and not path.exists()):
         raise DataError("is a link to nothing", where=str(broken[0]), remedy="mend or remove the link")
     files = sorted(path for path in found if path.is_file())

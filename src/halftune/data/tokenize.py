@@ -16,10 +16,11 @@ from halftune.data.control import ControlTokens, special_tokens
 from halftune.data.conversation import Conversation, RowDropped, RowError
 from halftune.data.detect import Reading
 from halftune.data.exact import Encoded, ExactTokenizer
+from halftune.data.forms import NO_SYSTEM, merge_system
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
 from halftune.data.missing import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.sample import TokenTurn, WholeSample
-from halftune.data.texts import text_ranges
+from halftune.data.stain import text_ranges
 
 MERGED = "the first token of an answer also holds the end of its header"
 PIECES = "documents cut into pieces of max_length"
@@ -36,6 +37,7 @@ class Settings:
         max_length: tokens.
         overlong: ``truncate``, ``drop`` or ``error``.
         system: a system message for conversations without one, or None.
+        merge_system: whether a system message that the template does not take goes into the first question.
         template_variables: further variables of the chat template.
     """
 
@@ -44,6 +46,7 @@ class Settings:
     max_length: int
     overlong: str
     system: str | None
+    merge_system: bool = False
     template_variables: dict[str, Any] = field(default_factory=dict)
 
 
@@ -131,11 +134,17 @@ class RowTokenizer:
         return render_turns(self._template, self._with_system(made), self._settings.train_on)
 
     def _with_system(self, made: Conversation) -> Conversation:
-        system = self._settings.system
-        if not system or made.messages[0]["role"] == "system":
-            return made
-        messages = [{"role": "system", "content": system}, *made.messages]
-        return Conversation(messages, made.tools, (None, *made.train), made.notes)
+        assert self._template is not None
+        system, forms = self._settings.system, self._template.forms
+        if system and made.messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *made.messages]
+            made = Conversation(messages, made.tools, (None, *made.train), made.notes)
+        if made.messages[0]["role"] == "system" and not forms.system:
+            if self._settings.merge_system:
+                return merge_system(made)
+            if forms.system_refused:
+                raise RowDropped(NO_SYSTEM)
+        return made
 
     def _finish(self, index: int, rendering: Rendering, tokens: Encoded, outcome: Outcome) -> None:
         outcome.notes = rendering.notes

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from halftune.config.facts.config_file import hub_has_address
 from halftune.config.facts.folder import check_code, check_weights
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
@@ -86,7 +87,13 @@ def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
     wanted = [*patterns, *(("*.py",) if model.trust_remote_code else ())]
     try:
         return Path(
-            snapshot_download(name, revision=model.revision, allow_patterns=wanted, ignore_patterns=list(IGNORED))
+            snapshot_download(
+                name,
+                revision=model.revision,
+                allow_patterns=wanted,
+                ignore_patterns=list(IGNORED),
+                local_files_only=not hub_has_address(),
+            )
         )
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a hub id", remedy="check model.name_or_path") from error

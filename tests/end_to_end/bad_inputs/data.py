@@ -39,7 +39,11 @@ CASES = (
     Case("a row without an answer", rows=f"{ROW}\n{json.dumps({'prompt': 'x'})}", says=("line 2", "without an answer")),
     Case("answers that are all empty", rows=pair("x", "") + "\n" + pair("y", " "), says=("no row is left", "answer")),
     Case("an answer that is a list of numbers", rows=pair("x", [1]), says=("rows.jsonl line 1",)),
-    Case("columns of no format", rows='{"question": "x", "answer": "y"}', says=("did you mean columns", "question")),
+    Case(
+        "columns of no format",
+        rows='{"question": "x", "answer": "y", "context": "z"}',
+        says=("did you mean columns", "question", "context"),
+    ),
     Case(
         "a column that is not there",
         RECIPE.replace("rows.jsonl", "{path: rows.jsonl, columns: {prompt: q}}"),

@@ -46,7 +46,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        if not (constants.HF_HUB_OFFLINE or _has_an_address(constants.ENDPOINT)):
+        if not constants.HF_HUB_OFFLINE and not hub_has_address():
             raise OfflineModeIsEnabled(f"{constants.ENDPOINT} has no address")
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError as error:
@@ -67,12 +67,14 @@ def _from_hub(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _has_an_address(endpoint: str) -> bool:
+def hub_has_address() -> bool:
     """Whether a download can begin: asked first, as the hub's client tries five times over, for half a minute."""
+    from huggingface_hub import constants
+
     if getproxies():  # which look it up themselves
         return True
     try:
-        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
     except socket.gaierror:
         return False
     return True

@@ -72,6 +72,10 @@ class DataSection(Section):
     system: str | None = None
     """A system message for conversations that bring none. The data's own is never changed."""
 
+    merge_system: Flag = False
+    """Where the chat template has no place for a system message (Gemma 1 and 2): put it in front of the first question.
+    Otherwise such rows are left out, or the system message is, as the template has it."""
+
     num_workers: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
     """Processes that tokenise; `auto` takes one per core for large sets and none for small ones."""
 
