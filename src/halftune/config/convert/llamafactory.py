@@ -9,6 +9,7 @@ from typing import Any
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.trainer import convert_trainer, grouping, periods
+from halftune.core.files import read_limited
 
 MODEL = {
     "model_name_or_path": "model.name_or_path",
@@ -204,7 +205,7 @@ def _sources(names: list[str], dataset_dir: Path, folder: Path) -> tuple[list[di
         info = base / "dataset_info.json"
         if info.is_file():
             try:
-                known = json.loads(info.read_text(encoding="utf-8"))
+                known = json.loads(read_limited(info).decode())
             except (OSError, ValueError):
                 break
             return [_source(name, known.get(name), base) for name in names], ""
