@@ -480,6 +480,7 @@ max_new_tokens: 128
     load_config("new.yaml", look_at_files=False)
     for more, key in (("quant_config: {name: bnb, quantization_bit: 4}", "quant_config"),
                       ("peft_config: {name: freeze}", "peft_config"), ("pref_beta: 0.1", "pref_beta"),
+                      ("train_dataset: data/v1_dpo_demo.yaml", "train_dataset"),
                       ("optim_config: {name: muon}", "optim_config")):  # fmt: skip
         lines = [line for line in text.split("\n") if not line.startswith(f"{key}:")]
         Path("v1.yaml").write_text("\n".join([*lines, more]))

@@ -133,13 +133,6 @@ CASES = (
         command="convert old.yaml",
         says=("old.yaml",),
     ),
-    Case(
-        "`convert` of a config that learns something else",
-        make=lambda: Path("old.yaml").write_text(OLD + "use_dft_loss: true\n"),
-        command="convert old.yaml",
-        code=4,
-        says=("old.yaml", "use_dft_loss", "--accept"),
-    ),
     Case("`convert` of a recipe of ours", command="convert x.yaml", says=("recipe already",)),
     Case(
         "`convert` onto a file that is there",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from halftune.config.convert.draft import Draft, is_off
+from halftune.config.convert.draft import Draft, Refusal, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.llamafactory import MEDIA, MEDIA_NAMES, drop_keys
 from halftune.config.convert.trainer import drop_trainer, number, offload, remote_code, resume, scheduler
@@ -33,6 +34,9 @@ LORA = {
     "use_dora": "use_dora",
 }
 PREFERENCE = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "ld_alpha", "ref_model")
+# The command that starts a config says which method it is for, not the config: only the data can tell.
+_PAIRS = re.compile(r"(^|[_/-])(dpo|pairs?|pref\w*)([_./-]|$)")
+_METHODS = "not supported yet: halftune has supervised fine-tuning today"
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
 
 
@@ -44,7 +48,7 @@ def convert(draft: Draft, folder: Path) -> None:
     """
     for key in PREFERENCE:
         if draft.has(key):
-            raise draft.refuse(key, "not supported yet: halftune has supervised fine-tuning today")
+            raise draft.refuse(key, _METHODS)
     if is_off(draft.left.get("train_dataset")):
         raise draft.refuse("train_dataset", "there is nothing to train on: chat and export need no recipe")
     if draft.left.get("custom_chat_template"):
@@ -98,6 +102,8 @@ def _data(draft: Draft, folder: Path) -> None:
     name = str(draft.take("train_dataset"))
     found = next((path for path in (Path(name), folder / name) if path.is_file()), None)
     sets = _read(found) if found is not None else None
+    if _PAIRS.search(name) or any(entry.get("converter") == "pair" for entry in (sets or {}).values()):
+        raise Refusal("train_dataset", f"train_dataset: {name}", f"preference pairs: {_METHODS}")
     if MEDIA_NAMES.search(name):
         draft.put("data.train", [{"path": name}])
         draft.refused("train_dataset", MEDIA)
