@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from halftune.cli import main
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.render.text import resolved_yaml
@@ -234,3 +235,29 @@ def test_home_in_the_recipe_that_a_dependency_leaves(
 def test_a_union_without_its_type_is_its_default_one(load: Load, recipe_text: str) -> None:
     run = load(recipe_text.replace("type: lora, ", ""), "method.train_on=last").run
     assert (run.adapter.type, run.method.type, run.method.train_on) == ("lora", "sft", "last")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (["--learning_rate", "1e-4"], "training.learning_rate=1e-4"),
+        (["--learning-rate=1e-4"], "training.learning_rate=1e-4"),
+        (["--training.learning_rate=1e-4"], "training.learning_rate=1e-4"),
+        (["--lora_r", "8"], "adapter.rank=8"),
+        (["--max_steps"], "training.max_steps="),
+    ],
+)
+def test_options_of_other_frameworks_are_translated(
+    written: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--config", "x.yaml", *written])
+    assert left.value.code == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_an_option_that_means_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--config", "x.yaml", "--nonsense"])
+    assert left.value.code == 2
+    assert "--nonsense" in capsys.readouterr().err

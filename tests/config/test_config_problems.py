@@ -76,7 +76,12 @@ WRONG = {
     "training.lr_scheduler_type=Cosine": "did you mean cosine?",
     "model=gpt2": "should be a section of keys, not 'gpt2' · write {name_or_path: gpt2}",
     "training=5": "should be a section of keys, not 5",
-    "adapter=qlora": "should be one of none, lora, not 'qlora' · did you mean lora?",
+    "adapter=qlora": "not 'qlora' · quantising a base on load is not supported yet",
+    "method=dpo": "not 'dpo' · preference methods and reinforcement learning are not supported yet",
+    "training.optim=adamw_torch_fused": "did you mean adamw?",
+    "training.optim=muon": "not 'muon' · it is not supported yet",
+    "logging.report_to=none": "write [] for none",
+    "model.load_in_4bit=true": "unknown key · quantising a base on load is not supported yet",
     "adapter={type: none, rank: 8}": "adapter.rank: unknown key · rank is a key of adapter.type lora",
     "adapter=[lora]": "should be none or lora, or a section of keys, not a list",
     "method={type: dpo}": "method.type: should be one of sft, pretrain, not 'dpo'",
@@ -113,13 +118,13 @@ def test_wrong_value(argument: str, problems: Callable[..., list[str]], recipe_t
 
 def test_a_wrong_type_does_not_hide_the_rest_of_its_section(problems: Callable[..., list[str]]) -> None:
     text = """model: {name_or_path: "builtin:qwen2-tiny"}
-adapter: {type: qlora, r: 8, bias: none, alpha: -1}
+adapter: {type: lorra, r: 8, bias: none, alpha: -1}
 data: {train: "builtin:python-docs"}
 training: {output_dir: runs/x}
 """
     known = "keys of adapter are type, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora"
     assert problems(text) == [
-        "x.yaml:2: adapter.type: should be one of none, lora, not 'qlora' · did you mean lora?",
+        "x.yaml:2: adapter.type: should be one of none, lora, not 'lorra' · did you mean lora?",
         "x.yaml:2: adapter.alpha: should be a number, above 0, not -1",
         "x.yaml:2: adapter.r: unknown key · did you mean adapter.rank?",
         f"x.yaml:2: adapter.bias: unknown key · {known}",

@@ -55,7 +55,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ".": "is a folder, not a YAML file · it holds",
         "latin.yaml": "latin.yaml:2: is not UTF-8: byte 0xe9",
         "wide.yaml": "is UTF-16 · save it as UTF-8",
-        "data.yaml": "too many for a configuration",
+        "data.yaml": "131,072 bytes",
         "a\0b.yaml": "cannot be read",
     }.items():
         with pytest.raises(ConfigError, match=r".") as caught:

@@ -76,3 +76,12 @@ def test_damage_that_shows_only_in_use(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"name another one in model\.tokenizer"):
         load_tokenizer(section(checkpoint(tmp_path / "model")))
+
+
+def test_a_template_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 3000000000 }}")
+    with pytest.raises(ModelError, match="memory"):
+        load_tokenizer(section(folder))
+    with pytest.raises(ModelError, match="memory"):
+        load_tokenizer(section("builtin:qwen2-tiny", chat_template=str(folder / "chat_template.jinja")))

@@ -15,10 +15,12 @@ from halftune.core.process import identity
 from halftune.core.status import Status, read_json, read_status
 from halftune_webui.labels import load_words
 from halftune_webui.runs import launch, queue
+from halftune_webui.runs.desk import Desk, View, act
 from halftune_webui.runs.listing import Listing
+from halftune_webui.runs.log_tail import log_tail, root_cause
 from halftune_webui.runs.metrics import Metrics
 from halftune_webui.runs.show import run_card, run_list
-from halftune_webui.runs.started import read_started
+from halftune_webui.runs.started import note_stop, read_started
 from halftune_webui.runs.state import look
 from halftune_webui.runs.stored import check_model, generation_of
 from halftune_webui.settings import Settings
@@ -193,11 +195,36 @@ def test_no_pipe_is_waited_for_and_nothing_huge_is_read(settings: Settings) -> N
         os.mkfifo(run / name)
     assert look(run).state == "unreadable"
     assert not Metrics(run).update()
-    with pytest.raises(ValueError, match="not a file"):
+    with pytest.raises(OSError, match="no regular file"):
         read_status(run / "status.json")
     (run / "large.json").write_text("1" * 100)
     with pytest.raises(ValueError, match="100 bytes"):
         read_json(run / "large.json", most=99)
+
+
+@pytest.mark.parametrize("name", ["train.log", ".started/console.log", "status.json", "metrics.jsonl", "report.html"])
+def test_no_file_of_a_run_is_read_through_a_link(settings: Settings, tmp_path: Path, name: str) -> None:
+    run, secret = settings.runs / "x", tmp_path / "secret"
+    secret.write_text('{"step": 7, "loss": 7777.5, "state": "running", "phase": "7777", "pid": 1}\n')
+    (run / "resolved.yaml").write_text("{}")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(secret)
+    metrics = Metrics(run)
+    metrics.update()
+    shown = f"{log_tail(run)} {root_cause(run)} {look(run)} {metrics.last}"
+    assert "7777" not in shown
+    if name == "report.html":
+        with pytest.raises(HalftuneError):
+            act(Desk(settings, load_words("en")), View(), "report", str(run), True)
+
+
+def test_the_notes_of_a_run_are_not_written_through_a_link(settings: Settings, tmp_path: Path) -> None:
+    run = settings.runs / "x"
+    (tmp_path / "elsewhere").mkdir()
+    (run / ".started").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        note_stop(run, 1.0)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_status_is_read_as_it_was_written(settings: Settings) -> None:

@@ -90,7 +90,13 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(parser)
         parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
-        args = parser.parse_intermixed_args(arguments)
+        args, unknown = parser.parse_known_intermixed_args(arguments)
+        if unknown and "overrides" in args:
+            from halftune.cli.overrides import refuse_options
+
+            refuse_options(unknown, arguments)
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         try:
             code = module.run(args)
         except HalftuneError as error:

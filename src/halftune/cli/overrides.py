@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 
 from halftune.config.load import DEFAULT, LoadedConfig, load_config, load_run
+from halftune.config.reading.suggest import key_of
 from halftune.core.errors import ConfigError, HalftuneError
 
 
@@ -33,6 +35,30 @@ def load_from(args: argparse.Namespace) -> LoadedConfig:
         remedy = f"--config {recipe}" if recipe else "for example --config configs/quickstart.yaml"
         raise ConfigError("no recipe is named", remedy=remedy)
     return _noted(load_config(args.config, overrides), args)
+
+
+def refuse_options(unknown: Sequence[str], arguments: Sequence[str]) -> None:
+    """Says how options that other frameworks have for keys (``--learning_rate 1e-4``) are written here.
+
+    Args:
+        unknown: what the parser did not know.
+        arguments: the whole command line.
+
+    Raises:
+        ConfigError: one of them is such an option.
+    """
+    problems = []
+    for option in unknown:
+        name, given, value = option.partition("=")
+        key = key_of(name.lstrip("-")) if name.startswith("--") else None
+        if key is None:
+            continue
+        if not given:
+            after = arguments[arguments.index(option) + 1 :][:1]
+            value = after[0] if after and not after[0].startswith("--") and "=" not in after[0] else "…"
+        problems.append(ConfigError(f"unknown option {name}", remedy=f"write {key}={value}"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _noted(loaded: LoadedConfig, args: argparse.Namespace) -> LoadedConfig:

@@ -18,6 +18,7 @@ from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
+from halftune.core.files import read_text
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def read_pace(folder: Path) -> Pace | None:
     """How fast an earlier run in this folder was; None where there was none."""
     try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+        text = read_text(folder / "metrics.jsonl")
     except OSError:
         return None
     return pace_of(text.splitlines())

@@ -33,6 +33,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     beside = _beside(path, WRITING)
     try:
+        beside.unlink(missing_ok=True)  # what was left there may be a link
         yield beside
         sync(beside)
         os.replace(beside, path)
@@ -54,13 +55,16 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """
     beside, old = _beside(target, WRITING), _beside(target, OLD)
     try:
-        shutil.rmtree(beside, ignore_errors=True)
+        _clear(beside)
         beside.mkdir(parents=True)
         yield beside
+        mode = beside.stat().st_mode & 0o666  # as the umask says; safetensors writes files that only their owner reads
         for path in (*beside.rglob("*"), beside):
+            if path.is_file() and not path.is_symlink():
+                path.chmod(mode)
             sync(path)
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            _clear(old)
             target.rename(old)
         beside.rename(target)
     except BaseException:
@@ -94,10 +98,7 @@ def clear_leftovers(folder: Path) -> None:
         else:
             old.rename(target)
     for beside in folder.glob(f".*{WRITING}"):
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            beside.unlink(missing_ok=True)
+        _clear(beside)
 
 
 def sync(path: Path) -> None:
@@ -132,6 +133,14 @@ def first_aid(error: Exception) -> str:
     if means(errno.EROFS, errno.EACCES, errno.EPERM):
         return "make the folder writable"
     return "see that the disk is there and whole"
+
+
+def _clear(path: Path) -> None:
+    """Removes a folder or a file; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from halftune.core.files import open_file
 
 # What these warn of follows from files and recipe, so that all processes of a machine would say the same.
 _ALIKE = ("data", "model", "train.setup", "train.parallel.reading")
@@ -63,8 +66,8 @@ def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
         yield
         return
     handler = _RunLog(path, encoding="utf-8", delay=True)  # opened where its failing is dealt with
-    with suppress(OSError):
-        path.touch()
+    with suppress(OSError), open_file(path, "ab"):
+        pass
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     root = logging.getLogger("halftune")
     root.addHandler(handler)
@@ -80,6 +83,9 @@ class _RunLog(logging.FileHandler):
     """A log file whose disk may be full or gone: said once, on the console."""
 
     _said = False
+
+    def _open(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open_file(Path(self.baseFilename), "ab"), encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

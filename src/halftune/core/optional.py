@@ -26,10 +26,14 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def extra_line(extra: str) -> str:
+    """The command that adds an extra, in a checkout: no package index has halftune under a name of ours."""
+    return f'pip install -e ".[{extra}]"'
+
+
 def pip_line(distribution: str) -> str:
     """The command that adds a distribution."""
-    target = f'"halftune[{_EXTRAS[distribution]}]"' if distribution in _EXTRAS else distribution
-    return f"pip install {target}"
+    return extra_line(_EXTRAS[distribution]) if distribution in _EXTRAS else f"pip install {distribution}"
 
 
 def need(module: str, *, why: str, distribution: str | None = None) -> ModuleType:

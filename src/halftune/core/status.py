@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from halftune.core.atomic import is_full
+from halftune.core.files import open_file
 from halftune.core.log import get_logger
 from halftune.core.process import identity
 
@@ -87,7 +87,8 @@ class StatusFile:
         self._next = now + self.pause
         beside = self.path.with_name(f".{self.path.name}.writing")
         try:
-            beside.write_text(self._text(), encoding="utf-8")
+            with open_file(beside, "wb") as file:
+                file.write(self._text().encode())
             os.replace(beside, self.path)
         except OSError as error:
             log.debug("cannot write %s: %s", self.path, error.strerror)
@@ -102,7 +103,7 @@ class StatusFile:
 
     def _write_over(self) -> None:
         """Where no new file fits on the disk: into the one that is there, whose block can hold a little more."""
-        with self.path.open("r+b", buffering=0) as file:
+        with open_file(self.path, "r+b", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             most = len(self._values["error"])
             while len(text := self._text(most).encode().ljust(before)) > max(_BLOCK, before) and most:
@@ -167,20 +168,22 @@ def _fits(name: str, value: Any) -> bool:
     return abs(value) <= _LARGEST or (name == "loss" and isinstance(value, float))
 
 
-def read_json(path: Path, most: int = _MOST) -> Any:
+def read_json(path: Path, most: int = _MOST, *, root: Path | None = None) -> Any:
     """What a JSON file holds that somebody else may have written: no pipe is waited for, and nothing huge is read.
 
+    Args:
+        path: the file.
+        most: bytes that it may have.
+        root: as in :func:`halftune.core.files.open_file`.
+
     Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError: it is no file, is larger than ``most`` bytes, or is no JSON.
+        OSError: it is not there, is no regular file, is a link, or cannot be read.
+        ValueError: it is larger than ``most`` bytes, or is no JSON.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a file")
-        if found.st_size > most:
-            raise ValueError(f"{found.st_size:,} bytes")
+    with open_file(path, root=root) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{size:,} bytes")
         data = file.read(most + 1)
     try:
         return json.loads(data)

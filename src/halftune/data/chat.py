@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import DataError
+from halftune.core.time_limit import OutOfTime, cpu_limit
 from halftune.data.control import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped
 from halftune.data.forms import TOOL, Forms, find_forms
@@ -22,6 +23,7 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _LITERAL = re.compile(r"""<[^<>\s'"]{1,40}>|\[/?\w+\]""")
 # what a template raises that meets a shape which it does not expect, or asks for more than there is
 _TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError, MemoryError)
+_SECONDS = 30  # of CPU time for one conversation; usual templates take a thousandth
 _QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
 
 
@@ -103,14 +105,19 @@ class ChatTemplate:
     ) -> str:
         forms = forms or self.forms
         try:
-            return self._tokenizer.apply_chat_template(
-                [forms.of_message(message) for message in messages],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **self._variables,
-                **options,
-            )  # type: ignore[return-value]
+            with cpu_limit(_SECONDS):
+                return self._tokenizer.apply_chat_template(
+                    [forms.of_message(message) for message in messages],
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **self._variables,
+                    **options,
+                )  # type: ignore[return-value]
+        except OutOfTime as error:
+            what = f"the chat template takes more than {_SECONDS} s of CPU time for one conversation"
+            where = str(self._tokenizer.name_or_path)
+            raise DataError(what, where=where, remedy="set model.chat_template to one that you trust") from error
         except TemplateError as error:
             raise RowDropped(f"the chat template refuses it: {str(error)[:200] or type(error).__name__}") from error
         except _TRIPPED as error:

@@ -17,6 +17,8 @@ from halftune.data.formats import FORMATS, load_format
 from halftune.data.strict_json import BadJson, fault, parse
 
 _AGAIN = "the file is damaged or of another kind: copy or download it again"
+_RATIO, _SMALL = 100, 1 << 26  # how much larger content may be than a gzip file; what is always accepted, in bytes
+_ROWS = 50_000_000  # of a columnar file, whose compression has no bound
 _KINDS = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
 ARROW_NULLS = "null members in tools or tool calls left out (Arrow gives every object the members of all)"
 
@@ -68,12 +70,30 @@ def ending(path: Path) -> str:
 def _text(path: Path) -> str:
     """The file as text: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
+        raw = _unpacked(path) if path.suffix.lower() == ".gz" else path.read_bytes()
+    except MemoryError as error:
+        raise DataError("does not fit in memory", where=str(path), remedy="split the file") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"not a whole gzip file: {error}", where=str(path), remedy=_AGAIN) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
     return _decoded(raw, path)
+
+
+def _unpacked(path: Path) -> bytes:
+    """What a gzip file holds; a small file that would fill the memory is refused before it does.
+
+    Raises:
+        DataError: its content is far larger than text compresses to.
+        OSError, EOFError, zlib.error: it is not a whole gzip file.
+    """
+    most = max(_RATIO * path.stat().st_size, _SMALL)
+    with gzip.open(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        what = f"unpacks to more than {most:,} bytes, {_RATIO} times its size: text does not compress so well"
+        raise DataError(what, where=str(path), remedy="if you trust it, unpack it with gunzip and name the result")
+    return raw
 
 
 def _decoded(raw: bytes, path: Path) -> str:
@@ -203,11 +223,19 @@ def _check_names(names: Sequence[str], where: str) -> None:
         )
 
 
+def _check_rows(count: int, path: Path) -> None:
+    if count > _ROWS:
+        what = f"holds {count:,} rows, at most {_ROWS:,} are accepted in one file"
+        raise DataError(what, where=str(path), remedy="split the file")
+
+
 def _parquet(path: Path) -> FileRows:
     parquet = need("pyarrow.parquet", why="reading Parquet files", distribution="pyarrow")
     arrow = need("pyarrow", why="reading Parquet files")
     try:
-        _check_names(parquet.read_schema(path).names, str(path))
+        known = parquet.ParquetFile(path)
+        _check_names(known.schema_arrow.names, str(path))
+        _check_rows(known.metadata.num_rows, path)
         rows = parquet.read_table(path).to_pylist()
     except (arrow.ArrowInvalid, OSError) as error:
         raise DataError(f"not a Parquet file: {error}", where=str(path), remedy=_AGAIN) from error
@@ -226,6 +254,7 @@ def _arrow(path: Path) -> FileRows:
                 file.seek(0)
                 table = arrow.ipc.open_file(file).read_all()
             _check_names(table.schema.names, str(path))
+            _check_rows(table.num_rows, path)
             return arrow_rows(path, table.to_pylist())
     except (arrow.ArrowInvalid, OSError) as error:
         raise DataError(f"not an Arrow file: {error}", where=str(path), remedy=_AGAIN) from error

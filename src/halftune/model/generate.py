@@ -13,11 +13,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import ModelError
+from halftune.core.time_limit import OutOfTime, cpu_limit
 from halftune.model.damage import TEMPLATE_FAULTS, first_line
 from halftune.model.tokenizer import end_of_turn_ids
 from halftune.model.vocabulary import check_ids
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
+
+_SECONDS = 30  # of CPU time for rendering one conversation
 
 OnText = Callable[[str], None]
 
@@ -85,8 +88,9 @@ def _prompt(
     if tokenizer.chat_template is None:
         return list(tokenizer(str(messages[-1]["content"]))["input_ids"])
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
-    except TEMPLATE_FAULTS as error:
+        with cpu_limit(_SECONDS):
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+    except (*TEMPLATE_FAULTS, OutOfTime) as error:
         what = f"the chat template refuses the conversation: {first_line(error)}"
         raise ModelError(what, where=str(tokenizer.name_or_path), remedy="see model.chat_template") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from halftune.config.builtin_models import END_TOKEN, START_TOKEN
 from halftune.config.facts.folder import check_code, check_tokenizer
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
+from halftune.core.files import read_limited
 from halftune.core.log import get_logger
+from halftune.core.template_probe import LENGTH, excess
 from halftune.model.architectures import own_architectures
 from halftune.model.builtin import chatml_template
 from halftune.model.damage import TEMPLATE_FAULTS, first_line
@@ -64,18 +66,23 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def _check_template(template: Any, where: str) -> None:
-    """Makes sure that a tokenizer's own template, or each of several by name, can be parsed.
+    """Makes sure that a template, or each of several by name, can be parsed and renders within limits.
 
     Raises:
-        ModelError: one cannot.
+        ModelError: one cannot, or does not.
     """
+    remedy = "copy the tokenizer again, or set model.chat_template"
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
+            too_much = excess(text)  # asked first: parsing has no limit
+            if not too_much:
+                Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
         except TEMPLATE_FAULTS as error:
-            remedy = "copy the tokenizer again, or set model.chat_template"
             what = f"the chat template is not valid Jinja: {first_line(error)}"
             raise ModelError(what, where=where, remedy=remedy) from error
+        if too_much:
+            trusted = "set model.chat_template to one that you trust"
+            raise ModelError(f"the chat template {too_much}", where=where, remedy=trusted)
 
 
 def _set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -104,13 +111,11 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
         return chatml_template()
     path = Path(asked)
     try:
-        text = path.read_text(encoding="utf-8")
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
+        text = read_limited(path, LENGTH).decode()
     except (OSError, UnicodeDecodeError) as error:
         remedy = "write `chatml` or the path of a Jinja file"
         raise ModelError(f"cannot read the chat template: {first_line(error)}", where=asked, remedy=remedy) from error
-    except TemplateError as error:
-        raise ModelError(f"the chat template is not valid Jinja: {error}", where=asked) from error
+    _check_template(text, asked)
     return text
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from halftune import __version__
@@ -55,16 +57,39 @@ def environment(hardware: Hardware, fingerprints: dict[str, str], folder: Path |
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the work tree that ``folder`` stands in and whether it was changed since; None outside of one."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    """Commit of the work tree that ``folder`` stands in, and whether it was changed since; None outside of one.
+
+    ``changed`` is None where git cannot say. The repository may be anybody's, and its configuration can name programs
+    that ``git status`` runs (``core.fsmonitor``, filters): status is asked with an empty configuration.
+    """
+    asked = _git(folder, "rev-parse", "HEAD", "--show-toplevel", "--absolute-git-dir", "--git-common-dir")
+    if asked is None or len(asked.splitlines()) != 4:  # a bare repository, or a line break in a name
         return None
-    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+    commit, top, own, common = asked.splitlines()
+    with TemporaryDirectory(prefix="halftune-git-") as clean:
+        (Path(clean) / "HEAD").write_text(f"{commit}\n", encoding="ascii")
+        (Path(clean) / "refs").mkdir()
+        places = {
+            "GIT_DIR": clean,
+            "GIT_WORK_TREE": top,
+            "GIT_INDEX_FILE": os.path.join(own, "index"),
+            "GIT_OBJECT_DIRECTORY": os.path.join(folder, common, "objects"),
+            "GIT_OPTIONAL_LOCKS": "0",
+            "GIT_NO_LAZY_FETCH": "1",
+        }
+        # a submodule has a configuration of its own, which status would read
+        only = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+        changes = _git(Path(top), "status", *only, **places)
+    return {"commit": commit, "changed": None if changes is None else bool(changes)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str, **places: str) -> str | None:
+    """What git says, without the space around it; None where it fails."""
+    command = ["git", "-c", "core.fsmonitor=false", *arguments]
     try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, **places}, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -11,6 +11,7 @@ from halftune.config.load import LoadedConfig
 from halftune.config.render.text import resolved_yaml
 from halftune.core.atomic import clear_leftovers, first_aid, write_text
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.files import read_text
 from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import STARTED
@@ -166,7 +167,7 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
 def finished_at(path: Path) -> int | None:
     """The last step of a finished run in this folder; None where there is none."""
     try:
-        return int(json.loads((path / FINISHED).read_text(encoding="utf-8"))["step"])
+        return int(json.loads(read_text(path / FINISHED))["step"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError):

@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from halftune.core.atomic import write_text
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Run
@@ -86,7 +87,7 @@ class Home:
             self.again.enter_context(locked(folder))
         for name, content in self.kept.items():
             with suppress(OSError):
-                (folder / name).write_bytes(content)
+                write_text(folder / name, content.decode())
 
     def insist(self) -> Path:
         """The folder, before something is saved: under an unmounted disk there is another one, or none.

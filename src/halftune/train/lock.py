@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.files import open_file, read_text
 from halftune.core.log import get_logger
 from halftune.core.process import identity
 
@@ -33,7 +35,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / LOCK).open("a+", encoding="utf-8")
+        file = open_file(path / LOCK, "a+b", buffering=0)
     except OSError as error:
         raise TrainingError(
             f"cannot write the run folder: {error.strerror}",
@@ -49,11 +51,11 @@ def locked(path: Path) -> Iterator[None]:
             if error.errno not in _NO_LOCKS:
                 raise
             log.warning("%s: this file system has no locks; start no second run in there", path)
-        _sign(path)
+        _sign(path, file)
         try:
             yield
         finally:
-            _write(path, "")
+            _write(path, file, "")
 
 
 def check_unlocked(path: Path) -> None:
@@ -63,7 +65,7 @@ def check_unlocked(path: Path) -> None:
         ConfigError: one does; says which.
     """
     try:
-        file = (path / LOCK).open("rb")
+        file = open_file(path / LOCK)
     except OSError:
         return
     with file:
@@ -81,23 +83,24 @@ def _taken(path: Path) -> ConfigError:
     return ConfigError(what, where=str(path), remedy=remedy)
 
 
-def _sign(path: Path) -> None:
+def _sign(path: Path, file: IO[bytes]) -> None:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     pid = os.getpid()
     owner = {"pid": pid, "process": identity(pid), "host": socket.gethostname(), "since": now}
-    _write(path, json.dumps(owner) + "\n")
+    _write(path, file, json.dumps(owner) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, file: IO[bytes], text: str) -> None:
     try:
-        (path / LOCK).write_text(text, encoding="utf-8")
+        file.truncate(0)
+        file.write(text.encode())  # at the end, wherever that is: the file is open for appending
     except OSError as error:  # a full disk: the lock holds without its owner's name
         log.debug("cannot write %s: %s", path / LOCK, error.strerror)
 
 
 def _owner(path: Path) -> str:
     try:
-        owner = json.loads((path / LOCK).read_text(encoding="utf-8"))
+        owner = json.loads(read_text(path / LOCK))
         return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (OSError, ValueError, LookupError, TypeError):
         return ""

@@ -24,6 +24,7 @@ writes down what is said; a test does the same and compares.
 | 0 | done |
 """
 REST = """\
+| 4 | `halftune convert`: the recipe would learn something else; nothing is written |
 | 70 | a bug of ours: one sentence names the file with the traceback; please report it |
 | 130, 143, 129 | stopped by Ctrl-C, SIGTERM, SIGHUP; training has saved a checkpoint and says where |
 | 141 | the reader of the output has left, as in `halftune schema \\| head -1` |

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 
 from halftune.core.errors import HalftuneError
+from halftune.core.files import read_text
 from halftune_webui.labels import Words
-from halftune_webui.paths import inside
 from halftune_webui.recipe import examine
 from halftune_webui.runs import launch, queue
 from halftune_webui.runs.curves import chart
@@ -172,7 +172,7 @@ def _without(view: View, run: Path) -> list[Path]:
 def _report(desk: Desk, run: Path) -> str:
     """A run's report in a frame of its own, which runs no script."""
     try:
-        page = inside(desk.settings.roots, str(run / REPORT)).read_text(encoding="utf-8", errors="replace")
+        page = read_text(run / REPORT)
     except OSError as error:
         raise HalftuneError(f"cannot be read: {error.strerror}", where=REPORT) from error
     title, close = escape(f"{name_of(run, desk.settings.runs)} · {REPORT}"), escape(desk.words("runs.acts.close"))

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from halftune.core.files import open_file
 from halftune_webui.runs.detached import environment
 from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_process, read_started
 
@@ -24,7 +25,7 @@ def keep(run: Path) -> None:
     job = read_started(run)
     assert job is not None, "a keeper is launched after note_job"
     before = _memory_kills()
-    with (folder_of(run) / CONSOLE).open("ab", buffering=0) as console:
+    with open_file(folder_of(run) / CONSOLE, "ab", root=run, buffering=0) as console:
         console.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} · {' '.join(job.command)}\n".encode())
         child = subprocess.Popen(
             job.command,

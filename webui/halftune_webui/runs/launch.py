@@ -12,6 +12,7 @@ from pathlib import Path
 from halftune.config.load import LoadedConfig, load_config
 from halftune.core.atomic import remove_folder, write_text
 from halftune.core.errors import ConfigError, HalftuneError, TrainingError
+from halftune.core.files import open_file
 from halftune.core.process import send
 from halftune.core.status import NAME, read_status
 from halftune.train.lock import locked
@@ -84,8 +85,8 @@ def _check_new(run: Path, loaded: LoadedConfig) -> None:
 def _remember(settings: Settings, run: Path) -> None:
     """A run that lies where the list does not look is written down."""
     if run not in run_folders(settings.runs):
-        with (settings.runs / ELSEWHERE).open("a", encoding="utf-8") as file:
-            file.write(f"{run}\n")
+        with open_file(settings.runs / ELSEWHERE, "ab", root=settings.runs) as file:
+            file.write(f"{run}\n".encode())
 
 
 def resume(settings: Settings, run: Path, *, wait: bool = False) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from halftune.core.files import read_text
 from halftune.core.status import NAME, STARTED
 from halftune_webui.runs.log_tail import METRICS
 from halftune_webui.runs.state import FINISHED, PLAN, RESOLVED, RunState, is_run, look
@@ -27,7 +28,7 @@ def run_folders(runs: Path) -> list[Path]:
     """Every run folder below ``runs``, and those that the board has started elsewhere."""
     found = list(_below(runs, _DEPTH))
     try:
-        listed = (runs / ELSEWHERE).read_text(encoding="utf-8").splitlines()
+        listed = read_text(runs / ELSEWHERE, root=runs).splitlines()
     except OSError:
         listed = []
     return [*found, *(Path(name) for name in dict.fromkeys(listed) if name and is_run(Path(name)))]

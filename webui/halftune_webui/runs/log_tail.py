@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from halftune.core.files import open_file
 from halftune_webui.runs.started import CONSOLE, folder_of
 
 METRICS, TRAIN_LOG = "metrics.jsonl", "train.log"
@@ -19,10 +18,10 @@ _TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _OURS = re.compile(r"^halftune( \w+)?: ")
 
 
-def tail(path: Path, size: int = _BYTES) -> str:
-    """The last ``size`` bytes of a file as text, from the beginning of a line; empty where it cannot be read."""
+def tail(path: Path, size: int = _BYTES, *, root: Path | None = None) -> str:
+    """The last ``size`` bytes of a run's file as text, from the beginning of a line; empty where it cannot be read."""
     try:
-        with open_file(path) as file:
+        with open_file(path, root=root) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - size))
             data = file.read(size)
@@ -33,28 +32,15 @@ def tail(path: Path, size: int = _BYTES) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """A file of a run folder, opened for reading; a pipe that somebody put in its place is not waited for.
-
-    Raises:
-        OSError: it is no file, or cannot be read.
-    """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is no file", str(path))
-    return file
-
-
 def log_tail(run: Path, lines: int = 60) -> str:
     """What a run said last: all that it printed where the board started it, else its log."""
-    text = tail(folder_of(run) / CONSOLE) or tail(run / TRAIN_LOG)
+    text = tail(folder_of(run) / CONSOLE, root=run) or tail(run / TRAIN_LOG)
     return "\n".join(_shown(text)[-lines:])
 
 
 def root_cause(run: Path) -> str:
     """The last error that a run printed in its latest sitting; empty where it printed none."""
-    return cause_in(tail(folder_of(run) / CONSOLE))
+    return cause_in(tail(folder_of(run) / CONSOLE, root=run))
 
 
 def cause_in(console: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halftune_webui.runs.log_tail import METRICS, is_number, open_file
+from halftune.core.files import open_file
+from halftune_webui.runs.log_tail import METRICS, is_number
 
 # the curves; speeds are tokens by the seconds of their steps, memory is in GiB
 COLUMNS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")

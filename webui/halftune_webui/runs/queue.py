@@ -17,6 +17,8 @@ from pathlib import Path
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
+from halftune.core.files import open_file
+from halftune.core.status import read_json
 from halftune_webui.paths import inside
 from halftune_webui.runs.detached import launch
 from halftune_webui.runs.listing import run_folders
@@ -32,7 +34,7 @@ BOARD, _QUEUE, _LOCK = ".board", "queue.json", "lock"
 def waiting(runs: Path) -> list[Path]:
     """Run folders in the queue, the next one first. Without a lock: the file is whole at every moment."""
     try:
-        listed = json.loads((runs / BOARD / _QUEUE).read_text(encoding="utf-8"))
+        listed = read_json(runs / BOARD / _QUEUE, root=runs)
     except (OSError, ValueError):
         return []
     return [Path(one) for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
@@ -92,15 +94,15 @@ def begin(settings: Settings, run: Path) -> None:
 def _refuse(settings: Settings, run: Path, error: HalftuneError) -> None:
     """Notes why a run was not started, where that is ours to write."""
     if folder_of(run).is_dir() and any(Path(os.path.realpath(run)).is_relative_to(root) for root in settings.roots):
-        with suppress(OSError), (folder_of(run) / CONSOLE).open("a", encoding="utf-8") as console:
-            console.write(f"{MARK}halftune train\nhalftune train: {error}\n")
+        with suppress(OSError), open_file(folder_of(run) / CONSOLE, "ab", root=run) as console:
+            console.write(f"{MARK}halftune train\nhalftune train: {error}\n".encode())
         note_exit(run, error.exit_code, time.time(), out_of_memory=False)
 
 
 @contextmanager
 def _locked(runs: Path) -> Iterator[None]:
     (runs / BOARD).mkdir(parents=True, exist_ok=True)
-    with (runs / BOARD / _LOCK).open("a") as file:
+    with open_file(runs / BOARD / _LOCK, "ab", root=runs) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

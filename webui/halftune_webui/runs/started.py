@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from contextlib import suppress
@@ -86,7 +87,7 @@ def read_started(run: Path) -> Started | None:
     broken: list[str] = []
     for name in (_JOB, _PROCESS, _EXIT, _STOP):
         try:
-            values |= read_json(folder / name)
+            values |= read_json(folder / name, root=run)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError):
@@ -124,13 +125,25 @@ def _check(values: dict[str, Any]) -> None:
             raise TypeError(name)
 
 
+def _own_folder(run: Path) -> Path:
+    """Where the notes are written.
+
+    Raises:
+        OSError: it is a link, which somebody else has put there.
+    """
+    folder = folder_of(run)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "is a symbolic link", str(folder))
+    return folder
+
+
 def note_job(run: Path, command: list[str], cwd: Path, created: float) -> None:
     """Begins the notes anew: what is to be started. The text that earlier processes printed stays.
 
     Raises:
         OSError: they cannot be written.
     """
-    folder = folder_of(run)
+    folder = _own_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     for name in (_EXIT, _STOP, _PROCESS):
         (folder / name).unlink(missing_ok=True)
@@ -140,17 +153,18 @@ def note_job(run: Path, command: list[str], cwd: Path, created: float) -> None:
 def note_process(run: Path, keeper: Process, child: Process | None = None) -> None:
     """Who keeps the run, and the run's own process once it is there."""
     processes = {name: vars(one) for name, one in (("keeper", keeper), ("child", child)) if one is not None}
-    write_text(folder_of(run) / _PROCESS, json.dumps(processes, indent=1))
+    write_text(_own_folder(run) / _PROCESS, json.dumps(processes, indent=1))
 
 
 def note_exit(run: Path, code: int, ended: float, *, out_of_memory: bool) -> None:
     """How the run's process ended."""
     values = {"code": code, "ended": ended, "out_of_memory": out_of_memory}
     with suppress(OSError):  # a full disk, or a folder that was deleted: the status file speaks then
-        write_text(folder_of(run) / _EXIT, json.dumps(values))
+        write_text(_own_folder(run) / _EXIT, json.dumps(values))
 
 
 def note_stop(run: Path, asked: float) -> None:
     """That the run was asked to stop."""
-    folder_of(run).mkdir(exist_ok=True)
-    write_text(folder_of(run) / _STOP, json.dumps({"stop_asked": asked}))
+    folder = _own_folder(run)
+    folder.mkdir(exist_ok=True)
+    write_text(folder / _STOP, json.dumps({"stop_asked": asked}))

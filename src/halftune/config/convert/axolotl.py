@@ -5,16 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halftune.config.convert.draft import Draft
+from halftune.config.convert import axolotl_keys as keys
+from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
-from halftune.config.convert.trainer import NO_EQUIVALENT as TRAINER
-from halftune.config.convert.trainer import grouping, number, optimizer, periods, resume, scheduler, whole_steps
+from halftune.config.convert.trainer import (
+    drop_trainer,
+    grouping,
+    number,
+    offload,
+    optimizer,
+    periods,
+    remote_code,
+    resume,
+    scheduler,
+    warmup,
+    whole_steps,
+)
 
 RENAMED = {
     "base_model": "model.name_or_path",
     "revision_of_model": "model.revision",
     "tokenizer_config": "model.tokenizer",
-    "trust_remote_code": "model.trust_remote_code",
     "output_dir": "training.output_dir",
     "num_epochs": "training.num_train_epochs",
     "max_steps": "training.max_steps",
@@ -53,75 +64,12 @@ FLAGS = {
     "xformers_attention": "xformers",
     "sage_attention": "sage",
 }
-NO_EQUIVALENT = {
-    "model_type": "read from config.json",
-    "tokenizer_type": "read from the tokenizer's files",
-    "processor_type": "text only today",
-    "is_llama_derived_model": "read from config.json",
-    "strict": "unknown keys are always errors",
-    "dataset_prepared_path": "tokenised data is cached by content",
-    "push_dataset_to_hub": "nothing is uploaded",
-    "pad_to_sequence_len": "rows are only padded to a multiple of 8",
-    "eval_sample_packing": "evaluation is packed as training is",
-    "sample_packing_group_size": "packing looks at the whole epoch",
-    "sample_packing_bin_size": "packing looks at the whole epoch",
-    "sample_packing_sequentially": "packing looks at the whole epoch",
-    "multipack_real_batches": "packing looks at the whole epoch",
-    "pad_to_multiple_of": "always 8",
-    "special_tokens": "the tokenizer's own hold; change them there",
-    "tokens": "add tokens to the tokenizer and name it in model.tokenizer",
-    "lora_model_dir": "merge the adapter with halftune export first",
-    "lora_fan_in_fan_out": "read from the layers",
-    "lora_on_cpu": "not needed",
-    "lora_mlp_kernel": "not there today",
-    "lora_qkv_kernel": "not there today",
-    "lora_o_kernel": "not there today",
-    "loraplus_lr_ratio": "not there today",
-    "relora": "not there today",
-    "relora_prune_ratio": "not there today",
-    "plugins": "not there today",
-    "liger_rope": "not there today",
-    "liger_rms_norm": "not there today",
-    "liger_glu_activation": "not there today",
-    "liger_layer_norm": "not there today",
-    "liger_fused_linear_cross_entropy": "the loss is computed in chunks, at labelled positions only",
-    "cut_cross_entropy": "the loss is computed in chunks, at labelled positions only",
-    "unfrozen_parameters": "not there today",
-    "neftune_noise_alpha": "not there today",
-    "ddp": "the number of processes decides",
-    "local_rank": "the launcher decides",
-    "wandb_entity": "set WANDB_ENTITY",
-    "wandb_watch": "not there today",
-    "wandb_log_model": "nothing is uploaded",
-    "wandb_run_id": "set WANDB_RUN_ID",
-    "mlflow_tracking_uri": "not there today",
-    "use_tensorboard": "logging.report_to: tensorboard",
-    "debug": "halftune data shows samples and their labels",
-    "shuffle_merged_datasets": "data is shuffled every epoch",
-    "dataset_keep_in_memory": "data is read whole",
-    "skip_prepare_dataset": "not there today",
-    "eval_table_size": "not there today",
-    "eval_max_new_tokens": "generation.max_new_tokens",
-    "flash_attn_cross_entropy": "the loss is computed in chunks",
-    "flash_attn_rms_norm": "not there today",
-    "flash_attn_fuse_mlp": "not there today",
-    "s2_attention": "not there today",
-    "save_first_step": "not there today",
-    "auto_resume_from_checkpoints": "always: a broken-off run goes on by itself",
-    "eval_causal_lm_metrics": "evaluation is the loss",
-    "do_causal_lm_eval": "evaluation is the loss",
-    "lr_quadratic_warmup": "not there today",
-    "cosine_min_lr_ratio": "lr_scheduler_type: cosine_with_min_lr ends at a tenth",
-    "embedding_lr": "not there today",
-    "gradient_checkpointing_kwargs": "non-reentrant, as recommended",
-    "chat_template_jinja": "write the template to a file and name it in model.chat_template",
-    "train_on_eos": "the end of an answer is always trained",
-}
 # What is read of an entry of `datasets`; each other key of it is named in the report.
 READ = {
     *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "roles_to_train"),
     *("message_property_mappings", "message_field_role", "message_field_content"),
 }
+_ASSISTANT = (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"])
 SPEAKERS = (("role", "content"), ("from", "value"))
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
@@ -130,22 +78,50 @@ def convert(draft: Draft, folder: Path) -> None:
     """Fills the draft.
 
     Raises:
-        ConfigError: reinforcement learning, a reward model or another adapter than (Q)LoRA.
+        Refusal: reinforcement learning, a reward model, another adapter than (Q)LoRA, or no data to train on.
     """
     for key in ("rl", "reward_model", "process_reward_model"):
-        if draft.take(key):
-            raise draft.refuse(key, "halftune has supervised fine-tuning and pre-training today")
+        if not is_off(draft.left.get(key)):
+            raise draft.refuse(key, "not supported yet: halftune has supervised fine-tuning and pre-training today")
+        if key in draft.left:
+            draft.none(key, "is off")
+    if is_off(draft.left.get("datasets")) and is_off(draft.left.get("pretraining_dataset")):
+        raise draft.refuse("datasets", "names no data to train on")
     draft.rename(RENAMED)
     if draft.has("learning_rate"):
         draft.translated("learning_rate", "training.learning_rate", number(draft.take("learning_rate")))
     precision(draft, default="auto")
     _attention(draft)
     _adapter(draft)
-    quantization(draft)
+    quantization(draft, "base_model")
+    _plugins(draft)
     _data(draft)
     _training(draft)
     _logging(draft)
-    draft.drop({**TRAINER, **NO_EQUIVALENT})
+    offload(draft, folder)
+    remote_code(draft)
+    tokens = draft.left.get("special_tokens")
+    if isinstance(tokens, dict) and tokens.keys() <= {"pad_token"}:
+        draft.none("special_tokens", "padding is masked by position, whatever its token")
+    if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
+        for key in ("model_quantization_config", "model_quantization_config_kwargs"):
+            draft.none(key, "weights are widened on load")
+    draft.drop(keys.NONE)
+    draft.drop(keys.CHANGED, "changed")
+    draft.drop(keys.REFUSED, "refused")
+    draft.drop_parts(keys.PARTS)
+    drop_trainer(draft)
+
+
+def _plugins(draft: Draft) -> None:
+    """Plugins change how a step is computed, or what is learned; one that is not known may do anything."""
+    if "plugins" not in draft.left:
+        return
+    names = [str(name) for name in draft.take("plugins") or []]
+    if other := [name for name in names if name.rpartition(".")[2] not in keys.PLUGINS]:
+        draft.refused("plugins", f"{', '.join(other)}: may change what is learned")
+    else:
+        draft.none("plugins", "faster kernels and loggers, with the same result")
 
 
 def _attention(draft: Draft) -> None:
@@ -163,10 +139,10 @@ def _attention(draft: Draft) -> None:
 def _adapter(draft: Draft) -> None:
     kind = draft.take("adapter")
     if kind not in (None, "lora", "qlora"):
-        raise draft.refuse("adapter", "halftune has full fine-tuning and LoRA today")
+        raise draft.refuse("adapter", "not supported yet: halftune has full fine-tuning and LoRA today")
     if kind == "qlora":
-        why = "the base is loaded in 16 bit, not in 4, and takes more memory"
-        draft.changed("adapter", "adapter.type", "lora", why)
+        draft.translated("adapter", "adapter.type", "lora", "for its 4-bit base see load_in_4bit")
+        draft.left.setdefault("load_in_4bit", True)
     else:
         draft.translated("adapter", "adapter.type", "lora" if kind else "none")
     if kind is None:
@@ -181,7 +157,7 @@ def _adapter(draft: Draft) -> None:
     elif linear is not None:
         draft.none("lora_target_linear", "is off")
     if modules and not linear:
-        target = modules if modules == "all-linear" else listed(modules)
+        target = modules if isinstance(modules, str) else listed(modules)  # text is one regular expression
         draft.translated("lora_target_modules", "adapter.target_modules", target)
     elif "lora_target_modules" in draft.source:
         draft.none("lora_target_modules", "all linear layers are adapted anyway")
@@ -203,6 +179,9 @@ def _data(draft: Draft) -> None:
             draft.changed(name, ours, sources, "; ".join(dict.fromkeys(notes)))
         else:
             draft.translated(name, ours, sources)
+    entries = [entry for entry in draft.source.get("datasets") or [] if isinstance(entry, dict)]
+    if any(entry.get("roles_to_train") not in (None, *_ASSISTANT) for entry in entries):
+        draft.refused("roles_to_train", "other turns than the assistant's would not be trained")
     if len(kinds) > 1:
         why = "some sources are type completion, where every token is trained, and some hold conversations"
         raise draft.refuse("datasets", f"{why}; halftune trains one kind in a run: make a recipe of each")
@@ -262,8 +241,6 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
         source["columns"] = {"text": entry["field"]}
     elif field and field not in ("messages", "conversations"):
         source["columns"] = {"messages": field}
-    if entry.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["assistant", "gpt"]):
-        changes.append("roles_to_train: assistant turns are trained")
     return source, "; ".join([*changes, *_left_out(entry)])
 
 
@@ -282,15 +259,15 @@ def _left_out(entry: dict[str, Any]) -> list[str]:
 def _training(draft: Draft) -> None:
     optimizer(draft, "optimizer")
     scheduler(draft, "lr_scheduler")
-    ratio, steps = draft.take("warmup_ratio"), draft.take("warmup_steps")
-    if steps is not None:
-        draft.translated("warmup_steps", "training.warmup_steps", steps)
-    if ratio is not None:
-        draft.translated("warmup_ratio", "training.warmup_ratio", ratio)
+    warmup(draft)
+    batch = draft.take("batch_size")
+    if batch is not None:
+        steps = max(1, int(batch) // int(draft.get("training.per_device_train_batch_size") or 1))
+        draft.translated("batch_size", "training.gradient_accumulation_steps", steps)
     checkpointing = draft.take("gradient_checkpointing")
     if isinstance(checkpointing, str):
         why = f"{checkpointing}: activations are recomputed, none are moved to main memory"
-        draft.changed("gradient_checkpointing", "training.gradient_checkpointing", True, why)
+        draft.translated("gradient_checkpointing", "training.gradient_checkpointing", True, why)
     elif checkpointing is not None:
         draft.translated("gradient_checkpointing", "training.gradient_checkpointing", checkpointing)
     compiled = draft.take("torch_compile")

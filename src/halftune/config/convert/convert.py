@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from halftune.config.convert.draft import HEADINGS, Draft, Note
+from halftune.config.convert.draft import HEADINGS, Draft, Note, Refusal
 from halftune.config.reading.foreign import recognise
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.render.text import inline
@@ -17,9 +17,11 @@ from halftune.core.table import load
 
 CONVERTERS: dict[str, str] = {
     "LLaMA-Factory": "halftune.config.convert.llamafactory:convert",
+    "LLaMA-Factory v1": "halftune.config.convert.llamafactory_v1:convert",
     "axolotl": "halftune.config.convert.axolotl:convert",
     "TRL": "halftune.config.convert.trl:convert",
 }
+Status = Literal["same", "approximate", "refused"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Converted:
 
     Attributes:
         framework: where it comes from.
-        yaml: the recipe.
+        yaml: the recipe; empty where the config asks for a method or for data that do not exist here.
         values: the same as plain data.
-        notes: one for each key of the old config, and for each default that was written out.
+        notes: one for each key of the old config that was dealt with, and for each default that was written out.
     """
 
     framework: str
@@ -38,16 +40,27 @@ class Converted:
     values: dict[str, Any]
     notes: tuple[Note, ...]
 
+    @property
+    def status(self) -> Status:
+        """``same``; ``approximate``: some keys are done otherwise; ``refused``: something else would be learned."""
+        kinds = {note.kind for note in self.notes}
+        return "refused" if "refused" in kinds else "approximate" if "changed" in kinds else "same"
 
-def convert_file(path: Path, framework: str | None = None) -> Converted:
+    def of(self, kind: str) -> list[Note]:
+        """The notes of one kind."""
+        return [note for note in self.notes if note.kind == kind]
+
+
+def convert_file(path: Path, framework: str | None = None, accepted: Iterable[str] = ()) -> Converted:
     """Translates a config of another framework.
 
     Args:
         path: the YAML file.
         framework: its name; None to recognise it by its keys.
+        accepted: keys whose loss is accepted: they do not make the status ``refused``.
 
     Raises:
-        ConfigError: it cannot be read, is nobody's, or asks for what halftune does not have.
+        ConfigError: it cannot be read, or is nobody's.
     """
     tree = parse(read_text(path), str(path))
     if tree.problems:
@@ -58,11 +71,11 @@ def convert_file(path: Path, framework: str | None = None) -> Converted:
         if "model" in tree.values and ("data" in tree.values or "training" in tree.values):
             remedy = "it looks like a halftune recipe already"
         raise ConfigError("is not recognised as a config of another framework", where=str(path), remedy=remedy)
-    draft = Draft(tree.values, name)
+    draft = Draft(tree.values, name, frozenset(accepted))
     try:
         load(CONVERTERS, name, kind="framework")(draft, path.parent)
-    except ConfigError as error:
-        raise ConfigError(error.what, where=str(path), remedy=error.remedy) from None
+    except Refusal as refusal:
+        return Converted(name, "", {}, (*draft.notes, Note("refused", refusal.key, "", refusal.why)))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         # a value of a kind that the other framework would refuse too, e.g. a list where a number belongs
         raise ConfigError(f"a value has an unexpected kind: {error}", where=str(path)) from None
@@ -99,15 +112,15 @@ def _value(values: Any, key: str) -> str:
 
 def report(converted: Converted) -> str:
     """What became of every key, grouped, for people."""
-    parts = [f"{converted.framework} → halftune"]
+    parts = [f"{converted.framework} → halftune: {converted.status}"]
     for kind, heading in HEADINGS.items():
-        notes = [note for note in converted.notes if note.kind == kind]
+        notes = converted.of(kind)
         if not notes:
             continue
         parts.append(f"\n{heading} ({len(notes)})")
         width = min(34, max(len(note.key) for note in notes))
         for note in notes:
-            arrow = f" → {note.ours}: {_value(converted.values, note.ours)}" if note.ours else ""
+            arrow = f" → {note.ours}: {_value(converted.values, note.ours)}" if note.ours and converted.yaml else ""
             why = f" · {note.why}" if note.why else ""
             parts.append(f"  {note.key:<{width}}{arrow}{why}")
     return "\n".join(parts)

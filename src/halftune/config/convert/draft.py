@@ -8,13 +8,32 @@ from typing import Any, Literal
 
 from halftune.core.errors import ConfigError
 
-Kind = Literal["translated", "default", "changed", "none"]
+Kind = Literal["translated", "default", "none", "changed", "refused"]
 HEADINGS: dict[Kind, str] = {
+    "refused": "refused: the model would learn something else",
+    "changed": "approximate: done in another way",
     "translated": "translated",
     "default": "not written there; its default, written out here",
-    "changed": "changed meaning",
-    "none": "no equivalent",
+    "none": "not needed: no effect on what is learned",
 }
+OFF = ("no", "none", "false", "off", "null", "")
+
+
+class Refusal(ConfigError):
+    """A config that cannot be converted, whatever is accepted: its method or its data do not exist here.
+
+    Attributes:
+        key: what asks for it.
+    """
+
+    def __init__(self, key: str, what: str, why: str) -> None:
+        super().__init__(what)
+        self.key, self.why = key, why
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value of a key says that its feature is not used."""
+    return not value or (isinstance(value, str) and value.lower() in OFF)
 
 
 @dataclass(frozen=True)
@@ -34,12 +53,14 @@ class Draft:
     Attributes:
         source: the old config; keys are taken out of ``left`` as they are dealt with.
         framework: its name.
+        accepted: keys whose loss the user accepts: where they would be refused, the recipe is approximate.
         values: the recipe, nested.
         notes: in the order in which keys were dealt with.
     """
 
     source: dict[str, Any]
     framework: str
+    accepted: frozenset[str] = frozenset()
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     left: dict[str, Any] = field(default_factory=dict)
@@ -70,23 +91,29 @@ class Draft:
             holder = holder.get(part) if isinstance(holder, dict) else None
         return holder
 
-    def translated(self, key: str, ours: str, value: Any) -> None:
+    def translated(self, key: str, ours: str, value: Any, why: str = "") -> None:
         """A key with the same meaning."""
         self.left.pop(key, None)
         self.put(ours, value)
-        self.notes.append(Note("translated", key, ours))
+        self.notes.append(Note("translated", key, ours, why))
 
     def changed(self, key: str, ours: str, value: Any, why: str) -> None:
-        """A key that means something else here."""
+        """A key that is done in another way here, or not at all; what is learned is about the same."""
         self.left.pop(key, None)
         if ours:
             self.put(ours, value)
         self.notes.append(Note("changed", key, ours, why))
 
     def none(self, key: str, why: str) -> None:
-        """A key without an equivalent."""
+        """A key without an effect on what is learned."""
         self.left.pop(key, None)
         self.notes.append(Note("none", key, "", why))
+
+    def refused(self, key: str, why: str) -> None:
+        """A key without which something else would be learned."""
+        self.left.pop(key, None)
+        kind: Kind = "changed" if key in self.accepted else "refused"
+        self.notes.append(Note(kind, key, "", why))
 
     def rename(self, table: Mapping[str, str]) -> None:
         """Keys that only have another name; null is left to the defaults."""
@@ -113,23 +140,41 @@ class Draft:
             self.put(ours, value)
             self.notes.append(Note("default", name, ours))
 
-    def drop(self, table: Mapping[str, str]) -> None:
-        """Keys without an equivalent, with the reason for each."""
+    def drop(self, table: Mapping[str, str], how: Literal["none", "changed", "refused"] = "none") -> None:
+        """Keys without an equivalent, with the reason for each; those that are off have no effect."""
         for key, why in table.items():
-            if key in self.left:
-                value = self.left[key]
-                self.none(key, "is off there, and not here either" if value in (None, False, "no", "none") else why)
+            if key not in self.left:
+                continue
+            if is_off(self.left[key]):
+                self.none(key, "is off there, and not here either")
+            elif how == "refused":
+                self.refused(key, why)
+            elif how == "changed":
+                self.changed(key, "", None, why)
+            else:
+                self.none(key, why)
 
-    def refuse(self, key: str, what: str) -> ConfigError:
+    def drop_parts(self, table: Mapping[str, str]) -> None:
+        """Settings of a feature, by how their names begin: the feature's own key decides."""
+        for key in list(self.left):
+            for prefix, feature in table.items():
+                if key.startswith(prefix) and key in self.left:
+                    self.none(key, f"belongs to {feature}")
+
+    def refuse(self, key: str, why: str) -> Refusal:
         """The error for something that cannot be translated at all."""
         value = self.source.get(key)
         shown = f"{key}: {value}" if isinstance(value, str | int | float) else key
-        return ConfigError(f"{shown} cannot be converted: {what}")
+        return Refusal(key, f"{shown} cannot be converted: {why}", why)
 
     def finish(self) -> None:
-        """Accounts for the keys that nobody knew."""
-        for key in list(self.left):
-            self.none(key, f"not a key of {self.framework} that this converter knows")
+        """Accounts for the keys that nobody knew: they may matter."""
+        for key, value in list(self.left.items()):
+            if value is None:
+                self.none(key, "is null")
+            else:
+                why = f"not a key of {self.framework} that this converter knows: see whether it matters"
+                self.changed(key, "", None, why)
 
 
 Converter = Callable[[Draft], None]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from halftune.config.convert.draft import Draft
+from halftune.config.convert.draft import Draft, is_off
 
+SWITCHES = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config")
+_STORED = re.compile(r"bnb-?4bit|bnb-?8bit|-4bit$", re.IGNORECASE)
+_NOT_TRAINED = re.compile(r"(?i:\b(awq|gptq|aqlm|hqq|eetq|exl2|gguf|int8|nvfp4|fp4)\b)")
+_BILLIONS = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)[bB](?![a-zA-Z])")
 QUANTIZED = (
+    "quant_config",
     "load_in_4bit",
     "load_in_8bit",
     "quantization_bit",
@@ -17,7 +23,8 @@ QUANTIZED = (
     "bnb_4bit_quant_storage",
     "use_bnb_nested_quant",
     "bnb_config_kwargs",
-    "gptq",
+    "bnb_4bit_use_double_quant",
+    "quantization_device_map",
 )
 ATTENTION = {
     "auto": "auto",
@@ -41,13 +48,15 @@ ATTENTION = {
 
 def precision(draft: Draft, *, default: str) -> None:
     """``bf16``, ``fp16`` and ``pure_bf16``; ``default`` is what holds there without them."""
-    written = {key: draft.take(key) for key in ("bf16", "fp16", "pure_bf16") if key in draft.left}
+    written = {
+        key: draft.take(key) for key in ("bf16", "fp16", "pure_bf16", "bfloat16", "float16") if key in draft.left
+    }
     chosen = [key for key, value in written.items() if value is True or str(value).lower() in ("true", "full")]
-    if "bf16" in chosen and "fp16" in chosen:
+    if {"bf16", "bfloat16", "pure_bf16"} & set(chosen) and {"fp16", "float16"} & set(chosen):
         raise draft.refuse("fp16", "bf16 is true as well; keep one of them")
-    pure = "pure_bf16" in chosen or str(written.get("bf16")).lower() == "full"
+    pure = bool({"pure_bf16", "bfloat16"} & set(chosen)) or str(written.get("bf16")).lower() == "full"
     if chosen:
-        word = "fp16" if "fp16" in chosen else "bf16"
+        word = "fp16" if {"fp16", "float16"} & set(chosen) else "bf16"
     elif "auto" in written.values():
         word = "auto"
     else:
@@ -73,13 +82,33 @@ def attention(draft: Draft, key: str, value: Any) -> None:
         draft.translated(key, "attention.backend", backend)
 
 
-def quantization(draft: Draft) -> None:
-    """Quantised loading is not there today; saying so matters, it decides whether the model fits."""
+def quantization(draft: Draft, name_key: str) -> None:
+    """Quantising a base on load: not supported yet. A checkpoint that is quantised already is loaded as it is."""
+    chosen = next((key for key in SWITCHES if not is_off(draft.left.get(key))), None)
+    name = str(draft.get("model.name_or_path") or "")
+    if stored := _NOT_TRAINED.search(name):
+        draft.refused(name_key, f"{stored.group()}: checkpoints quantised in this way cannot be trained on here")
     for key in QUANTIZED:
-        if key in draft.left:
-            value = draft.take(key)
-            off = value in (None, False, "none")
-            draft.none(key, "is off" if off else "not there today: the base is loaded in 16 bit and takes more memory")
+        if key not in draft.left:
+            continue
+        if is_off(draft.left[key]):
+            draft.none(key, "is off")
+        elif _STORED.search(name):
+            draft.none(key, "the checkpoint is quantised already, and loaded as it is")
+        elif key in SWITCHES:
+            draft.refused(key, sixteen_bit(name))
+        else:
+            draft.none(key, f"belongs to {chosen}" if chosen else "the base is not quantised")
+
+
+def sixteen_bit(name: str) -> str:
+    """What it means that a base is not quantised on load, with the size of its weights where its name tells."""
+    sizes = [float(size) for size in _BILLIONS.findall(name)]
+    weights = f"{2 * max(sizes):,.0f} GB of weights in 16 bit" if sizes else "its weights in 16 bit"
+    return (
+        f"quantising a base on load is not supported yet: accepted, it takes {weights}, about four times as much as "
+        "in 4 bit (halftune plan says whether that fits); or name a checkpoint that is quantised already (…-bnb-4bit)"
+    )
 
 
 def listed(value: Any) -> list[str]:

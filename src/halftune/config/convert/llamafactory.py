@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from halftune.config.convert.draft import Draft
+from halftune.config.convert import llamafactory_keys as keys
+from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.trainer import convert_trainer, grouping, periods
+from halftune.core.files import read_limited
 
 MODEL = {
     "model_name_or_path": "model.name_or_path",
@@ -23,63 +27,10 @@ LORA = {
     "use_rslora": "adapter.use_rslora",
     "use_dora": "adapter.use_dora",
 }
-NO_EQUIVALENT = {
-    "plot_loss": "loss.png is always drawn",
-    "overwrite_cache": "the cache is keyed by content: it is never stale",
-    "dataset_dir": "each source has its own path",
-    "media_dir": "text only today",
-    "tokenized_path": "tokenised data is cached by content",
-    "streaming": "data is read whole before training",
-    "buffer_size": "data is read whole before training",
-    "interleave_probs": "give each source a weight",
-    "mix_strategy": "sources are mixed evenly; give each source a weight",
-    "preprocessing_batch_size": "decided by itself",
-    "eval_num_beams": "evaluation is the loss",
-    "eval_on_each_dataset": "one evaluation loss over all sources",
-    "ignore_pad_token_for_loss": "padding never carries a label",
-    "tool_format": "the chat template renders tools",
-    "adapter_name_or_path": "training goes on from checkpoints only; merge the adapter with halftune export first",
-    "adapter_folder": "as adapter_name_or_path",
-    "create_new_adapter": "an adapter is always new",
-    "export_dir": "halftune export",
-    "infer_backend": "halftune chat uses the plan of training",
-    "infer_dtype": "the plan of training holds for inference",
-    "use_unsloth": "not there today",
-    "enable_liger_kernel": "not there today",
-    "shift_attn": "not there today",
-    "rope_scaling": "not there today",
-    "moe_aux_loss_coef": "not there today",
-    "resize_vocab": "not there today",
-    "upcast_layernorm": "the plan decides each dtype",
-    "upcast_lmhead_output": "the loss is computed in fp32",
-    "use_llama_pro": "not there today",
-    "use_galore": "not there today",
-    "use_apollo": "not there today",
-    "use_badam": "not there today",
-    "use_muon": "not there today",
-    "loraplus_lr_ratio": "not there today",
-    "loraplus_lr_embedding": "not there today",
-    "pissa_init": "not there today",
-    "pissa_iter": "not there today",
-    "pissa_convert": "not there today",
-    "use_swanlab": "not there today",
-    "include_effective_tokens_per_second": "always shown",
-    "predict_with_generate": "halftune chat answers after training",
-    "ray_run_name": "not there today",
-    "cache_dir": "the hub's own cache is used",
-    "use_fast_tokenizer": "always",
-    "split_special_tokens": "control tokens inside text are always neutralised",
-    "low_cpu_mem_usage": "always",
-    "flash_attn_implementation": "attention",
-    "freeze_vision_tower": "text only today",
-    "freeze_multi_modal_projector": "text only today",
-    "image_max_pixels": "text only today",
-    "video_max_pixels": "text only today",
-    "enable_thinking": "model.chat_template_kwargs, where the template knows it",
-    "compute_accuracy": "evaluation is the loss",
-}
 # Columns of dataset_info.json, by ours.
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+MEDIA = "images, video and audio are not supported yet: only texts would be trained"
+MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni")  # of the data sets that LLaMA-Factory brings
 METHODS = {"sft": "sft", "pt": "pretrain"}
 
 
@@ -87,11 +38,14 @@ def convert(draft: Draft, folder: Path) -> None:
     """Fills the draft. ``folder`` is where the config lies: ``dataset_dir`` may start there.
 
     Raises:
-        ConfigError: the stage or the fine-tuning type is not there.
+        Refusal: the stage or the fine-tuning type is not there, or it names no data to train on.
     """
     stage = str(draft.take("stage") or "sft")
     if stage not in METHODS:
-        raise draft.refuse("stage", "halftune has supervised fine-tuning (sft) and pre-training (pt) today")
+        why = "not supported yet: halftune has supervised fine-tuning (sft) and pre-training (pt) today"
+        raise draft.refuse("stage", why)
+    if is_off(draft.left.get("dataset")):
+        raise draft.refuse("dataset", "there is nothing to train on: chat and export need no recipe")
     draft.translated("stage", "method.type", METHODS[stage])
     draft.rename(MODEL)
     precision(draft, default="fp32")
@@ -99,20 +53,37 @@ def convert(draft: Draft, folder: Path) -> None:
         attention(draft, "flash_attn", draft.take("flash_attn"))
     _adapter(draft)
     _data(draft, stage, folder)
-    quantization(draft)
+    quantization(draft, "model_name_or_path")
     _checkpointing(draft)
-    convert_trainer(draft)
+    _stopping(draft)
+    drop_keys(draft)
+    convert_trainer(draft, folder)
     draft.default("training.learning_rate", 5.0e-5, "learning_rate")
     periods(draft, evaluates=draft.get("data.eval") is not None or bool(draft.get("data.eval_split")))
     draft.default("training.logging_steps", 500, "logging_steps")
     draft.default("training.output_dir", "runs/converted", "output_dir")
-    draft.drop(NO_EQUIVALENT)
+
+
+def drop_keys(draft: Draft) -> None:
+    """The keys of LLaMA-Factory without an equivalent."""
+    if draft.left.get("freeze_vision_tower") is False:
+        draft.refused("freeze_vision_tower", "training a vision tower is not supported yet")
+    draft.drop(keys.NONE)
+    draft.drop(keys.CHANGED, "changed")
+    draft.drop(keys.REFUSED, "refused")
+    draft.drop_parts(keys.PARTS)
+
+
+def _stopping(draft: Draft) -> None:
+    if draft.has("early_stopping_steps"):
+        steps = draft.take("early_stopping_steps")
+        draft.translated("early_stopping_steps", "training.early_stopping_patience", steps)
 
 
 def _adapter(draft: Draft) -> None:
     kind = str(draft.take("finetuning_type") or "lora")
     if kind not in ("lora", "full"):
-        raise draft.refuse("finetuning_type", "halftune has full fine-tuning and LoRA today")
+        raise draft.refuse("finetuning_type", "not supported yet: halftune has full fine-tuning and LoRA today")
     draft.translated("finetuning_type", "adapter.type", "none" if kind == "full" else "lora")
     if kind == "full":
         for key in (*LORA, "lora_target", "additional_target"):
@@ -151,11 +122,17 @@ def _named_sources(draft: Draft, folder: Path) -> None:
     samples = draft.take("max_samples")
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         if draft.has(key):
-            sources, why = _sources(listed(draft.take(key)), where, folder)
+            names = listed(draft.take(key))
+            known, base = _listed_sets(where, folder)
+            sources = [_source(name, known.get(name), base or where) for name in names]
+            why = "" if base else "dataset_info.json was not found: check these paths"
             if samples is not None:
                 for source in sources:
                     source["samples"] = samples
-            if why:
+            if media := [name for name in names if _has_media(name, known.get(name))]:
+                draft.put(ours, sources)
+                draft.refused(key, f"{', '.join(media)}: {MEDIA}")
+            elif why:
                 draft.changed(key, ours, sources, why)
             else:
                 draft.translated(key, ours, sources)
@@ -198,18 +175,21 @@ def _checkpointing(draft: Draft) -> None:
     draft.default("training.gradient_checkpointing", True, "gradient checkpointing")
 
 
-def _sources(names: list[str], dataset_dir: Path, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Data sets by name, through dataset_info.json where it can be found."""
+def _listed_sets(dataset_dir: Path, folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """What dataset_info.json lists, and its folder; None where it cannot be found or read."""
     for base in (dataset_dir, folder / dataset_dir):
         info = base / "dataset_info.json"
         if info.is_file():
-            try:
-                known = json.loads(info.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                break
-            return [_source(name, known.get(name), base) for name in names], ""
-    why = "dataset_info.json was not found: check these paths"
-    return [{"path": str(dataset_dir / f"{name}.json")} for name in names], why
+            with suppress(OSError, ValueError):
+                known = json.loads(read_limited(info).decode())
+                return known, base
+            break
+    return {}, None
+
+
+def _has_media(name: str, entry: Any) -> bool:
+    columns = entry.get("columns") or {} if isinstance(entry, dict) else {}
+    return bool({"images", "videos", "audios"} & columns.keys()) or bool(MEDIA_NAMES.search(name))
 
 
 def _source(name: str, entry: Any, base: Path) -> dict[str, Any]:

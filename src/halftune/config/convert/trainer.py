@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from halftune.config.convert.draft import Draft
+from halftune.config.convert import trainer_keys
+from halftune.config.convert.draft import Draft, is_off
+from halftune.config.facts.folder import read_json
+from halftune.config.facts.model_types import causal_types
+from halftune.core.errors import ModelError
+from halftune.core.files import read_limited
 
 RENAMED = {
     "output_dir": "training.output_dir",
@@ -23,7 +32,6 @@ RENAMED = {
     "load_best_model_at_end": "training.load_best",
     "run_name": "logging.run_name",
     "tf32": "precision.tf32",
-    "trust_remote_code": "model.trust_remote_code",
 }
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
@@ -31,67 +39,11 @@ OPTIMIZERS = {
     "sgd": "sgd",
     "adagrad": "adagrad",
 }
+_ADAMW = re.compile(r"(paged_|ao_)?adamw(_bnb|_torch)?(_8bit|_4bit|_32bit|_fp8|_bnb_8bit)")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial")
-SHARING = "distributed.strategy: auto shares the model by fsdp2 where it does not fit one device"
-NO_EQUIVALENT = {
-    "do_train": "halftune train always trains",
-    "do_eval": "there is evaluation where there is evaluation data",
-    "do_predict": "halftune chat answers after training",
-    "overwrite_output_dir": "a run folder of another configuration is never overwritten",
-    "dataloader_num_workers": "data is tokenised before training",
-    "dataloader_pin_memory": "data is tokenised before training",
-    "dataloader_drop_last": "every sample is seen",
-    "remove_unused_columns": "only the columns of the format are read",
-    "length_column_name": "lengths are counted in tokens",
-    "ddp_timeout": "data is prepared before the processes wait for each other",
-    "ddp_find_unused_parameters": "decided by the adapter",
-    "ddp_bucket_cap_mb": "torch's default",
-    "deepspeed": SHARING,
-    "fsdp": SHARING,
-    "fsdp_config": SHARING,
-    "accelerator_config": "an accelerate config never changes a run here",
-    "gradient_checkpointing_kwargs": "non-reentrant, as recommended",
-    "neftune_noise_alpha": "not there today",
-    "label_smoothing_factor": "not there today",
-    "use_cpu": "the plan takes what the machine has",
-    "no_cuda": "the plan takes what the machine has",
-    "logging_dir": "metrics go to the run folder",
-    "logging_first_step": "logging_steps: 1 is the default",
-    "logging_strategy": "metrics are logged in steps",
-    "data_seed": "training.seed orders the data too",
-    "hub_model_id": "nothing is uploaded",
-    "push_to_hub": "nothing is uploaded",
-    "hub_strategy": "nothing is uploaded",
-    "hub_private_repo": "nothing is uploaded",
-    "save_only_model": "checkpoints can always be resumed from",
-    "save_safetensors": "always",
-    "greater_is_better": "the evaluation loss decides, lower is better",
-    "use_liger_kernel": "not there today",
-    "liger_kernel_config": "not there today",
-    "include_num_input_tokens_seen": "tokens are always counted",
-    "include_tokens_per_second": "always shown",
-    "average_tokens_across_devices": "always so",
-    "bf16_full_eval": "evaluation has the precision of training",
-    "fp16_full_eval": "evaluation has the precision of training",
-    "fp16_opt_level": "apex is not used",
-    "half_precision_backend": "torch's autocast is used",
-    "torch_empty_cache_steps": "not there today",
-    "eval_accumulation_steps": "only the loss is kept in evaluation",
-    "batch_eval_metrics": "only the loss is kept in evaluation",
-    "prediction_loss_only": "only the loss is kept in evaluation",
-    "eval_on_start": "not there today",
-    "eval_delay": "not there today",
-    "disable_tqdm": "logging.progress",
-    "log_level": "not there today",
-    "optim_args": "not there today",
-    "lr_scheduler_kwargs": "not there today (cosine_with_min_lr ends at a tenth)",
-    "auto_find_batch_size": "the plan estimates memory beforehand",
-    "torch_compile_backend": "torch's default",
-    "torch_compile_mode": "torch's default",
-}
 
 
-def convert_trainer(draft: Draft) -> None:
+def convert_trainer(draft: Draft, folder: Path) -> None:
     """Everything that TrainingArguments says, defaults included (transformers 5)."""
     draft.rename(RENAMED)
     if draft.has("learning_rate"):
@@ -101,7 +53,7 @@ def convert_trainer(draft: Draft) -> None:
         draft.translated("max_steps", "training.max_steps", steps)
     elif steps is not None:
         draft.none("max_steps", "negative: num_train_epochs holds")
-    _warmup(draft)
+    warmup(draft)
     optimizer(draft, "optim")
     scheduler(draft, "lr_scheduler_type")
     report_to(draft)
@@ -118,7 +70,16 @@ def convert_trainer(draft: Draft) -> None:
     draft.default("training.lr_scheduler_type", "linear", "lr_scheduler_type")
     if draft.get("training.save_total_limit") is None:
         draft.default("training.save_total_limit", None, "save_total_limit (all are kept)")
-    draft.drop(NO_EQUIVALENT)
+    offload(draft, folder)
+    remote_code(draft)
+    drop_trainer(draft)
+
+
+def drop_trainer(draft: Draft) -> None:
+    """The keys of TrainingArguments without an equivalent."""
+    draft.drop(trainer_keys.NONE)
+    draft.drop(trainer_keys.CHANGED, "changed")
+    draft.drop(trainer_keys.REFUSED, "refused")
 
 
 def number(value: Any) -> Any:
@@ -129,28 +90,80 @@ def number(value: Any) -> Any:
         return value
 
 
-def _warmup(draft: Draft) -> None:
-    ratio, steps = draft.take("warmup_ratio"), draft.take("warmup_steps")
-    if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 reads a fraction as a ratio
-        ratio, steps = steps, None
-        draft.translated("warmup_steps", "training.warmup_ratio", ratio)
+def warmup(draft: Draft) -> None:
+    """Warm-up in steps; transformers 5 reads a fraction of one as a ratio of the run."""
+    ratio, steps = draft.take("warmup_ratio"), number(draft.take("warmup_steps"))
+    if isinstance(steps, float) and 0 < steps < 1:
+        draft.translated("warmup_steps", "training.warmup_ratio", steps)
     elif steps:
         draft.translated("warmup_steps", "training.warmup_steps", int(steps))
-        if ratio is not None:
-            draft.none("warmup_ratio", "warmup_steps wins")
     elif steps is not None:
         draft.none("warmup_steps", "is 0: warmup_ratio holds")
-    if ratio is not None and not steps:
+    if ratio is not None and steps:
+        draft.none("warmup_ratio", "warmup_steps wins")
+    elif ratio is not None:
         draft.translated("warmup_ratio", "training.warmup_ratio", ratio)
     if not ratio and not steps:
         draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
 
 
+def offload(draft: Draft, folder: Path) -> None:
+    """FSDP or DeepSpeed with weights in main memory."""
+    for key in ("fsdp", "fsdp_config", "deepspeed"):
+        if not is_off(draft.left.get(key)) and _offloads(draft.left[key], folder):
+            draft.take(key)
+            draft.translated(key, "distributed.fsdp.cpu_offload", True, "where the model is shared by fsdp2")
+
+
+def _offloads(value: Any, folder: Path) -> bool:
+    """Whether a value of ``fsdp``, ``fsdp_config`` or ``deepspeed`` moves weights to main memory."""
+    if isinstance(value, dict):
+        words = ("offload_params", "fsdp_offload_params", "offload_param", "offload_optimizer", "zero_optimization")
+        return any(_offloads(value[word], folder) for word in words if word in value) or value.get("device") == "cpu"
+    if isinstance(value, list):
+        return "offload" in value
+    if not isinstance(value, str):
+        return value is True
+    if value.endswith(".json"):
+        with suppress(OSError, ValueError):
+            return _offloads(json.loads(read_limited(folder / value).decode()), folder)
+    return "offload" in value or value.lower() == "true"
+
+
+def remote_code(draft: Draft) -> None:
+    """Python that comes with a checkpoint is not needed where transformers has the architecture; call it last."""
+    key = "trust_remote_code"
+    if key not in draft.left:
+        return
+    if is_off(draft.take(key)):
+        draft.none(key, "is off")
+        return
+    config = Path(str(draft.get("model.name_or_path"))) / "config.json"
+    kind = None
+    if config.is_file():
+        with suppress(ModelError):  # damage is for the plan to tell
+            kind = read_json(config).get("model_type")
+    if kind is None:
+        why = "left out: if transformers does not have this architecture, halftune plan says what to set"
+        draft.none(key, why)
+    elif kind in causal_types():
+        draft.none(key, f"left out: transformers has {kind}")
+    else:
+        draft.translated(key, "model.trust_remote_code", True)
+
+
 def optimizer(draft: Draft, key: str) -> None:
-    """The optimizer; 8-bit and paged ones become plain AdamW."""
-    draft.words(
-        key, "training.optim", OPTIMIZERS, "adamw", "AdamW takes its place, with moments that are not quantised"
-    )
+    """The optimizer. AdamW with moments in 8 or 4 bit, or paged, is plain AdamW here."""
+    if not draft.has(key):
+        return
+    value = str(draft.take(key))
+    if value in OPTIMIZERS:
+        draft.translated(key, "training.optim", OPTIMIZERS[value])
+    elif _ADAMW.fullmatch(value):
+        draft.changed(key, "training.optim", "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
+    else:
+        draft.put("training.optim", "adamw")
+        draft.refused(key, f"{value} is not supported yet; accepted, AdamW takes its place")
 
 
 def scheduler(draft: Draft, key: str) -> None:

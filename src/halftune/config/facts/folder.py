@@ -12,6 +12,7 @@ from typing import Any
 from halftune.config.facts.safetensors_headers import read_header, read_headers
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
+from halftune.core.files import read_limited
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -156,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     remedy = "the file is damaged: copy or download it again"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_limited(path).decode())
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg}"
         raise ModelError(what, where=f"{path}:{error.lineno}", remedy=remedy) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.errors import ModelError
+from halftune.core.files import MOST_JSON, read_limited
 
 _FORMATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
@@ -54,11 +55,15 @@ def _entries(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_limited(index).decode())["weight_map"].values()))
         files = [index.parent / name for name in names]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         remedy = "the file is damaged: copy or download it again"
-        raise ModelError("the index of the weights cannot be read", where=str(index), remedy=remedy) from error
+        reason = f": {error.strerror}" if isinstance(error, OSError) else ""
+        raise ModelError(f"the index of the weights cannot be read{reason}", where=str(index), remedy=remedy) from error
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        what = f"the index names {outside[0]}, which is not in the model's folder"
+        raise ModelError(what, where=str(index), remedy="download the model again from a source you trust")
     if others := [name for name in names if not name.endswith(".safetensors")]:
         what = f"the index names {others[0]}, which is no safetensors file: it may be a pickle, which can run code"
         raise ModelError(what, where=str(index), remedy="take the model in safetensors")
@@ -85,6 +90,8 @@ def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > size:
                 raise ValueError("its header says that it is longer than the file")
+            if length > MOST_JSON:
+                raise ValueError(f"its header has {length:,} bytes, at most {MOST_JSON:,} are accepted")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         ends = [_check_entry(name, entry) for name, entry in header.items()]

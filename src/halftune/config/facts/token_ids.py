@@ -13,6 +13,7 @@ from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.sections.model import ModelSection
+from halftune.core.files import read_limited
 
 _BUILTIN = "builtin:"
 
@@ -54,7 +55,7 @@ def token_ids(model: ModelSection, folder: Path | None) -> TokenIds | None:
 def _kept(file: Path, _changed: int, read: Any) -> TokenIds | None:
     """``read`` of a file, once for each change of it; damage is for whoever loads the tokenizer to tell."""
     try:
-        return read(file.read_text(encoding="utf-8"), file.parent)
+        return read(read_limited(file).decode(), file.parent)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
@@ -76,9 +77,9 @@ def _beside(folder: Path) -> list[int]:
     """Ids of tokens that were added in a file of their own."""
     found: list[int] = []
     if (folder / "added_tokens.json").is_file():
-        found += json.loads((folder / "added_tokens.json").read_text(encoding="utf-8")).values()
+        found += json.loads(read_limited(folder / "added_tokens.json").decode()).values()
     if (folder / "tokenizer_config.json").is_file():
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = json.loads(read_limited(folder / "tokenizer_config.json").decode())
         found += map(int, settings.get("added_tokens_decoder") or ())
     return found
 

@@ -13,6 +13,11 @@ MARKS: dict[str, frozenset[str]] = {
          "preprocessing_num_workers", "plot_loss", "overwrite_cache", "overwrite_output_dir", "neat_packing",
          "quantization_bit", "flash_attn", "val_size", "mask_history", "train_on_prompt", "pref_beta", "infer_backend"}
     ),
+    "LLaMA-Factory v1": frozenset(
+        {"train_dataset", "model_class", "dist_config", "peft_config", "kernel_config", "quant_config", "init_config",
+         "optim_config", "lr_scheduler_config", "sample_backend", "batching_strategy", "batching_workers", "cutoff_len",
+         "enable_activation_checkpointing", "global_batch_size", "micro_batch_size", "cp_size"}
+    ),
     "axolotl": frozenset(
         {"base_model", "sequence_len", "micro_batch_size", "sample_packing", "pad_to_sequence_len", "val_set_size",
          "datasets", "adapter", "lora_r", "lora_target_linear", "lora_target_modules", "num_epochs", "optimizer",

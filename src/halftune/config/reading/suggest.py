@@ -103,6 +103,8 @@ def suggest_key(path: Path, section: type[Section] | None) -> str:
         return f"write it as a section: {key.replace('.', ': {', 1)}: …}}, or {key}=… on the command line"
     if tags := _tags(parent, plain):
         return f"{plain} is a key of {dotted(parent)}.type {' and '.join(tags)}"
+    if plain in KEYS_LATER:
+        return KEYS_LATER[plain]
     if (scoped := dotted((*parent, plain))) in SYNONYMS and parent:
         return f"did you mean {SYNONYMS[scoped]}?"
     places = _places()
@@ -117,6 +119,17 @@ def suggest_key(path: Path, section: type[Section] | None) -> str:
     return f"keys of {dotted(parent)} are {', '.join(siblings)}" if siblings else ""
 
 
+def key_of(name: str) -> str | None:
+    """The full key that a name of a key, or another tool's name for one, stands for; None where none is certain."""
+    plain = name.lower().replace("-", "_")
+    if "." in plain:
+        return plain if shape_at(tuple(plain.split("."))) is not None else None
+    places = _places().get(plain, [])
+    if places and plain not in GENERAL:
+        return dotted(places[0])
+    return SYNONYMS.get(plain)
+
+
 # Words that other tools have for ours.
 WORDS = {
     **dict.fromkeys(("flash_attention_2", "flash_attention", "flash_attn", "flash_attn_2", "flashattn", "fa"), "fa2"),
@@ -129,10 +142,37 @@ WORDS = {
 }
 
 
+# Words and keys for what does not exist here yet, by a word of the list in which they are looked for.
+_LATER = "it is not supported yet"
+_QUANTISE = "quantising a base on load is not supported yet: name a checkpoint that is quantised already (…-bnb-4bit)"
+_PREFERENCE = "preference methods and reinforcement learning are not supported yet"
+_EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+LATER: dict[str, dict[str, str]] = {
+    "lora": {
+        "qlora": f"{_QUANTISE}, with adapter.type: lora",
+        **dict.fromkeys(("oft", "ia3", "prefix_tuning", "prompt_tuning", "freeze", "vera", "loha", "lokr"), _LATER),
+    },
+    "sft": dict.fromkeys(("dpo", "kto", "orpo", "simpo", "grpo", "ppo", "rm", "reward", "rloo", "cpo"), _PREFERENCE),
+    "adamw": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "did you mean adamw?"),
+        **dict.fromkeys(_EIGHT_BIT, "moments in 8 bit are not supported yet; write adamw"),
+        **dict.fromkeys(("muon", "lion", "galore_adamw", "lomo", "apollo_adamw", "adam_mini", "came"), _LATER),
+    },
+    "wandb": dict.fromkeys(("none", "no", "null", "false"), "write [] for none"),
+}
+KEYS_LATER: dict[str, str] = {
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_config"), _QUANTISE),
+    **dict.fromkeys(("rl", "dpo", "grpo", "pref_loss", "reward_model"), _PREFERENCE),
+}
+
+
 def suggest_word(value: object, known: Iterable[object]) -> str:
     """The remedy for a word that is not in a closed list; empty where nothing is near."""
     words = [str(word) for word in known]
     text = str(value).lower()
+    for word in words:
+        if text in LATER.get(word, {}):
+            return LATER[word][text]
     theirs = WORDS.get(re.sub(r"[-_ ]+", "_", text))
     near = [word for word in words if word in (text, theirs)] or get_close_matches(text, words, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else ""

@@ -6,6 +6,7 @@ Plain scalars are read as YAML 1.2 and people mean them: ``1e-4`` is a number; `
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from bisect import bisect_left
@@ -21,6 +22,7 @@ from halftune.config.reading.yaml_errors import syntax_error
 from halftune.config.shape import Path, dotted
 from halftune.config.shipped import listed
 from halftune.core.errors import ConfigError, HalftuneError
+from halftune.core.files import read_limited
 
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 17, 40, 10_000
 INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
@@ -99,7 +101,7 @@ def read_text(path: FilePath) -> str:
     """
     label = str(path)
     try:
-        raw = path.read_bytes()
+        raw = read_limited(path, MAX_BYTES)
     except FileNotFoundError:
         if path.is_symlink():
             what = f"is a link to {path.readlink()}, which is not there"
@@ -108,10 +110,10 @@ def read_text(path: FilePath) -> str:
     except IsADirectoryError:
         raise ConfigError("is a folder, not a YAML file", where=label, remedy=_recipes_in(path)) from None
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise ConfigError(f"{error.strerror}, too many for a recipe", where=label, remedy="is it data?") from None
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot be read: {reason}", where=label) from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"has {len(raw):,} bytes, too many for a configuration", where=label, remedy="is it data?")
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise ConfigError("is UTF-16", where=label, remedy="save it as UTF-8")
     try:

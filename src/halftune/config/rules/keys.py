@@ -14,7 +14,7 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter
 from halftune.config.sections.method import PretrainMethod
 from halftune.config.shape import Path, related
-from halftune.core.optional import version_of
+from halftune.core.optional import extra_line, version_of
 
 Rule = Callable[[RunConfig, Context], Iterator[Finding]]
 FLASH = ("fa2", "fa3", "fa4")
@@ -173,7 +173,7 @@ def loggers_are_installed(run: RunConfig, context: Context) -> Iterator[Finding]
     """Better now than after the model has been loaded."""
     for index, name in enumerate(run.logging.report_to):
         if context.look_at_files and version_of(name) is None:
-            remedy = f'pip install "halftune[{name}]", or remove it'
+            remedy = f"{extra_line(name)}, or remove it"
             yield Finding(("logging", "report_to", index), f"{name} is not installed", remedy)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.atomic import sync, write_text
+from halftune.core.files import open_file
 from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
 from halftune.train.callbacks.window import Window, finite
@@ -24,7 +25,12 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / NAME
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    try:
+        file = open_file(path)
+    except OSError as error:
+        log.warning("cannot read %s: %s", path, error.strerror)
+        return
+    with file:
         for line in file:
             try:
                 entry = json.loads(line)
@@ -73,7 +79,8 @@ class MetricsFile(Callback):
         if not path.exists():
             return
         if run.step and self.written is not None and _continues(path, self.written, run.step):
-            os.truncate(path, self.written)
+            with open_file(path, "r+b") as file:
+                file.truncate(self.written)
             return
         kept = [line for line in read_metrics(run.folder) if line.get("step", 0) <= run.step and run.step > 0]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -118,7 +125,7 @@ class MetricsFile(Callback):
 
 def _write(path: Path, data: bytes) -> None:
     """Appends all of ``data`` or nothing."""
-    with path.open("ab", buffering=0) as file:
+    with open_file(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             view = memoryview(data)
@@ -132,8 +139,11 @@ def _write(path: Path, data: bytes) -> None:
 
 def _continues(path: Path, size: int, step: int) -> bool:
     """Whether the first ``size`` bytes of a file are what was there at ``step``: whole lines, none of a later step."""
-    with path.open("rb") as file:
-        known = file.read(size)
+    try:
+        with open_file(path) as file:
+            known = file.read(size)
+    except OSError:
+        return False
     if len(known) < size or (known and not known.endswith(b"\n")):
         return False
     try:

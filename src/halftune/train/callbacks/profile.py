@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
+from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
 from halftune.train.callbacks.operator_groups import PYTHON, WAIT
@@ -104,8 +105,9 @@ class Profile(Callback):
             return
         found = self._summary(run, profiler)
         try:
+            (run.folder / TRACE).unlink(missing_ok=True)  # what is there may be a link
             profiler.export_chrome_trace(str(run.folder / TRACE))
-            (run.folder / NAME).write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write_text(run.folder / NAME, json.dumps(found, indent=1))
         except OSError as error:
             log.warning("cannot write the profile: %s", error.strerror)
         log.info("%s", console(found, run.folder))

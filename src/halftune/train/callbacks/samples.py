@@ -10,6 +10,7 @@ import torch
 
 from halftune.core import alive
 from halftune.core.atomic import write_text
+from halftune.core.files import read_text
 from halftune.core.log import get_logger
 from halftune.model.generate import generate_reply
 from halftune.train.callbacks.base import Callback, Phase, Run
@@ -77,7 +78,7 @@ class Samples(Callback):
 def _stored(folder: Path) -> list[dict[str, Any]]:
     path = folder / NAME
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["samples"] if path.exists() else []
+        return json.loads(read_text(path))["samples"] if path.exists() else []
     except (OSError, ValueError, KeyError) as error:
         log.warning("%s is not readable, the answers before training are lost: %s", path, error)
         return []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.atomic import write_text
+from halftune.core.files import read_text
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.model.patch import current_guard
 from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
@@ -90,7 +91,7 @@ def before_training(folder: Path) -> Iterator[Callable[[Phase], None]]:
 def _of_a_run(folder: Path) -> str | None:
     """The status that a run left in its folder; None where there is none, or one of a run that never took a step."""
     try:
-        text = (folder / NAME).read_text(encoding="utf-8")
+        text = read_text(folder / NAME)
         status = read_status(folder / NAME)
     except (OSError, ValueError):
         return None

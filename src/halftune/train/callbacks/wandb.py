@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from halftune.core.atomic import write_text
+from halftune.core.files import read_text
 from halftune.core.optional import need
 from halftune.train.callbacks.base import Run
 from halftune.train.callbacks.logger import Logger
@@ -19,7 +21,7 @@ class WeightsAndBiases(Logger):
         wandb: Any = need("wandb", why="logging.report_to: [wandb]")
         self.failures = (*Logger.failures, wandb.Error)
         kept = run.folder / "wandb_id.txt"
-        known = kept.read_text(encoding="utf-8").strip() if run.step and kept.exists() else None
+        known = read_text(kept).strip() if run.step and kept.exists() else None
         self.run = wandb.init(
             id=known,
             resume="allow" if known else None,
@@ -27,7 +29,7 @@ class WeightsAndBiases(Logger):
             dir=str(run.folder),
             config=run.config.model_dump(mode="json"),
         )
-        kept.write_text(self.run.id, encoding="utf-8")
+        write_text(kept, self.run.id)
 
     def send(self, step: int, numbers: dict[str, float]) -> None:
         """All numbers of a step at once."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from halftune.core import alive
 from halftune.core.atomic import first_aid, sync
 from halftune.core.errors import TrainingError
+from halftune.core.files import read_text
 from halftune.core.manifest import entry
 from halftune.train.lock import LOCK
 from halftune.train.parallel.barrier import barrier
@@ -86,7 +87,7 @@ def check_shared(strategy: Strategy, folder: Path) -> None:
 
 def _signature(folder: Path) -> str:
     try:
-        return (folder / LOCK).read_text(encoding="utf-8")
+        return read_text(folder / LOCK)
     except OSError:
         return "none"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from halftune.core.files import read_text
 from halftune.train.callbacks.metrics import read_metrics
 
 
@@ -61,7 +62,7 @@ def read(folder: Path) -> Record:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path))
         except (OSError, ValueError):
             found = None
         if isinstance(found, dict):
@@ -70,11 +71,11 @@ def read(folder: Path) -> Record:
         return {}
 
     path = folder / "resolved.yaml"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text, config = "", {}
     try:
+        text = read_text(path) if path.exists() else ""
         config = yaml.safe_load(text) or {}
-    except yaml.YAMLError:
-        config = {}
+    except (OSError, yaml.YAMLError):
         unreadable.append(path.name)
     lines = list(read_metrics(folder))
     return Record(

@@ -1,0 +1,169 @@
+"""Translates a config of LLaMA-Factory's new trainer (``src/llamafactory/v1``), whose keys are others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from halftune.config.convert.draft import Draft, Refusal, is_off
+from halftune.config.convert.formats import attention, listed, precision, quantization
+from halftune.config.convert.llamafactory import MEDIA, MEDIA_NAMES, drop_keys
+from halftune.config.convert.trainer import drop_trainer, number, offload, remote_code, resume, scheduler
+from halftune.config.reading.yaml_source import parse, read_text
+from halftune.core.errors import ConfigError
+
+RENAMED = {
+    "model": "model.name_or_path",
+    "output_dir": "training.output_dir",
+    "micro_batch_size": "training.per_device_train_batch_size",
+    "num_train_epochs": "training.num_train_epochs",
+    "max_steps": "training.max_steps",
+    "max_grad_norm": "training.max_grad_norm",
+    "enable_activation_checkpointing": "training.gradient_checkpointing",
+    "seed": "training.seed",
+    "save_steps": "training.save_steps",
+    "save_total_limit": "training.save_total_limit",
+    "logging_steps": "training.logging_steps",
+}
+LORA = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+PREFERENCE = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "ld_alpha", "ref_model")
+# The command that starts a config says which method it is for, not the config: only the data can tell.
+_PAIRS = re.compile(r"(^|[_/-])(dpo|pairs?|pref\w*)([_./-]|$)")
+_METHODS = "not supported yet: halftune has supervised fine-tuning today"
+FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
+
+
+def convert(draft: Draft, folder: Path) -> None:
+    """Fills the draft.
+
+    Raises:
+        Refusal: preference methods, another adapter than LoRA, or no data to train on.
+    """
+    for key in PREFERENCE:
+        if draft.has(key):
+            raise draft.refuse(key, _METHODS)
+    if is_off(draft.left.get("train_dataset")):
+        raise draft.refuse("train_dataset", "there is nothing to train on: chat and export need no recipe")
+    if draft.left.get("custom_chat_template"):
+        draft.changed("custom_chat_template", "", None, "write it to a file and name it in model.chat_template")
+    draft.rename(RENAMED)
+    draft.put("method.type", "sft")
+    precision(draft, default="bf16")
+    if draft.has("flash_attn"):
+        attention(draft, "flash_attn", draft.take("flash_attn"))
+    _adapter(draft)
+    quantization(draft, "model")
+    _data(draft, folder)
+    _training(draft)
+    dist = draft.left.get("dist_config")
+    if isinstance(dist, dict) and dist.get("name") == "deepspeed":
+        draft.left["deepspeed"] = dist.get("config_file")
+        offload(draft, folder)
+        draft.left.pop("deepspeed", None)
+        draft.notes[:] = [note for note in draft.notes if note.key != "deepspeed"]
+    if "dist_config" in draft.left:
+        draft.none("dist_config", "distributed.strategy: auto shares the model by fsdp2 where it does not fit")
+    if draft.left.get("cp_size") == 1:
+        draft.none("cp_size", "is 1")
+    remote_code(draft)
+    drop_keys(draft)
+    drop_trainer(draft)
+
+
+def _adapter(draft: Draft) -> None:
+    peft = draft.take("peft_config")
+    if is_off(peft):
+        draft.translated("peft_config", "adapter.type", "none")
+        return
+    if peft.get("name") != "lora" or peft.get("adapter_name_or_path"):
+        what = "training goes on from no adapter" if peft.get("adapter_name_or_path") else "not supported yet"
+        raise draft.refuse("peft_config", f"{peft.get('name')}: {what}; halftune has full fine-tuning and LoRA today")
+    draft.put("adapter.type", "lora")
+    for key, ours in LORA.items():
+        if peft.get(key) is not None:
+            draft.put(f"adapter.{ours}", peft[key])
+    target = peft.get("target_modules", "all")
+    draft.put("adapter.target_modules", "all-linear" if target == "all" else listed(target))
+    unknown = [key for key in peft if key not in (*LORA, "name", "target_modules", "adapter_name_or_path")]
+    if unknown:
+        draft.changed("peft_config", "adapter.type", "lora", f"{', '.join(unknown)}: not taken over")
+    else:
+        draft.translated("peft_config", "adapter.type", "lora")
+
+
+def _data(draft: Draft, folder: Path) -> None:
+    name = str(draft.take("train_dataset"))
+    found = next((path for path in (Path(name), folder / name) if path.is_file()), None)
+    sets = _read(found) if found is not None else None
+    if _PAIRS.search(name) or any(entry.get("converter") == "pair" for entry in (sets or {}).values()):
+        raise Refusal("train_dataset", f"train_dataset: {name}", f"preference pairs: {_METHODS}")
+    if MEDIA_NAMES.search(name):
+        draft.put("data.train", [{"path": name}])
+        draft.refused("train_dataset", MEDIA)
+    elif sets is None:
+        why = "the list of data sets was not found: name the sources themselves"
+        draft.changed("train_dataset", "data.train", [{"path": name}], why)
+    else:
+        draft.translated("train_dataset", "data.train", [_source(entry) for entry in sets.values()])
+    length = draft.take("cutoff_len")
+    why = "turns that do not fit are left out whole"
+    draft.changed("cutoff_len", "data.max_length", length or 2048, why)
+    strategy = str(draft.take("batching_strategy") or "normal")
+    packed = strategy in ("padding_free", "dynamic_padding_free")
+    if strategy == "normal":
+        draft.translated("batching_strategy", "data.packing", False)
+    else:
+        draft.changed("batching_strategy", "data.packing", packed, f"{strategy}: batches have other sizes here")
+    if not packed:
+        draft.default("data.group_by_length", False, "group_by_length")
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]] | None:
+    try:
+        found = parse(read_text(path), str(path)).values
+    except ConfigError:
+        return None
+    sets = isinstance(found, dict) and all(isinstance(entry, dict) and "path" in entry for entry in found.values())
+    return found if sets else None
+
+
+def _source(entry: dict[str, Any]) -> dict[str, Any]:
+    converter = entry.get("converter")
+    if converter not in (None, *FORMATS):
+        raise ConfigError(f"a data set has the converter {converter}", remedy="make it alpaca or sharegpt")
+    source: dict[str, Any] = {"path": str(entry["path"])}
+    if converter:
+        source["format"] = FORMATS[converter]
+    if entry.get("size"):
+        source["samples"] = entry["size"]
+    return source
+
+
+def _training(draft: Draft) -> None:
+    draft.translated("learning_rate", "training.learning_rate", number(draft.take("learning_rate") or 1.0e-4))
+    batch = draft.take("global_batch_size")
+    if batch is not None:
+        why = "divided by the batch of one device: with several devices, divide by their number too"
+        steps = max(1, int(batch) // int(draft.get("training.per_device_train_batch_size") or 1))
+        draft.changed("global_batch_size", "training.gradient_accumulation_steps", steps, why)
+    schedule = draft.take("lr_scheduler_config")
+    if isinstance(schedule, dict):
+        draft.left["lr_scheduler_config"] = schedule.get("name")
+        scheduler(draft, "lr_scheduler_config")
+    draft.default("training.lr_scheduler_type", "constant", "lr_scheduler_config")
+    draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
+    resume(draft)
+    draft.default("training.save_steps", "end", "save_steps")
+    draft.default("training.per_device_train_batch_size", 1, "micro_batch_size")
+    if draft.get("training.max_steps") is None:
+        draft.default("training.num_train_epochs", 3, "num_train_epochs")
+    draft.default("training.gradient_checkpointing", True, "enable_activation_checkpointing")
+    draft.default("training.weight_decay", 0.01, "weight_decay (torch's AdamW)")
+    draft.default("training.output_dir", "runs/converted", "output_dir")

@@ -1,0 +1,82 @@
+"""Renders a chat template once in a process of its own, with limits on memory and CPU time. Needs Jinja alone.
+
+A template comes with a checkpoint, and Jinja's sandbox keeps it from files and code, but not from endless loops or from
+texts of gigabytes. As a program, this file reads ``{"template": …}`` from standard input; its exit code is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from functools import lru_cache
+from typing import Any
+
+MEMORY, SECONDS, LENGTH = 1 << 30, 5, 1 << 20  # bytes of address space, of CPU time, characters of a template
+_TOO_LARGE, _WAIT = 3, 120.0  # exit code; seconds of wall time, for a machine with much else to do
+
+
+@lru_cache(maxsize=64)
+def excess(template: str) -> str:
+    """What is wrong with a template that asks for too much, as a clause; empty where it renders within the limits.
+
+    Templates that are not valid, or refuse the probes, pass: whoever renders them says so.
+    """
+    if len(template) > LENGTH:
+        return f"has {len(template):,} characters, at most {LENGTH:,} are accepted"
+    try:
+        given = json.dumps({"template": template})
+        command = [sys.executable, "-I", __file__]
+        done = subprocess.run(command, input=given, text=True, capture_output=True, timeout=_WAIT)
+    except subprocess.TimeoutExpired:
+        return f"does not render a short conversation within {_WAIT:.0f} s"
+    if done.returncode == _TOO_LARGE:
+        return f"takes more than {MEMORY >> 30} GiB of memory for a short conversation"
+    if done.returncode < 0:
+        return f"takes more than {SECONDS} s of CPU time for a short conversation"
+    return ""
+
+
+def _conversations() -> list[dict[str, Any]]:
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}
+    answer, tool = {"role": "assistant", "content": "4"}, {"name": "add", "parameters": {"type": "object"}}
+    long = [system] + [user, answer] * 20
+    return [
+        {"messages": [user], "add_generation_prompt": True},
+        {"messages": long},
+        {"messages": [user, answer], "tools": [{"type": "function", "function": tool}]},
+    ]
+
+
+def _main() -> int:
+    import re
+
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    source = json.load(sys.stdin)["template"]
+    source = re.sub(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}", "", source)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
+    for conversation in _conversations():
+        try:
+            environment.from_string(source).render(bos_token="<s>", eos_token="</s>", **conversation)
+        except MemoryError:
+            return _TOO_LARGE
+        except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError):
+            continue
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,191 @@
+"""Files that somebody else may have written: links are not followed, sizes are limited, modes follow the umask."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import logging
+import os
+import stat
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from halftune.config.facts.safetensors_headers import read_headers
+from halftune.config.reading.yaml_source import read_text as read_recipe
+from halftune.core.atomic import whole_folder, write_text
+from halftune.core.errors import ConfigError, DataError, ModelError, TrainingError
+from halftune.core.files import open_file, read_limited
+from halftune.core.log import log_to
+from halftune.core.status import StatusFile
+from halftune.core.template_probe import excess
+from halftune.core.time_limit import OutOfTime, cpu_limit
+from halftune.data.files import read_file
+from halftune.train.environment import git_state
+from halftune.train.lock import locked
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A file outside of the run folder, which nothing may change."""
+    file = tmp_path / "precious"
+    file.write_text("keep me")
+    (tmp_path / "run").mkdir()
+    return file
+
+
+@pytest.mark.parametrize("mode", ["rb", "r+b", "wb", "ab", "a+b"])
+def test_links_are_refused_at_every_depth(target: Path, mode: str) -> None:
+    run = target.parent / "run"
+    (run / "file").symlink_to(target)
+    (run / "folder").symlink_to(target.parent)
+    for path in (run / "file", run / "folder" / "precious"):
+        with pytest.raises(OSError, match="symbolic link"):
+            open_file(path, mode, root=run)
+    with pytest.raises(OSError, match="leaves"):
+        open_file(run / ".." / "precious", mode, root=run)
+    assert target.read_text() == "keep me"
+
+
+def test_a_folder_may_be_reached_by_a_link(target: Path) -> None:
+    elsewhere = target.parent / "link"
+    elsewhere.symlink_to(target.parent / "run")
+    with open_file(elsewhere / "new", "wb", root=elsewhere) as file:
+        file.write(b"1")
+    assert (target.parent / "run" / "new").read_text() == "1"
+
+
+def test_a_run_never_writes_through_a_link(target: Path) -> None:
+    run = target.parent / "run"
+    for name in (".lock", "train.log", ".status.json.writing", ".plan.json.writing"):
+        (run / name).symlink_to(target)
+    with pytest.raises(TrainingError, match="symbolic link"), locked(run):
+        pass
+    with log_to(run / "train.log"):
+        logging.getLogger("halftune").warning("a line")
+    status = StatusFile(run / "status.json", pause=0)
+    status.tell(phase="a")
+    status.tell(phase="b")
+    write_text(run / "plan.json", "{}")
+    assert target.read_text() == "keep me"
+    assert json.loads((run / "status.json").read_text())["phase"] == "b"
+    assert (run / "plan.json").read_text() == "{}"
+
+
+def test_the_lock_names_its_owner_and_is_empty_afterwards(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(ConfigError, match=str(os.getpid())), locked(tmp_path / "run"):
+            pass
+    assert (tmp_path / "run" / ".lock").read_text() == ""
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with whole_folder(tmp_path / "final") as folder:
+            os.close(os.open(folder / "model.safetensors", os.O_CREAT | os.O_WRONLY, 0o600))
+            (folder / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "final").iterdir()} == {0o640}
+
+
+def test_git_runs_no_program_that_a_repository_names(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "a.txt").write_text("1")
+    (tmp_path / ".gitattributes").write_text("*.txt filter=evil\n")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert git_state(tmp_path) is not None
+    script = tmp_path / ".git" / "evil"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    script.chmod(0o755)
+    for key in ("core.fsmonitor", "filter.evil.clean", "filter.evil.process"):
+        git("config", key, str(script))
+    (tmp_path / ".git" / "hooks").mkdir(exist_ok=True)
+    (tmp_path / ".git" / "hooks" / "post-index-change").symlink_to(script)
+    (tmp_path / "ran").unlink(missing_ok=True)
+    unchanged = git_state(tmp_path)
+    assert unchanged is not None
+    assert unchanged["changed"] is False
+    (tmp_path / "a.txt").write_text("2")
+    changed = git_state(tmp_path)
+    assert changed == {"commit": unchanged["commit"], "changed": True}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_small_files_that_grow_are_refused(tmp_path: Path) -> None:
+    bomb = tmp_path / "rows.jsonl.gz"
+    with gzip.open(bomb, "wb", compresslevel=1) as file:
+        for _ in range(70):
+            file.write(b" " * (1 << 20))
+    with pytest.raises(DataError, match="unpacks to more than") as caught:
+        read_file(bomb)
+    assert caught.value.where == str(bomb)
+    with gzip.open(bomb, "wb") as file:
+        file.write(b'{"text": "a"}\n' * 10_000)
+    assert len(read_file(bomb).rows) == 10_000
+
+
+def sparse(path: Path, size: int, begin: bytes = b"") -> Path:
+    """A file of ``size`` bytes that takes no place on the disk."""
+    path.write_bytes(begin)
+    os.truncate(path, size)
+    return path
+
+
+def test_sizes_are_checked_before_reading(tmp_path: Path) -> None:
+    huge = 1 << 40  # which no machine could read
+    with pytest.raises(ConfigError, match="is it data"):
+        read_recipe(sparse(tmp_path / "recipe.yaml", huge))
+    with pytest.raises(OSError, match="more than") as caught:
+        read_limited(tmp_path / "recipe.yaml", 10)
+    assert caught.value.errno == errno.EFBIG
+    sparse(tmp_path / "model.safetensors", huge, struct.pack("<Q", huge // 2))
+    with pytest.raises(ModelError, match="at most 100,000,000"):
+        read_headers(tmp_path)
+    sparse(tmp_path / "model.safetensors.index.json", huge)
+    with pytest.raises(ModelError, match="index"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "a/../../b.safetensors"])
+def test_an_index_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ModelError, match="not in the model's folder"):
+        read_headers(tmp_path)
+
+
+def test_templates_have_limits() -> None:
+    assert not excess("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert not excess("{{ raise_exception('no') }}")
+    assert "memory" in excess("{{ 'a' * 3000000000 }}")
+    assert "characters" in excess(" " * 2_000_000)
+
+
+@pytest.mark.slow  # five seconds of CPU time
+def test_a_template_that_does_not_end() -> None:
+    loop = "{% for a in range(9999) %}"
+    assert "CPU time" in excess(f"{loop * 3}{'{% endfor %}' * 3}")
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+def test_python_that_does_not_end_is_interrupted() -> None:
+    with pytest.raises(OutOfTime), cpu_limit(0.05):
+        endless()
+    with cpu_limit(0.05):
+        pass
+    for _ in range(2_000_000):  # no limit is left behind
+        pass
