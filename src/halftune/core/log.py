@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from halftune.core.launcher import ALONE, Process
+
 # What these warn of follows from files and recipe, so that all processes of a machine would say the same.
 _ALIKE = ("data", "model", "train.setup", "train.parallel.reading")
 FILE_ONLY = {"file_only": True}  # log.info(…, extra=FILE_ONLY): the console has it otherwise, or does not want it
@@ -19,7 +21,7 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure(level: int = logging.INFO) -> None:
+def configure(process: Process = ALONE) -> None:
     """Sets the console handler up once; ranks above 0 log warnings only, and of those that they share one a machine."""
     root = logging.getLogger("halftune")
     if root.handlers:
@@ -28,9 +30,9 @@ def configure(level: int = logging.INFO) -> None:
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     handler.addFilter(lambda record: "file_only" not in vars(record))
     root.addHandler(handler)
-    root.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
+    root.setLevel(logging.INFO if process.main else logging.WARNING)
     root.propagate = False
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+    if process.local_rank > 0:
         for name in _ALIKE:
             root.getChild(name).setLevel(logging.ERROR)
 

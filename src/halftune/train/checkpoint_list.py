@@ -19,7 +19,8 @@ TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", 
 # What the trainer saves beside weights and optimizer, and asks for when it goes on.
 FACTS = ("epoch", "best", "evaluated", "position", "micro_batch", "random", "callbacks")
 EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
-YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None}  # facts that an older version wrote not
+# Facts that an older version did not write.
+YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None, "made_of": None}
 
 
 def part_name(name: str, rank: int, processes: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from halftune.core.errors import TrainingError
+from halftune.core.launcher import this_process
 
 # A scheduler that signals every process of a job reaches one of several twice: by itself and through its launcher.
 ECHO = 5.0  # seconds
@@ -114,7 +115,7 @@ class Interrupts:
         if not self._noting:
             self._left = True
             raise _Now(f"stopped by {self.received.name} before training went on")
-        if os.environ.get("RANK", "0") == "0":
+        if this_process().main:
             _say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
 
 

@@ -50,13 +50,14 @@ def position(feed: Feed) -> dict[str, Any]:
     }
 
 
-def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path) -> None:
+def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path, *, other_tokens: bool = False) -> None:
     """Refuses to go on with other data or another global batch, before anything in the run folder changes.
 
     Args:
         now: this run's :func:`position`.
         total_steps: how long it is to be.
         checkpoint: what it would go on from.
+        other_tokens: the samples and their order may have changed; the run goes on at the same step of the new order.
 
     Raises:
         ConfigError: says what differs.
@@ -75,11 +76,14 @@ def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path) -> 
             where=str(checkpoint),
             remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
         )
+    if other_tokens:
+        return
     if before["data"] != now["data"]:
         raise ConfigError(
-            "the training data is not what the run began with",
+            "the tokens of the training data are not what the run began with (another version of halftune)",
             where=str(checkpoint),
-            remedy="put the files back, or start a new training.output_dir",
+            remedy="go on with what it began with, start a new training.output_dir, "
+            "or training.allow_changes: [train_data]",
         )
     if before != now:
         raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from peft import PeftModel
 from halftune.config.load import LoadedConfig
 from halftune.core.atomic import first_aid, write_text
 from halftune.core.errors import HalftuneError, TrainingError
+from halftune.core.launcher import this_process
 from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.model.save import save_final
 from halftune.model.save_pieces import Named
@@ -42,6 +42,7 @@ from halftune.train.folder import (
 from halftune.train.home import Home
 from halftune.train.interrupt import Interrupted, Interrupts, told
 from halftune.train.lock import locked
+from halftune.train.made_of import Changes, check_made_of
 from halftune.train.made_with import made_with, say_what_differs
 from halftune.train.parallel.pulse import explained
 from halftune.train.parallel.saving import check_shared, write_together
@@ -76,33 +77,40 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
     Raises:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
     """
-    main, path = os.environ.get("RANK", "0") == "0", Path(loaded.run.training.output_dir)
+    main, path = this_process().main, Path(loaded.run.training.output_dir)
     with Interrupts() as interrupts, locked(path) if main else nullcontext():
         folder = open_folder(loaded, main=main)
         if folder.finished:
             return Outcome(path, finished_at(path) or 0, nothing_to_do(path))
         with before_training(path) as phase:
+            changes = Changes()
+            allowed = loaded.run.training.allow_changes
 
-            def settle(plan: Plan) -> Plan:
-                nonlocal folder
+            def settle(plan: Plan, made: dict[str, Any]) -> Plan:
+                nonlocal folder, changes
                 folder = agreed(folder, plan.batch.world_size)
-                return plan if folder.resume_from is None else split_as_before(plan, folder.resume_from)
+                if folder.resume_from is None:
+                    return plan
+                changes = check_made_of(made, allowed, folder.resume_from)
+                return split_as_before(plan, folder.resume_from)
 
             session = build(loaded, plan, path, phase, settle)
             if folder.resume_from is not None:
-                check_same_data(position(session.feed), session.run.total_steps, folder.resume_from)
+                here, free = position(session.feed), changes.tokens or "train_data" in allowed
+                check_same_data(here, session.run.total_steps, folder.resume_from, other_tokens=free)
             if main:
                 write_intent(folder, loaded, session.run.plan, session.data.report)
             if session.strategy.sharded:
                 check_shared(session.strategy, path)
-        return Trainer(session, folder, interrupts).train()
+        return Trainer(session, folder, interrupts, changes).train()
 
 
 class Trainer:
     """Runs a session: steps, and everything periodic through callbacks."""
 
-    def __init__(self, session: Session, folder: RunFolder, interrupts: Interrupts) -> None:
+    def __init__(self, session: Session, folder: RunFolder, interrupts: Interrupts, changes: Changes) -> None:
         self.session, self.folder, self.interrupts, self.run = session, folder, interrupts, session.run
+        self.changes = changes
         self.crowd = Crowd(build_callbacks(session.run.config, session.run.plan))
         self.attempts = Attempts(session)
         self.position = position(session.feed)
@@ -144,11 +152,13 @@ class Trainer:
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.session.trained)
             run.step, run.epoch, randoms = state["step"], state["epoch"], state["random"]
-            run.best, self.last_evaluated = self._best(state["best"]), state["evaluated"]
+            if not self.changes.parts:
+                run.best, self.last_evaluated = self._best(state["best"]), state["evaluated"]
             self.last_saved, self.began = run.step, self.began or state["began"]
             self.session.feed = with_micro_batch(self.session.feed, state["micro_batch"])
             self.crowd.restore(state["callbacks"])
             log.info("going on from %s", checkpoint)
+            self.changes.say(main=run.is_main)
             say_what_differs(state["made_with"], made_with(run))
             rates = (state["schedule"]["_last_lr"][0], float(self.session.trained.schedule.get_last_lr()[0]))
             say_length((state["total_steps"], run.total_steps), rates)
@@ -264,6 +274,7 @@ class Trainer:
             "random": randoms,
             "callbacks": self.crowd.states(),
             "made_with": made_with(self.run),
+            "made_of": self.run.made_of,
             "total_steps": self.run.total_steps,
             "began": self.began,
         }

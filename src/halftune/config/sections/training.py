@@ -106,3 +106,6 @@ class TrainingSection(Section):
 
     resume: str = "auto"
     """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""
+
+    allow_changes: tuple[Literal["model", "tokenizer", "template", "train_data", "eval_data"], ...] = ()
+    """What may differ from the checkpoint that a run goes on from; otherwise a difference is an error."""
