@@ -17,10 +17,9 @@ from halftune.plan import Plan
 from halftune.train.checkpoint import read_state
 from halftune.train.checkpoint_list import folders, step_of
 from halftune.train.feed import Feed
-from halftune.train.folder import RunFolder
+from halftune.train.folder import RunFolder, set_aside
 
 log = get_logger(__name__)
-ASIDE = "set-aside"
 
 
 def agreed(folder: RunFolder, processes: int) -> RunFolder:
@@ -161,16 +160,8 @@ def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:
     return replace(feed, batch=replace(feed.batch, micro_batch=size, accumulation=rows // size))
 
 
-def set_aside(folder: Path, step: int) -> None:
+def set_later_aside(folder: Path, step: int) -> None:
     """Moves checkpoints after ``step`` out of the way: the run goes on from there on another course than theirs."""
     for path in folders(folder):
-        if step_of(path) <= step:
-            continue
-        place = folder / ASIDE / path.name
-        place.parent.mkdir(exist_ok=True)
-        number = 1
-        while place.exists():
-            number += 1
-            place = folder / ASIDE / f"{path.name}.{number}"
-        path.rename(place)
-        log.warning("%s is after the step from which the run goes on: moved to %s", path, place)
+        if step_of(path) > step:
+            set_aside(path, f"the run goes on from step {step}")

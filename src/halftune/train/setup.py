@@ -110,12 +110,8 @@ def build(
     if total == 0 or per_epoch == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`")
     optimizer = make_optimizer(model, config.training, plan.precision)
-    trained = Trained(
-        model,
-        optimizer,
-        make_schedule(config.training, optimizer, total),
-        torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value),
-    )
+    scaler = torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value)
+    trained = Trained(model, optimizer, make_schedule(config.training, optimizer, total), scaler)
     main = accelerator.is_main_process
     run = Run(config, plan, folder, model, tokenizer, accelerator.device, main, total, per_epoch, made_of=made)
     return Session(accelerator, strategy, run, data, feed, eval_feed, wrapped, trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from peft import PeftModel
 
 from halftune.config.load import LoadedConfig
-from halftune.core.atomic import first_aid, write_text
+from halftune.core.atomic import first_aid
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.launcher import this_process
 from halftune.core.log import FILE_ONLY, get_logger, log_to
@@ -37,6 +36,7 @@ from halftune.train.folder import (
     finished_at,
     nothing_to_do,
     open_folder,
+    write_finished,
     write_intent,
 )
 from halftune.train.home import Home
@@ -53,7 +53,7 @@ from halftune.train.resume import (
     check_same_data,
     position,
     say_length,
-    set_aside,
+    set_later_aside,
     split_as_before,
     with_micro_batch,
 )
@@ -163,7 +163,8 @@ class Trainer:
             rates = (state["schedule"]["_last_lr"][0], float(self.session.trained.schedule.get_last_lr()[0]))
             say_length((state["total_steps"], run.total_steps), rates)
         if run.is_main:
-            set_aside(run.folder, run.step)
+            set_later_aside(run.folder, run.step)
+            rotate(run.folder, run.config.training.save_total_limit, self._needed())  # a kill may have come before
         self.crowd.tell("on_start", run)
         if self.home is not None:
             self.home.remember()
@@ -305,6 +306,7 @@ class Trainer:
         state = self.session.strategy.result(run.model)
         try:
             if self.home is not None:
+                rotate(run.folder, run.config.training.save_total_limit, self._needed())
                 self._write_final(self.home.insist(), state)
         finally:  # gathering needs all processes, also those that do not write or cannot
             for _ in state or ():
@@ -328,7 +330,7 @@ class Trainer:
     def _write_final(self, folder: Path, state: Named | None) -> None:
         save_final(self.run.model, self.run.tokenizer, self.run.plan, folder / FINAL, state)
         try:
-            write_text(folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))
+            write_finished(folder, self.run.step)
         except OSError as error:
             raise TrainingError(
                 f"the result is written, but not that the run is finished: {error.strerror}",
