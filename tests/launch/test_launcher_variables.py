@@ -7,7 +7,7 @@ import os
 import pytest
 
 from halftune.core.errors import PlanError
-from halftune.core.launcher import ALONE, Process, forget, ignored, this_process
+from halftune.core.launcher import ALONE, Process, hidden, ignored, this_process
 
 WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "PMI_SIZE": "4", "PMI_RANK": "1"}
@@ -43,10 +43,11 @@ def test_who_is_launched(monkeypatch, variables: dict[str, str], process: Proces
     put(monkeypatch, variables)
     assert this_process() == process
     assert ignored() == named
-    forget()
-    assert this_process().world_size == process.world_size
-    left = [name for name in os.environ if name in {*WHOLE, *MPI} and not name.startswith("MASTER")]
-    assert sorted(left) == (["LOCAL_RANK", "RANK", "WORLD_SIZE"] if process.world_size > 1 else [])
+    with hidden():
+        assert this_process().world_size == process.world_size
+        left = [name for name in os.environ if name in {*WHOLE, *MPI} and not name.startswith("MASTER")]
+        assert sorted(left) == (["LOCAL_RANK", "RANK", "WORLD_SIZE"] if process.world_size > 1 else [])
+    assert {name: os.environ[name] for name in variables} == variables
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,8 @@ def test_who_is_launched(monkeypatch, variables: dict[str, str], process: Proces
         (WHOLE | {"RANK": "x"}, "'x'"),
         (WHOLE | {"RANK": "2"}, "rank 2 of 2"),
         (WHOLE | {"MASTER_PORT": "http"}, "MASTER_PORT"),
+        (WHOLE | {"MASTER_PORT": "70000"}, "MASTER_PORT"),
+        (WHOLE | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "1", "RANK": "16"}, "rank 16 of 1"),
     ],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from halftune.core.errors import PlanError
@@ -58,7 +61,7 @@ def this_process() -> Process:
         what = f"rank {rank} of {world_size} processes; expected 0 to {world_size - 1}"
         raise PlanError(what, where="RANK, WORLD_SIZE", remedy=_REMEDY)
     if world_size > 1:
-        _number("MASTER_PORT", 1)
+        _number("MASTER_PORT", 1, most=65_535)
     return Process(rank, local_rank, world_size, launched=True)
 
 
@@ -71,23 +74,27 @@ def ignored() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in names]
 
 
-def forget() -> None:
-    """Takes out of the environment what would tell a library of another number of processes than this one's run has."""
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Inside ``with``, a library that reads the environment finds as many processes as :func:`this_process` does."""
     alone = this_process().world_size == 1
-    for name in list(os.environ):
-        if name.startswith(OTHERS) or (alone and name in _NAMES):
-            del os.environ[name]
+    names = [name for name in os.environ if name.startswith(OTHERS) or (alone and name in _NAMES)]
+    taken = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
 
 
-def _number(name: str, least: int) -> int | None:
+def _number(name: str, least: int, most: int = 1_000_000) -> int | None:
     """The value of a variable; None where it is not set.
 
     Raises:
-        PlanError: it is no integer, or below ``least``.
+        PlanError: it is no integer, below ``least`` or above ``most``.
     """
     text = os.environ.get(name)
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise PlanError(f"expected an integer of at least {least}, got {text!r}", where=name, remedy=_REMEDY)
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise PlanError(f"expected an integer from {least} to {most}, got {text[:40]!r}", where=name, remedy=_REMEDY)
     return int(text)

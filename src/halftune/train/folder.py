@@ -151,7 +151,7 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
         changed = "; ".join(differences(before, now, harmless=True))
         why = f"it was finished and is asked for something else now ({changed})"
     elif wrong := _damage_of_result(path):
-        why = f"it was finished and its result is damaged ({FINAL}: {wrong})"
+        why = f"it was finished and its result is damaged ({wrong})"
     elif now["training.resume"] not in ("auto", "never", before.get("training.resume")):
         raise ConfigError(
             f"the run is finished, and resume names {now['training.resume']}: its result would be written over",
@@ -201,10 +201,10 @@ def _damage_of_result(path: Path) -> str:
     if found is None or (found[1] is None and final.is_dir()):
         return ""
     if not final.is_dir():
-        return "it is missing"
+        return f"{FINAL} is missing"
     if wrong := damage(final, thorough=True, marker=MANIFEST):
-        return wrong
-    return "" if entry(final / MANIFEST)["sha256"] == found[1] else f"{MANIFEST} is another one"
+        return f"{FINAL}: {wrong}"
+    return "" if entry(final / MANIFEST)["sha256"] == found[1] else f"{FINAL}: {MANIFEST} is another one"
 
 
 def _check_empty(path: Path) -> None:

@@ -78,6 +78,9 @@ class Changes:
             log.warning("%s", note)
 
 
+UNCHANGED = Changes()
+
+
 def check_made_of(now: dict[str, Any], allowed: Sequence[str], checkpoint: Path) -> Changes:
     """Compares what a checkpoint's run was made of with what this one is.
 
@@ -91,7 +94,7 @@ def check_made_of(now: dict[str, Any], allowed: Sequence[str], checkpoint: Path)
         TrainingError: the checkpoint cannot be read.
     """
     before = read_state(checkpoint)["made_of"]
-    if before is None:
+    if not isinstance(before, dict) or not PARTS.keys() <= before.keys():
         note = "the checkpoint does not say which model and data it was made with: they are not compared"
         return Changes(notes=(note,))
     changed = {part: what for part in PARTS if (what := "; ".join(_differences(part, before[part], now[part])))}

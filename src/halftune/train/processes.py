@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, gather_object
 
 from halftune.core.errors import PlanError
-from halftune.core.launcher import forget, this_process
+from halftune.core.launcher import hidden, this_process
 from halftune.core.log import get_logger
 from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
@@ -51,10 +51,10 @@ def make_accelerator(plan: Plan) -> Accelerator:
             f"the run was planned for {plan.batch.world_size} processes, but a launcher has started {started}",
             remedy="start it with `halftune train` or torchrun",
         )
-    forget()
     if plan.parallel is not None:
         _gather(plan, plan.parallel.timeout)
-    accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
+    with hidden():
+        accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
     expected = TORCH_TYPES[plan.device.value]
     if accelerator.device.type != expected:
         raise PlanError(

@@ -14,6 +14,8 @@ from accelerate.utils import broadcast_object_list
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.plan import Plan
+from halftune.train.callbacks.metrics import NAME as METRICS
+from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint import read_state
 from halftune.train.checkpoint_list import folders, step_of
 from halftune.train.feed import Feed
@@ -76,6 +78,8 @@ def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path, *, 
             remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
         )
     if other_tokens:
+        if before != now:
+            log.warning("the tokens or their order changed, which training.allow_changes permits")
         return
     if before["data"] != now["data"]:
         raise ConfigError(
@@ -124,6 +128,21 @@ def split_as_before(plan: Plan, checkpoint: Path) -> Plan:
         size,
     )
     return replace(plan, batch=replace(batch, micro_batch=size, accumulation=each // size))
+
+
+def say_lost_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str, Any]]) -> None:
+    """Warns where the metrics of a run are shorter than one of its own checkpoints knows.
+
+    Args:
+        folder: the run folder.
+        checkpoint: what the run goes on from.
+        states: of the callbacks, as the checkpoint has them.
+    """
+    written = states.get(MetricsFile.__name__, {}).get("bytes", 0)  # length of the file when that was written
+    path = folder / METRICS
+    size = path.stat().st_size if path.exists() else 0
+    if size < written and checkpoint.resolve().parent == folder.resolve():
+        log.warning("%s has %d bytes, expected at least %d: earlier metrics are lost", path, size, written)
 
 
 def say_length(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:

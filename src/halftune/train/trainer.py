@@ -42,7 +42,7 @@ from halftune.train.folder import (
 from halftune.train.home import Home
 from halftune.train.interrupt import Interrupted, Interrupts, told
 from halftune.train.lock import locked
-from halftune.train.made_of import Changes, check_made_of
+from halftune.train.made_of import UNCHANGED, Changes, check_made_of
 from halftune.train.made_with import made_with, say_what_differs
 from halftune.train.parallel.pulse import explained
 from halftune.train.parallel.saving import check_shared, write_together
@@ -53,6 +53,7 @@ from halftune.train.resume import (
     check_same_data,
     position,
     say_length,
+    say_lost_metrics,
     set_later_aside,
     split_as_before,
     with_micro_batch,
@@ -83,7 +84,7 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
         if folder.finished:
             return Outcome(path, finished_at(path) or 0, nothing_to_do(path))
         with before_training(path) as phase:
-            changes = Changes()
+            changes = UNCHANGED
             allowed = loaded.run.training.allow_changes
 
             def settle(plan: Plan, made: dict[str, Any]) -> Plan:
@@ -108,7 +109,9 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
 class Trainer:
     """Runs a session: steps, and everything periodic through callbacks."""
 
-    def __init__(self, session: Session, folder: RunFolder, interrupts: Interrupts, changes: Changes) -> None:
+    def __init__(
+        self, session: Session, folder: RunFolder, interrupts: Interrupts, changes: Changes = UNCHANGED
+    ) -> None:
         self.session, self.folder, self.interrupts, self.run = session, folder, interrupts, session.run
         self.changes = changes
         self.crowd = Crowd(build_callbacks(session.run.config, session.run.plan))
@@ -157,6 +160,8 @@ class Trainer:
             self.last_saved, self.began = run.step, self.began or state["began"]
             self.session.feed = with_micro_batch(self.session.feed, state["micro_batch"])
             self.crowd.restore(state["callbacks"])
+            if run.is_main:
+                say_lost_metrics(run.folder, checkpoint, state["callbacks"])
             log.info("going on from %s", checkpoint)
             self.changes.say(main=run.is_main)
             say_what_differs(state["made_with"], made_with(run))

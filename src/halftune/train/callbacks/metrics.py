@@ -70,14 +70,10 @@ class MetricsFile(Callback):
         if not run.is_main:
             return
         self.run = run
-        size = path.stat().st_size if path.exists() else 0
-        if run.step and self.written is not None and (size or self.written):
-            if size and _continues(path, self.written, run.step):
-                os.truncate(path, self.written)
-                return
-            what = f"{size:,} bytes, and the checkpoint of step {run.step} knows of {self.written:,}"
-            log.warning("%s is not what the run had written (%s): lines of the steps so far are lost", path, what)
         if not path.exists():
+            return
+        if run.step and self.written is not None and _continues(path, self.written, run.step):
+            os.truncate(path, self.written)
             return
         kept = [line for line in read_metrics(run.folder) if line.get("step", 0) <= run.step and run.step > 0]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
