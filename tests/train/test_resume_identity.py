@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def made() -> dict[str, Path]:
 @pytest.fixture
 def place(
     recipe, made: Place, small_model: Path, rows_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Place:
+) -> Iterator[Place]:
     """A run stopped after its second step, with a model and data of its own: ``model``, ``rows``, ``eval``, ``run``."""
     if not made:
         whole = tmp_path_factory.mktemp("whole")
