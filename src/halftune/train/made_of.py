@@ -103,7 +103,7 @@ def check_made_of(now: dict[str, Any], allowed: Sequence[str], checkpoint: Path)
             f"not what the run began with: {'; '.join(f'{PARTS[part]} ({changed[part]})' for part in refused)}",
             where=str(checkpoint),
             remedy="put it back, start a new training.output_dir, "
-            f"or go on with the change: training.allow_changes: [{', '.join(refused)}]",
+            f"or go on with the change: training.allow_changes: [{', '.join([*allowed, *refused])}]",
         )
     notes = [f"{PARTS[part]} changed, which training.allow_changes permits: {what}" for part, what in changed.items()]
     if "model" not in changed:
