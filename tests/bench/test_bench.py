@@ -22,6 +22,7 @@ from halftune.cli import main
 from halftune.config.facts.model import facts_from_config, read_model_facts
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
+from halftune.core.launcher import Process
 
 TINY = ModelSection(name_or_path="builtin:qwen2-tiny")
 
@@ -146,7 +147,7 @@ def test_cases(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mine in ("training.max_steps=50", "training.output_dir=here", "logging.profile=3"):
         with pytest.raises(ConfigError, match=f"bench sets {mine.partition('=')[0]} itself"):
             cases([str(recipe)], [], [f"training.seed=2 {mine}"])
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("halftune.bench.compare.this_process", lambda: Process(world_size=2, launched=True))
     with pytest.raises(PlanError, match="one process"):
         cases([str(recipe)], [], [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from halftune.config.builtin_models import BUILTIN_MODELS, VOCAB_SIZE
 from halftune.config.facts.safetensors_headers import read_headers
 from halftune.core.errors import ModelError, TrainingError
+from halftune.core.manifest import MANIFEST
 from halftune.model import builtin
 from halftune.model.builtin import materialize
 
@@ -44,6 +46,21 @@ def test_a_fresh_cache_gets_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
         file.name: file.read_bytes() for file in fresh.iterdir()
     }
     assert not list((tmp_path / "models").glob(".*.writing"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json", MANIFEST])
+def test_a_damaged_model_in_the_cache_is_made_anew(tmp_path: Path, monkeypatch, name: str) -> None:
+    known = materialize("qwen2-tiny")
+    target = tmp_path / "models" / known.name
+    tokenizer = known.with_name(known.name.replace("qwen2-tiny", "tokenizer"))
+    for folder in (known, tokenizer):
+        shutil.copytree(folder, tmp_path / "models" / folder.name)
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    content = bytearray((target / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (target / name).write_bytes(content)
+    assert materialize("qwen2-tiny") == target
+    assert (target / name).read_bytes() == (known / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_MODELS))

@@ -74,7 +74,14 @@ def make_run(tmp_path: Path) -> MakeRun:
         }
         config, plan = RunConfig.model_validate(values), a_plan(scaler=scaler)
         model = nn.Linear(2, 2) if model is None else model
-        return Run(config, plan, folder, model, None, torch.device("cpu"), True, 20, 10, step, step / 10)
+        made = {
+            "model": {"commit": "c0ffee"},
+            "tokenizer": {},
+            "template": "",
+            "train_data": ["ab" * 32],
+            "eval_data": [],
+        }
+        return Run(config, plan, folder, model, None, torch.device("cpu"), True, 20, 10, step, step / 10, made_of=made)
 
     return make
 
@@ -353,11 +360,8 @@ def test_environment_names_versions_machine_commit_and_data(make_run: MakeRun) -
     assert facts["hardware"]["devices"][0]["memory_bytes"] > 0
     (path,) = facts["data"]
     assert path.endswith("rows.jsonl")
-    assert len(facts["data"][path]) == 64
-    first = facts["data"][path]
-    Path(path).write_text('{"prompt": "a", "completion": "c"}\n')
-    Environment().on_start(run)
-    assert json.loads((run.folder / "environment.json").read_text())["data"][path] != first
+    assert facts["data"][path] == "ab" * 32
+    assert facts["model"] == {"commit": "c0ffee"}
 
 
 def test_tensorboard_gets_every_number(make_run: MakeRun) -> None:

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from halftune.core.launcher import Process
 from halftune.core.log import _ALIKE, configure
 from halftune.data import pipeline
 from halftune.train import home
@@ -21,10 +22,8 @@ def test_one_process_of_a_machine_warns_of_what_all_find(
     before = (list(root.handlers), root.level, root.propagate)
     root.handlers.clear()
     monkeypatch.setattr("sys.stderr", shown)
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("LOCAL_RANK", str(local))
     try:
-        configure()
+        configure(Process(rank, local, world_size=9))
         for one in (pipeline, home, reading):
             one.log.warning("mind")
     finally:

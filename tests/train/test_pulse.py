@@ -176,8 +176,9 @@ def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:
 def test_attempts_are_counted_only_in_a_store_that_outlives_them(monkeypatch, own: bool, met: bool) -> None:
     """Machines count apart: one that starts again because another one does has had no failure of its own."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("HALFTUNE_STORE_PORT", raising=False)
     if own:
         monkeypatch.setenv("HALFTUNE_STORE_PORT", str(server.port))

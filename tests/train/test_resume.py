@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file
 
 from halftune.core import atomic
 from halftune.core.errors import ConfigError, TrainingError
-from halftune.core.manifest import MARKER, damage, seal
+from halftune.core.manifest import MANIFEST, MARKER, damage, seal
 from halftune.train.checkpoint_list import checkpoints, newest_valid, rotate
+from halftune.train.folder import already_finished
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
@@ -205,6 +207,61 @@ def test_a_damaged_finished_file_is_no_end(recipe, stopped: Path, whole: Path, t
     (folder / "finished.json").write_text(text)
     assert "trained 6 steps" in train(*recipe(*SETTINGS)).message
     assert same_end(folder, whole)
+
+
+def flip_weights(final: Path) -> None:
+    flip(final / "adapter_model.safetensors", 0.9)
+
+
+RESULT_FAULTS: dict[str, Callable[[Path], object]] = {
+    "flipped": flip_weights,
+    "missing": lambda final: (final / "tokenizer.json").unlink(),
+    "empty": lambda final: (final / "adapter_config.json").write_text(""),
+    "no manifest": lambda final: (final / MANIFEST).unlink(),
+    "another manifest": lambda final: [flip_weights(final), (final / MANIFEST).unlink(), seal(final, MANIFEST)],
+    "gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("fault", RESULT_FAULTS)
+def test_a_damaged_result_is_made_anew(recipe, whole: Path, tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    assert "finished already" in train(*recipe(*SETTINGS)).message
+    RESULT_FAULTS[fault](folder / "final")
+    assert not already_finished(recipe(*SETTINGS)[0])
+    assert train(*recipe(*SETTINGS)).step == 6
+    assert same_end(folder, whole)
+    assert not damage(folder / "final", thorough=True, marker=MANIFEST)
+    assert (folder / "set-aside" / "final").exists() == (fault != "gone"), "nothing of the user's is written over"
+    assert "finished already" in already_finished(recipe(*SETTINGS)[0])
+
+
+def test_a_damaged_result_without_checkpoints_is_refused(recipe, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for checkpoint in checkpoints(folder):
+        shutil.rmtree(checkpoint)
+    flip_weights(folder / "final")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
+        train(*recipe(*SETTINGS))
+
+
+def test_a_result_of_an_earlier_version_is_finished(recipe, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "final" / MANIFEST).unlink()
+    (folder / "finished.json").write_text('{"step": 6, "time": 1.0}')
+    assert "finished already" in train(*recipe(*SETTINGS)).message
+
+
+def test_a_kill_between_a_save_and_its_rotation_leaves_no_checkpoint_too_many(recipe, stopped: Path) -> None:
+    left = stopped / ".checkpoint-1.writing"
+    train(*recipe(*but(save_total_limit=1)))
+    assert [path.name for path in checkpoints(stopped)] == ["checkpoint-6"]
+    left.mkdir()  # a removal that failed half-way
+    rotate(stopped, limit=None, needed=[])
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"model: [", b"just words"])

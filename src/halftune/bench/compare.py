@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
+from halftune.core.launcher import this_process
 
 # What a measured run does otherwise than the recipe says: nothing but steps, and nothing of it stays.
 ENDLESS = 1_000_000  # steps; the measurement ends the run
@@ -63,7 +63,7 @@ def cases(configs: Sequence[str], overrides: Sequence[str], variants: Sequence[s
             before anything runs.
         PlanError: several processes would be measured.
     """
-    if (os.environ.get("WORLD_SIZE") or "1") != "1":
+    if this_process().world_size != 1:
         raise PlanError("bench measures one process", where="WORLD_SIZE", remedy="start it without torchrun")
     found = []
     for config in configs:

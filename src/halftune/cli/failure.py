@@ -18,6 +18,7 @@ from halftune import __version__
 from halftune.core.atomic import is_full
 from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
 from halftune.core.failures import leave
+from halftune.core.launcher import this_process
 from halftune.core.paths import cache_dir
 from halftune.precision.trace.sources import where_written
 from halftune.train.interrupt import SIGNALS, Interrupted
@@ -59,7 +60,7 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
     text = str(known)
     stopped = known.exit_code >= 128  # by a signal: nothing to sum up, and the main process speaks for all
     summed_up = leave(known, text)
-    quiet = os.environ.get("RANK", "0") != "0" if stopped else summed_up
+    quiet = not this_process().main if stopped else summed_up
     if quiet:
         return known.exit_code
     print(text if "\n" in text else f"halftune {verb}: {text}", file=sys.stderr)

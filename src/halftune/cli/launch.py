@@ -16,8 +16,9 @@ from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.cli.train import arguments_of, start, train_one
 from halftune.core import log
+from halftune.core.launcher import this_process
 from halftune.hardware.probe import probe
-from halftune.launch.command import command, launched
+from halftune.launch.command import command
 from halftune.launch.templates import TEMPLATES, render
 
 
@@ -40,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run or args.json:
         print(json.dumps(words, ensure_ascii=False) if args.json else shlex.join(words))
         return 0
-    log.configure()
-    if count > 1 and not launched():
+    process = this_process()
+    log.configure(process)
+    if count > 1 and not process.launched:
         return start(loaded, count, arguments)
     train_one(loaded)
     return 0

@@ -21,10 +21,11 @@ from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
 from halftune.config.render.text import resolved_yaml
 from halftune.core import log
+from halftune.core.launcher import ignored, this_process
 from halftune.core.startup import quick_imports
 from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
-from halftune.launch.command import command, launched, machine_of, processes
+from halftune.launch.command import command, machine_of, processes
 from halftune.launch.machines import find
 from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
@@ -53,8 +54,11 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(resolved_yaml(loaded), end="")
         return 0
-    log.configure()
-    if not launched() and (count := processes(loaded.run, probe())) > 1:
+    process = this_process()
+    log.configure(process)
+    if names := ", ".join(ignored()):
+        log.get_logger(__name__).warning("no launcher has started this process: %s has no effect", names)
+    if not process.launched and (count := processes(loaded.run, probe())) > 1:
         return start(loaded, count, arguments_of(args))
     train_one(loaded)
     if launched():
@@ -93,7 +97,7 @@ def train_one(loaded: LoadedConfig) -> None:
     """Plans and trains one recipe, after the ones it depends on."""
     for recipe in dependencies(loaded):
         train_one(recipe)
-    main, folder = os.environ.get("RANK", "0") == "0", Path(loaded.run.training.output_dir)
+    main, folder = this_process().main, Path(loaded.run.training.output_dir)
     if main:
         check_unlocked(folder)
     if done := already_finished(loaded):

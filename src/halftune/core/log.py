@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from halftune.core.files import open_file
+from halftune.core.launcher import ALONE, Process
 
 # What these warn of follows from files and recipe, so that all processes of a machine would say the same.
 _ALIKE = ("data", "model", "train.setup", "train.parallel.reading")
@@ -22,7 +23,7 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure(level: int = logging.INFO) -> None:
+def configure(process: Process = ALONE) -> None:
     """Sets the console handler up once; ranks above 0 log warnings only, and of those that they share one a machine."""
     root = logging.getLogger("halftune")
     if root.handlers:
@@ -31,9 +32,9 @@ def configure(level: int = logging.INFO) -> None:
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     handler.addFilter(lambda record: "file_only" not in vars(record))
     root.addHandler(handler)
-    root.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING)
+    root.setLevel(logging.INFO if process.main else logging.WARNING)
     root.propagate = False
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+    if process.local_rank > 0:
         for name in _ALIKE:
             root.getChild(name).setLevel(logging.ERROR)
 

@@ -12,6 +12,7 @@ from typing import Any
 from halftune.core import alive
 
 MARKER = "checkpoint.json"
+MANIFEST = "manifest.json"  # of every other folder that is sealed
 FORMAT = 1
 _BLOCK = 16 << 20  # bytes that are read at a time
 _READERS = 4  # files that are read at once: a fast disk gives more than one checksum takes
@@ -23,7 +24,7 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def seal(folder: Path, marker: str = MARKER, known: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Writes the manifest of everything in ``folder``: ``{"format": 1, "files": {name: {"size", "sha256"}}}``.
+    """Writes the manifest of all files in ``folder`` and below: ``{"format": 1, "files": {name: {"size", "sha256"}}}``.
 
     Args:
         folder: with all its files.
@@ -31,7 +32,8 @@ def seal(folder: Path, marker: str = MARKER, known: Mapping[str, dict[str, Any]]
         known: entries of files by their names, of whoever wrote them; these are not read again.
     """
     known = known or {}
-    files = {path.name: known.get(path.name) or entry(path) for path in sorted(folder.iterdir())}
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {name: known.get(name) or entry(folder / name) for name in names if name != marker}
     (folder / marker).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
 
 

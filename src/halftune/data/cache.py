@@ -17,14 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from halftune import __version__
 from halftune.core.atomic import whole_folder
 from halftune.core.log import get_logger
-from halftune.core.manifest import damage, seal
+from halftune.core.manifest import MANIFEST, damage, seal
 from halftune.core.paths import cache_dir
 from halftune.data.exact import backend_json
 from halftune.data.store import TokenStore, load_store, save_store
 
 log = get_logger(__name__)
 
-MANIFEST = "manifest.json"
 ROOM = Path(__file__).parent  # whatever in here changes may give other tokens, labels or report entries
 
 Made = tuple[TokenStore, dict[str, Any]]

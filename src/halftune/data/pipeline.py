@@ -20,7 +20,7 @@ from halftune.data.fed import efficiency
 from halftune.data.forms import NO_SYSTEM
 from halftune.data.mixture import choose_rows, contents, hold_out, weigh
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
-from halftune.data.sources import Rows, open_source
+from halftune.data.sources import Rows, Source, open_source
 from halftune.data.split import TokenizedSplit
 from halftune.data.store import TokenStore, build_store
 from halftune.data.tokenize import BadRow, Outcome, Settings
@@ -37,11 +37,13 @@ class PreparedData:
         train: training samples of an epoch, weights applied.
         eval: evaluation samples, or None.
         report: what became of every row.
+        fingerprints: of the content of each source of ``train`` and ``eval``, in the order of the configuration.
     """
 
     train: TokenizedSplit
     eval: TokenizedSplit | None
     report: DataReport
+    fingerprints: dict[str, list[str]]
 
 
 def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -58,7 +60,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     data, seed = config.data, config.training.seed
     if data.eval and data.eval_split:
         raise ConfigError("both are set", where="data.eval, data.eval_split", remedy="remove one of them")
-    train_stores, train_reports = _sources(data.train, config, tokenizer)
+    train_stores, train_reports, train_prints = _sources(data.train, config, tokenizer)
     ranges = _ranges(train_stores)
     held: list[np.ndarray] = []
     if not data.eval and data.eval_split:
@@ -71,8 +73,9 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     positions = weigh(ranges, [section.weight for section in data.train], seed=seed)
     train, evaluation = TokenizedSplit(train_stores, positions), None
     eval_reports: list[SourceReport] = []
+    eval_prints: list[str] = []
     if data.eval:
-        stores, eval_reports = _sources(data.eval, config, tokenizer)
+        stores, eval_reports, eval_prints = _sources(data.eval, config, tokenizer)
         weights = [section.weight for section in data.eval]
         evaluation = TokenizedSplit(stores, weigh(_ranges(stores), weights, seed=seed))
     elif held:
@@ -85,20 +88,20 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
         max_length=data.max_length,
         efficiency=efficiency(train.lengths, config),
     )
-    return PreparedData(train, evaluation, report)
+    return PreparedData(train, evaluation, report, {"train": train_prints, "eval": eval_prints})
 
 
 def _sources(
     sections: Sequence[SourceSection], config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[TokenStore], list[SourceReport]]:
-    pairs = [_source(section, config, tokenizer) for section in sections]
-    return [store for store, _ in pairs], [report for _, report in pairs]
+) -> tuple[list[TokenStore], list[SourceReport], list[str]]:
+    """Stores, reports and fingerprints of some sources."""
+    sources = [open_source(section) for section in sections]
+    pairs = [_source(source, config, tokenizer) for source in sources]
+    return [store for store, _ in pairs], [report for _, report in pairs], [source.fingerprint for source in sources]
 
 
-def _source(
-    section: SourceSection, config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TokenStore, SourceReport]:
-    source, settings, seed = open_source(section), _settings(config), config.training.seed
+def _source(source: Source, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenStore, SourceReport]:
+    section, settings, seed = source.section, _settings(config), config.training.seed
 
     def make() -> tuple[TokenStore, dict[str, Any]]:
         rows = source.read()

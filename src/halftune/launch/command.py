@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 from halftune.config.run import RunConfig
 from halftune.config.sections.distributed import DistributedSection
@@ -15,14 +13,7 @@ from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
 from halftune.launch.machines import Machine
 
-# What torchrun (and with it accelerate) gives each process that it starts.
-LAUNCHED: Final = ("RANK", "WORLD_SIZE")
 RUNNER = "halftune.launch.elastic"
-
-
-def launched() -> bool:
-    """Whether this is one of several processes that a launcher has started."""
-    return all(os.environ.get(name) for name in LAUNCHED)
 
 
 def processes(config: RunConfig, hardware: Hardware) -> int:

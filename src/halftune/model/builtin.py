@@ -19,6 +19,7 @@ from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN,
 from halftune.core.atomic import whole_folder
 from halftune.core.errors import ModelError, TrainingError
 from halftune.core.log import get_logger
+from halftune.core.manifest import MANIFEST, damage, seal
 from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
 from halftune.model.architectures import own_architectures
@@ -26,8 +27,9 @@ from halftune.model.quiet import quiet
 
 log = get_logger(__name__)
 
-FORMAT_VERSION = 2  # raise it when the same name would give other files
+FORMAT_VERSION = 3  # raise it when the same name would give other files
 SEED = 20240607
+_compared: set[Path] = set()  # folders that this process has found to be what was written
 CORPUS_BYTES = 1_500_000
 MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # they name folders of the machine
 CALL_TOKENS = ("<tool_call>", "</tool_call>")  # single tokens, but text, not control: an answer may show them
@@ -45,8 +47,8 @@ def chatml_template() -> str:
 def materialize(name: str) -> Path:
     """Folder of a builtin model: config, weights (safetensors, fp32), generation config, tokenizer, chat template.
 
-    Made on first use (some seconds), then found in the user's cache folder. The same Python version makes the same
-    bytes; processes that ask at once wait for the one that makes it.
+    Made on first use (some seconds), then found in the user's cache folder and compared with its checksums, once in a
+    process. The same Python version makes the same bytes; processes that ask at once wait for the one that makes it.
 
     Args:
         name: a key of ``BUILTIN_MODELS``, without ``builtin:``.
@@ -60,19 +62,23 @@ def materialize(name: str) -> Path:
     version = f"v{FORMAT_VERSION}-py{platform.python_version()}"
     root = cache_dir() / "models"
     target, tokenizer = root / f"{name}-{version}", root / f"tokenizer-{version}"
-    if target.is_dir():
+    if _intact(target):
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{version}.lock"):
-            if not tokenizer.is_dir():
+            if not _intact(tokenizer):
                 log.info("training the builtin tokenizer on Python's standard library (once)")
                 with whole_folder(tokenizer) as folder:
                     write_tokenizer(folder)
-            if not target.is_dir():
+                    seal(folder, MANIFEST)
+            if not _intact(target):
+                if target.is_dir():
+                    log.warning("%s is damaged and made anew", target)
                 log.info("making builtin:%s in %s (once)", name, root)
                 with whole_folder(target) as folder:
                     _write_model(name, folder, tokenizer)
+                    seal(folder, MANIFEST)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise TrainingError(
             f"cannot write builtin:{name}: {error}",
@@ -80,6 +86,13 @@ def materialize(name: str) -> Path:
             remedy="set HALFTUNE_CACHE to a folder with space that you may write to",
         ) from error
     return target
+
+
+def _intact(folder: Path) -> bool:
+    """Whether a folder of the cache is there, with every byte that was written."""
+    if folder not in _compared and not damage(folder, thorough=True, marker=MANIFEST):
+        _compared.add(folder)
+    return folder in _compared and folder.is_dir()
 
 
 def _write_model(name: str, folder: Path, tokenizer: Path) -> None:

@@ -17,6 +17,7 @@ from halftune.core import alive
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
+from halftune.core.manifest import MANIFEST, seal
 from halftune.model.adapters.mixtures import for_plain_peft
 from halftune.model.card import write_card
 from halftune.model.quiet import quiet
@@ -37,7 +38,7 @@ def save_final(
     """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
 
     Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names or the model's own code keeps in fp32.
-    The folder appears when it is whole, and replaces an older one.
+    The folder appears when it is whole, with a manifest of its files, and replaces an older one.
 
     Args:
         model: as ``attach_adapter`` returned it, unwrapped.
@@ -60,6 +61,7 @@ def save_final(
             else:
                 raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
             save_tokenizer(tokenizer, partial)
+            seal(partial, MANIFEST)
     except (OSError, SafetensorError) as error:
         remedy = f"{first_aid(error)} and run the same command again: it goes on from the newest checkpoint"
         raise TrainingError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error

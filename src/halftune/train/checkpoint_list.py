@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from halftune.core.atomic import remove_folder
+from halftune.core.atomic import WRITING, remove_folder
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.core.manifest import MARKER, damage
@@ -19,7 +20,8 @@ TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", 
 # What the trainer saves beside weights and optimizer, and asks for when it goes on.
 FACTS = ("epoch", "best", "evaluated", "position", "micro_batch", "random", "callbacks")
 EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
-YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None}  # facts that an older version wrote not
+# Facts that an older version did not write.
+YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None, "made_of": None}
 
 
 def part_name(name: str, rank: int, processes: int) -> str:
@@ -115,10 +117,12 @@ def rotate(folder: Path, limit: int | None, needed: Collection[Path]) -> None:
     """Removes the oldest complete checkpoints beyond ``limit``; never the newest, never one that is needed.
 
     Args:
-        folder: the run folder, into which a checkpoint has just been written.
+        folder: the run folder.
         limit: how many to keep; None keeps all.
         needed: checkpoints that stay, such as that of the best evaluation.
     """
+    for left in folder.glob(f".{PREFIX}*{WRITING}"):  # a removal that could not be finished
+        shutil.rmtree(left, ignore_errors=True)
     if limit is None:
         return
     kept = checkpoints(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from halftune.core.atomic import clear_leftovers, first_aid, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.files import read_text
 from halftune.core.log import get_logger
+from halftune.core.manifest import MANIFEST, damage, entry
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import STARTED
 from halftune.plan import Plan, to_dict
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FINAL, FINISHED = "final", "finished.json"
+FINAL, FINISHED, ASIDE = "final", "finished.json", "set-aside"
 RESOLVED = "resolved.yaml"
 
 
@@ -37,11 +39,13 @@ class RunFolder:
         path: ``training.output_dir``.
         resume_from: the checkpoint to go on from, or None.
         finished: the run is there already, complete.
+        damaged: it was finished, and its result is not what was written.
     """
 
     path: Path
     resume_from: Path | None
     finished: bool
+    damaged: bool = False
 
     @property
     def final(self) -> Path:
@@ -77,7 +81,7 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
         newest = _gone_on_from(path, named) if main and named is not None else named
     if newest is None and main:
         log.info("%s has no checkpoint yet: the run begins anew", path)
-    return RunFolder(path, newest, finished=False)
+    return RunFolder(path, newest, finished=False, damaged=main and bool(_damage_of_result(path)))
 
 
 def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
@@ -113,7 +117,7 @@ def _holds_results(path: Path) -> bool:
     """Whether a run has left anything but its intent."""
     metrics = path / "metrics.jsonl"
     written = metrics.exists() and metrics.stat().st_size > 0
-    kept = any((path / name).exists() for name in (FINAL, f".{FINAL}.old", FINISHED, "set-aside"))
+    kept = any((path / name).exists() for name in (FINAL, f".{FINAL}.old", FINISHED, ASIDE))
     return written or kept or bool(folders(path))
 
 
@@ -147,8 +151,8 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
     if any(before.get(key) != now[key] for key in REOPENING):
         changed = "; ".join(differences(before, now, harmless=True))
         why = f"it was finished and is asked for something else now ({changed})"
-    elif not (path / FINAL).is_dir():
-        why = f"it was finished and its result is not there ({FINAL} is missing)"
+    elif wrong := _damage_of_result(path):
+        why = f"it was finished and its result is damaged ({wrong})"
     elif now["training.resume"] not in ("auto", "never", before.get("training.resume")):
         raise ConfigError(
             f"the run is finished, and resume names {now['training.resume']}: its result would be written over",
@@ -166,13 +170,42 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
 
 def finished_at(path: Path) -> int | None:
     """The last step of a finished run in this folder; None where there is none."""
+    found = _finished(path)
+    return None if found is None else found[0]
+
+
+def write_finished(path: Path, step: int) -> None:
+    """Writes down that a run is finished, and which result it has.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    facts = {"step": step, "time": time.time(), "result": entry(path / FINAL / MANIFEST)["sha256"]}
+    write_text(path / FINISHED, json.dumps(facts))
+
+
+def _finished(path: Path) -> tuple[int, str | None] | None:
+    """The last step of a finished run, and the sha256 of its result's manifest; an older version wrote none."""
     try:
-        return int(json.loads(read_text(path / FINISHED))["step"])
+        facts = json.loads(read_text(path / FINISHED))
+        return int(facts["step"]), facts.get("result")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         log.warning("%s cannot be read: the run is taken as not finished", path / FINISHED)
         return None
+
+
+def _damage_of_result(path: Path) -> str:
+    """What is wrong with the result of a finished run, as a clause; every byte of it is read."""
+    final, found = path / FINAL, _finished(path)
+    if found is None or (found[1] is None and final.is_dir()):
+        return ""
+    if not final.is_dir():
+        return f"{FINAL} is missing"
+    if wrong := damage(final, thorough=True, marker=MANIFEST):
+        return f"{FINAL}: {wrong}"
+    return "" if entry(final / MANIFEST)["sha256"] == found[1] else f"{FINAL}: {MANIFEST} is another one"
 
 
 def _check_empty(path: Path) -> None:
@@ -210,6 +243,20 @@ def _gone_on_from(path: Path, named: Path) -> Path:
     return named
 
 
+def set_aside(path: Path, why: str) -> None:
+    """Moves what is in the way in a run folder to its ``set-aside``, where nothing is written over; says why."""
+    if not path.exists():
+        return
+    place = path.parent / ASIDE / path.name
+    place.parent.mkdir(exist_ok=True)
+    number = 1
+    while place.exists():
+        number += 1
+        place = path.parent / ASIDE / f"{path.name}.{number}"
+    path.rename(place)
+    log.warning("%s moved to %s: %s", path, place, why)
+
+
 def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: DataReport) -> None:
     """Writes down what is about to run: the user's YAML, the resolved one, the plan and what the data is.
 
@@ -217,6 +264,8 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: Data
         TrainingError: the folder cannot be written.
     """
     try:
+        if folder.damaged:
+            set_aside(folder.path / FINAL, "it is damaged, and made anew")
         (folder.path / FINISHED).unlink(missing_ok=True)  # first: a run that was made longer is not finished any more
         write_text(folder.path / RESOLVED, resolved_yaml(loaded))  # makes it a run folder
         write_text(folder.path / "config.yaml", loaded.text)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from halftune.core import alive
 from halftune.core.errors import TrainingError
+from halftune.core.launcher import this_process
 
 if TYPE_CHECKING:
     from halftune.train.stop_watch import StopWatch
@@ -144,7 +145,7 @@ class Interrupts:
         if not self._noting:
             self._left = True
             raise _Now(f"stopped by {self.received.name} before training went on")
-        if os.environ.get("RANK", "0") == "0":
+        if this_process().main:
             say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
 
 

@@ -13,7 +13,7 @@ from halftune.core.optional import version_of
 from halftune.train.callbacks.base import Run
 
 log = get_logger(__name__)
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "numpy")
 
 
 def made_with(run: Run) -> dict[str, str]:
@@ -21,6 +21,9 @@ def made_with(run: Run) -> dict[str, str]:
     versions = {name: version_of(name) or "none" for name in PACKAGES}
     found = {"halftune": __version__, "python": platform.python_version(), **versions}
     found |= {"device": run.device.type, "compute": run.plan.precision.compute.value}
+    attention = run.plan.attention
+    found["attention"] = f"{attention.softmax.value} ({attention.provider.value})"
+    found["linear attention"] = attention.linear.value
     found |= {"processes": str(run.plan.batch.world_size), "strategy": run.plan.distribution.value}
     if run.device.type == "cpu":  # how a sum is split decides its rounding
         found |= {"threads": str(torch.get_num_threads()), "vectors": torch.backends.cpu.get_cpu_capability()}

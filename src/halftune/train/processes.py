@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, gather_object
 
 from halftune.core.errors import PlanError
+from halftune.core.launcher import hidden, this_process
 from halftune.core.log import get_logger
 from halftune.model.place import TORCH_TYPES
 from halftune.plan import Plan
@@ -46,9 +47,15 @@ def make_accelerator(plan: Plan) -> Accelerator:
             compiling engine that the environment or a default config of accelerate switches on.
     """
     _forget_defaults()
+    if (started := this_process().world_size) != plan.batch.world_size:
+        raise PlanError(
+            f"the run was planned for {plan.batch.world_size} processes, but a launcher has started {started}",
+            remedy="start it with `halftune train` or torchrun",
+        )
     if plan.parallel is not None:
         _gather(plan, plan.parallel.timeout)
-    accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
+    with hidden():
+        accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
     expected = TORCH_TYPES[plan.device.value]
     if accelerator.device.type != expected:
         raise PlanError(
@@ -85,16 +92,7 @@ def _forget_defaults() -> None:
 
 
 def _gather(plan: Plan, seconds: float) -> None:
-    """Waits for processes that still tokenise, however long that takes, and makes the group.
-
-    Raises:
-        PlanError: the launcher has set up fewer processes than were planned.
-    """
-    if not all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        raise PlanError(
-            f"the run was planned for {plan.batch.world_size} processes, but no launcher has set them up",
-            remedy="start it with `halftune train` or torchrun",
-        )
+    """Waits for processes that still tokenise, however long that takes, and makes the group."""
     meeting = meet()
     meeting.tell("ready", True)
     meeting.wait("ready", lambda: True)  # one that dies meanwhile ends this one, too: its launcher sees to that

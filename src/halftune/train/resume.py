@@ -14,13 +14,14 @@ from accelerate.utils import broadcast_object_list
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.plan import Plan
+from halftune.train.callbacks.metrics import NAME as METRICS
+from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint import read_state
 from halftune.train.checkpoint_list import folders, step_of
 from halftune.train.feed import Feed
-from halftune.train.folder import RunFolder
+from halftune.train.folder import RunFolder, set_aside
 
 log = get_logger(__name__)
-ASIDE = "set-aside"
 
 
 def agreed(folder: RunFolder, processes: int) -> RunFolder:
@@ -50,13 +51,14 @@ def position(feed: Feed) -> dict[str, Any]:
     }
 
 
-def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path) -> None:
+def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path, *, other_tokens: bool = False) -> None:
     """Refuses to go on with other data or another global batch, before anything in the run folder changes.
 
     Args:
         now: this run's :func:`position`.
         total_steps: how long it is to be.
         checkpoint: what it would go on from.
+        other_tokens: the samples and their order may have changed; the run goes on at the same step of the new order.
 
     Raises:
         ConfigError: says what differs.
@@ -75,11 +77,16 @@ def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path) -> 
             where=str(checkpoint),
             remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
         )
+    if other_tokens:
+        if before != now:
+            log.warning("the tokens or their order changed, which training.allow_changes permits")
+        return
     if before["data"] != now["data"]:
         raise ConfigError(
-            "the training data is not what the run began with",
+            "the tokens of the training data are not what the run began with (another version of halftune)",
             where=str(checkpoint),
-            remedy="put the files back, or start a new training.output_dir",
+            remedy="go on with what it began with, start a new training.output_dir, "
+            "or training.allow_changes: [train_data]",
         )
     if before != now:
         raise ConfigError(
@@ -123,6 +130,21 @@ def split_as_before(plan: Plan, checkpoint: Path) -> Plan:
     return replace(plan, batch=replace(batch, micro_batch=size, accumulation=each // size))
 
 
+def say_lost_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str, Any]]) -> None:
+    """Warns where the metrics of a run are shorter than one of its own checkpoints knows.
+
+    Args:
+        folder: the run folder.
+        checkpoint: what the run goes on from.
+        states: of the callbacks, as the checkpoint has them.
+    """
+    written = states.get(MetricsFile.__name__, {}).get("bytes", 0)  # length of the file when that was written
+    path = folder / METRICS
+    size = path.stat().st_size if path.exists() else 0
+    if size < written and checkpoint.resolve().parent == folder.resolve():
+        log.warning("%s has %d bytes, expected at least %d: earlier metrics are lost", path, size, written)
+
+
 def say_length(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:
     """Says that the run is longer or shorter now, and what that does to the learning rate.
 
@@ -157,16 +179,8 @@ def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:
     return replace(feed, batch=replace(feed.batch, micro_batch=size, accumulation=rows // size))
 
 
-def set_aside(folder: Path, step: int) -> None:
+def set_later_aside(folder: Path, step: int) -> None:
     """Moves checkpoints after ``step`` out of the way: the run goes on from there on another course than theirs."""
     for path in folders(folder):
-        if step_of(path) <= step:
-            continue
-        place = folder / ASIDE / path.name
-        place.parent.mkdir(exist_ok=True)
-        number = 1
-        while place.exists():
-            number += 1
-            place = folder / ASIDE / f"{path.name}.{number}"
-        path.rename(place)
-        log.warning("%s is after the step from which the run goes on: moved to %s", path, place)
+        if step_of(path) > step:
+            set_aside(path, f"the run goes on from step {step}")

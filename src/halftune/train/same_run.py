@@ -30,7 +30,15 @@ HARMLESS = {
     "data.num_workers",
     "data.cache",
 }
-PLACES = ("training.output_dir", "training.resume")  # where, not what
+PLACES = ("training.output_dir", "training.resume", "training.allow_changes")  # where and whether, not what
+# Keys that may change with an entry of training.allow_changes.
+ALLOWED = {
+    "model": ("model.name_or_path", "model.revision"),
+    "tokenizer": ("model.tokenizer",),
+    "template": ("model.chat_template", "model.chat_template_kwargs"),
+    "train_data": ("data.train",),
+    "eval_data": ("data.eval",),
+}
 HARMLESS_SECTIONS = ("distributed.", "logging.", "generation.", "depends_on")
 # Keys with which a run that is finished has something to do again.
 REOPENING = (*LENGTH, "training.early_stopping_patience", "training.load_best")
@@ -78,15 +86,22 @@ def refuse_differences(before: dict[str, object], now: dict[str, object], path: 
 
 def differences(before: dict[str, object], now: dict[str, object], *, harmless: bool) -> list[str]:
     """What two flat configurations differ in, a clause each: what a run may change while it goes on, or all else."""
+    asked = now["training.allow_changes"]
+    assert isinstance(asked, list)
+    allowed = {key for name in asked for key in ALLOWED[name]}
     return [
         f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in PLACES and harmless == _is_harmless(key)
+        if before.get(key) != now.get(key) and key not in PLACES and harmless == _is_harmless(key, allowed)
     ]
 
 
-def _is_harmless(key: str) -> bool:
-    return key in HARMLESS or key.startswith(HARMLESS_SECTIONS)
+def _is_harmless(key: str, allowed: set[str]) -> bool:
+    within = (
+        *HARMLESS_SECTIONS,
+        *(f"{name}." for name in allowed),
+    )  # the variables of a template are keys of their own
+    return key in HARMLESS or key in allowed or key.startswith(within)
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +30,7 @@ from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase, Run
 from halftune.train.checkpoint import Trained
 from halftune.train.feed import Feed
+from halftune.train.made_of import contents, made_of
 from halftune.train.memory import keep_freed_memory
 from halftune.train.optim import make_optimizer
 from halftune.train.parallel import make_strategy
@@ -60,7 +62,7 @@ def build(
     plan: Plan,
     folder: Path,
     phase: Callable[[Phase], None] = lambda _: None,
-    settle: Callable[[Plan], Plan] = lambda plan: plan,
+    settle: Callable[[Plan, dict[str, Any]], Plan] = lambda plan, _: plan,
 ) -> Session:
     """Builds a session: data first, before any process group exists, then the model with the plan's dtypes.
 
@@ -68,7 +70,8 @@ def build(
         loaded, plan: what was asked and what was decided.
         folder: the run folder.
         phase: told what comes next.
-        settle: called when processes can talk; what they go on from may change how they share a global batch.
+        settle: called when processes can talk, with what the run is made of, before the model is read; what they go on
+            from may change how they share a global batch.
 
     Raises:
         HalftuneError: whatever is wrong with data, model or adapter; nothing has been trained.
@@ -79,7 +82,9 @@ def build(
     data = prepare(config, tokenizer)
     phase("loading")
     accelerator = make_accelerator(plan)
-    plan = settle(plan)
+    made = made_of(config.model, tokenizer, data)
+    check_agreed(accelerator, "base model, tokenizer or data file", contents(made))
+    plan = settle(plan, made)
     plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
@@ -105,13 +110,10 @@ def build(
     if total == 0 or per_epoch == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`")
     optimizer = make_optimizer(model, config.training, plan.precision)
-    trained = Trained(
-        model,
-        optimizer,
-        make_schedule(config.training, optimizer, total),
-        torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value),
-    )
-    run = Run(config, plan, folder, model, tokenizer, accelerator.device, accelerator.is_main_process, total, per_epoch)
+    scaler = torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value)
+    trained = Trained(model, optimizer, make_schedule(config.training, optimizer, total), scaler)
+    main = accelerator.is_main_process
+    run = Run(config, plan, folder, model, tokenizer, accelerator.device, main, total, per_epoch, made_of=made)
     return Session(accelerator, strategy, run, data, feed, eval_feed, wrapped, trained)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,8 +15,9 @@ from peft import PeftModel
 
 from halftune.config.load import LoadedConfig
 from halftune.core import alive
-from halftune.core.atomic import first_aid, write_text
+from halftune.core.atomic import first_aid
 from halftune.core.errors import HalftuneError, TrainingError
+from halftune.core.launcher import this_process
 from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.model.save import save_final
 from halftune.model.save_pieces import Named
@@ -38,11 +37,13 @@ from halftune.train.folder import (
     finished_at,
     nothing_to_do,
     open_folder,
+    write_finished,
     write_intent,
 )
 from halftune.train.home import Home
 from halftune.train.interrupt import Interrupted, Interrupts, told
 from halftune.train.lock import locked
+from halftune.train.made_of import UNCHANGED, Changes, check_made_of
 from halftune.train.made_with import made_with, say_what_differs
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.pulse import explained
@@ -54,7 +55,8 @@ from halftune.train.resume import (
     check_same_data,
     position,
     say_length,
-    set_aside,
+    say_lost_metrics,
+    set_later_aside,
     split_as_before,
     with_micro_batch,
 )
@@ -79,7 +81,7 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
     Raises:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
     """
-    main, path = os.environ.get("RANK", "0") == "0", Path(loaded.run.training.output_dir)
+    main, path = this_process().main, Path(loaded.run.training.output_dir)
     several = plan.batch.world_size > 1
     watch = StopWatch(path, loaded.run.distributed.stop_seconds) if several else None
     with Interrupts(watch) as interrupts, locked(path) if main else nullcontext():
@@ -87,28 +89,37 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
         if folder.finished:
             return Outcome(path, finished_at(path) or 0, nothing_to_do(path))
         with before_training(path) as phase:
+            changes = UNCHANGED
+            allowed = loaded.run.training.allow_changes
 
-            def settle(plan: Plan) -> Plan:
-                nonlocal folder
+            def settle(plan: Plan, made: dict[str, Any]) -> Plan:
+                nonlocal folder, changes
                 folder = agreed(folder, plan.batch.world_size)
-                return plan if folder.resume_from is None else split_as_before(plan, folder.resume_from)
+                if folder.resume_from is None:
+                    return plan
+                changes = check_made_of(made, allowed, folder.resume_from)
+                return split_as_before(plan, folder.resume_from)
 
             session = build(loaded, plan, path, phase, settle)
             if folder.resume_from is not None:
-                check_same_data(position(session.feed), session.run.total_steps, folder.resume_from)
+                here, free = position(session.feed), changes.tokens or "train_data" in allowed
+                check_same_data(here, session.run.total_steps, folder.resume_from, other_tokens=free)
             if main:
                 write_intent(folder, loaded, session.run.plan, session.data.report)
             if session.strategy.sharded:
                 check_shared(session.strategy, path)
-        return Trainer(session, folder, interrupts).train()
+        return Trainer(session, folder, interrupts, changes).train()
 
 
 class Trainer:
     """Runs a session: steps, and everything periodic through callbacks."""
 
-    def __init__(self, session: Session, folder: RunFolder, interrupts: Interrupts) -> None:
+    def __init__(
+        self, session: Session, folder: RunFolder, interrupts: Interrupts, changes: Changes = UNCHANGED
+    ) -> None:
         self.session, self.folder, self.interrupts, self.run = session, folder, interrupts, session.run
         self.processes = session.accelerator.num_processes
+        self.changes = changes
         self.crowd = Crowd(build_callbacks(session.run.config, session.run.plan))
         self.attempts = Attempts(session)
         self.position = position(session.feed)
@@ -152,16 +163,21 @@ class Trainer:
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.session.trained)
             run.step, run.epoch, randoms = state["step"], state["epoch"], state["random"]
-            run.best, self.last_evaluated = self._best(state["best"]), state["evaluated"]
+            if not self.changes.parts:
+                run.best, self.last_evaluated = self._best(state["best"]), state["evaluated"]
             self.last_saved, self.began = run.step, self.began or state["began"]
             self.session.feed = with_micro_batch(self.session.feed, state["micro_batch"])
             self.crowd.restore(state["callbacks"])
+            if run.is_main:
+                say_lost_metrics(run.folder, checkpoint, state["callbacks"])
             log.info("going on from %s", checkpoint)
+            self.changes.say(main=run.is_main)
             say_what_differs(state["made_with"], made_with(run))
             rates = (state["schedule"]["_last_lr"][0], float(self.session.trained.schedule.get_last_lr()[0]))
             say_length((state["total_steps"], run.total_steps), rates)
         if run.is_main:
-            set_aside(run.folder, run.step)
+            set_later_aside(run.folder, run.step)
+            rotate(run.folder, run.config.training.save_total_limit, self._needed())  # a kill may have come before
         self.crowd.tell("on_start", run)
         barrier(self.processes)  # some of them work on the main process alone
         if self.home is not None:
@@ -276,6 +292,7 @@ class Trainer:
             "random": randoms,
             "callbacks": self.crowd.states(),
             "made_with": made_with(self.run),
+            "made_of": self.run.made_of,
             "total_steps": self.run.total_steps,
             "began": self.began,
         }
@@ -306,6 +323,7 @@ class Trainer:
         state = self.session.strategy.result(run.model)
         try:
             if self.home is not None:
+                rotate(run.folder, run.config.training.save_total_limit, self._needed())
                 self._write_final(self.home.insist(), state)
         finally:  # gathering needs all processes, also those that do not write or cannot
             for _ in state or ():
@@ -328,7 +346,7 @@ class Trainer:
     def _write_final(self, folder: Path, state: Named | None) -> None:
         save_final(self.run.model, self.run.tokenizer, self.run.plan, folder / FINAL, state)
         try:
-            write_text(folder / FINISHED, json.dumps({"step": self.run.step, "time": time.time()}))
+            write_finished(folder, self.run.step)
         except OSError as error:
             raise TrainingError(
                 f"the result is written, but not that the run is finished: {error.strerror}",

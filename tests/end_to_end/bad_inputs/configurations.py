@@ -95,6 +95,12 @@ CASES = (
     Case("an override of an unknown key", command="train --config x.yaml training.sead=1", says=("training.seed",)),
     Case("an override of the wrong type", command="train --config x.yaml training.seed=x", says=("training.seed", "x")),
     Case("a variable that is no number", environment={"WORLD_SIZE": "many"}, says=("WORLD_SIZE", "many")),
+    Case(
+        "half of a launcher's variables",
+        environment={"WORLD_SIZE": "2", "RANK": "0"},
+        says=("WORLD_SIZE", "LOCAL_RANK, MASTER_ADDR, MASTER_PORT", "torchrun"),
+    ),
+    Case("a rank that is none", environment={"WORLD_SIZE": "1", "RANK": "3"}, says=("RANK", "rank 3 of 1")),
     Case("an unknown made-up machine", command="plan --config x.yaml --hardware a1000", says=("did you mean",)),
     Case(
         "bf16 on a machine without it",

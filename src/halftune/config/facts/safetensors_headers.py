@@ -83,6 +83,16 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, (_, _, entry) in _header(file).items()}
 
 
+def places(file: Path) -> list[tuple[int, int]]:
+    """Where each tensor of a file begins and how long it is, in bytes, in the file's order.
+
+    Raises:
+        ModelError: as :func:`read_header`.
+    """
+    offsets = ((start, entry["data_offsets"]) for _, start, entry in _header(file).values())
+    return sorted((start, end - begin) for start, (begin, end) in offsets)
+
+
 def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     size = file.stat().st_size
     try:

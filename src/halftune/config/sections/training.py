@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from halftune.config.section import Flag, Int, Number, Section
+from halftune.config.section import LISTED, Flag, Int, Number, Section
 
 
 class TrainingSection(Section):
@@ -114,3 +114,8 @@ class TrainingSection(Section):
 
     resume: str = "auto"
     """`auto`: go on from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""
+
+    allow_changes: Annotated[
+        tuple[Literal["model", "tokenizer", "template", "train_data", "eval_data"], ...], LISTED
+    ] = ()
+    """What may differ from the checkpoint that a run goes on from; otherwise a difference is an error."""

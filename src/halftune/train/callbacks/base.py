@@ -28,6 +28,7 @@ class Run:
         is_main: whether this process writes files and speaks.
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps of one epoch.
+        made_of: identities of base model, tokenizer, chat template and data (``train.made_of``).
         step: optimizer steps done.
         epoch: epochs done, as a fraction.
         best: (step, evaluation loss) of the best evaluation so far.
@@ -43,6 +44,7 @@ class Run:
     is_main: bool
     total_steps: int
     steps_per_epoch: int
+    made_of: dict[str, Any] = field(default_factory=dict, kw_only=True)
     step: int = 0
     epoch: float = 0.0
     best: tuple[int, float] | None = None

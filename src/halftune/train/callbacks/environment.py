@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 
-from halftune.config.run import RunConfig
 from halftune.core.atomic import write_text
-from halftune.core.errors import DataError
 from halftune.core.log import get_logger
-from halftune.data.sources import open_source
 from halftune.hardware.probe import probe
 from halftune.train.callbacks.base import Callback, Run
 from halftune.train.environment import environment
@@ -18,7 +15,7 @@ NAME = "environment.json"
 
 
 class Environment(Callback):
-    """Versions, machine, git commit and the data's fingerprints. Of several sittings, the last one's are kept."""
+    """Versions, machine, git commit, and what the run is made of. Of several sittings, the last one's are kept."""
 
     watches = True
 
@@ -26,19 +23,11 @@ class Environment(Callback):
         """Writes the file on the main process."""
         if not run.is_main:
             return
-        facts = environment(probe(), fingerprints(run.config))
+        sources, made = (*run.config.data.train, *run.config.data.eval), run.made_of
+        fingerprints = [*made["train_data"], *made["eval_data"]]
+        data = {source.path: fingerprint for source, fingerprint in zip(sources, fingerprints, strict=True)}
+        facts = environment(probe(), data) | {part: made[part] for part in ("model", "tokenizer", "template")}
         try:
             write_text(run.folder / NAME, json.dumps(facts, indent=1))
         except OSError as error:
             log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
-
-
-def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Data source → fingerprint of its content."""
-    found = {}
-    for section in (*config.data.train, *config.data.eval):
-        try:
-            found[section.path] = open_source(section).fingerprint
-        except DataError as error:  # tokenised from the cache, or moved away since
-            found[section.path] = f"unknown: {error}"
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.files import read_text
+from halftune.core.launcher import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.model.patch import current_guard
 from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
@@ -72,7 +72,7 @@ def before_training(folder: Path) -> Iterator[Callable[[Phase], None]]:
     An error is written down where nothing was in the folder. Where a run was, it stays what it was: a start that is
     refused is no part of it.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not this_process().main:
         yield lambda _: None
         return
     file = StatusFile(folder / NAME)

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from halftune.core.errors import PlanError
 from halftune.core.failures import PeerLost
+from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
 from halftune.core.reach import Patience, place, reach
 
@@ -89,18 +90,28 @@ def meet(seconds: float = 300.0) -> Meeting:
     global _met
     if _met is None:
         store = open_store(seconds, server=True)
-        _met = Meeting(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        process = this_process()
+        _met = Meeting(store, process.rank, process.world_size)
     return _met
 
 
 def open_store(seconds: float = 300.0, *, server: bool = False) -> Store:
-    """A connection to the store: the launcher's, or on a port of the run's own that rank 0 serves."""
-    own, rank = os.environ.get(_PORT), os.environ["RANK"]
+    """A connection to the store: the launcher's, or on a port of the run's own that rank 0 serves.
+
+    Raises:
+        PlanError: no launcher has started this process, or rank 0 cannot serve the store.
+        PeerLost: the store was not reached within the time.
+    """
+    process = this_process()
+    if process.world_size == 1:
+        remedy = "start it with `halftune train` or torchrun"
+        raise PlanError("the run was planned for several processes, but no launcher has started them", remedy=remedy)
+    own, rank = os.environ.get(_PORT), process.rank
     agents = own is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = server and not agents and rank == "0"
+    serves = server and not agents and rank == 0
     host, port = os.environ["MASTER_ADDR"], int(own or os.environ["MASTER_PORT"])
     here = socket.gethostname()
-    say = log.warning if os.environ.get("LOCAL_RANK", "0") == "0" else log.debug  # once for each machine
+    say = log.warning if process.local_rank == 0 else log.debug  # once for each machine
     patience = Patience(seconds, say)
     if not serves and (why := reach(host, port, patience, "rank 0")):
         what = f"rank {rank} on {here} did not reach rank 0 at {place(host, port)} in {seconds:.0f} s: {why}"

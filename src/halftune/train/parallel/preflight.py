@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import socket
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from halftune import __version__
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
+from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
 from halftune.core.optional import version_of
 from halftune.hardware.facts import Device, Hardware
@@ -59,7 +59,7 @@ def compare(meeting: Meeting, config: RunConfig, hardware: Hardware, facts: Mode
 
 def own_facts(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> dict[str, Any]:
     """What this process tells the others."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = this_process().local_rank
     device = asdict(hardware.devices[local % len(hardware.devices)])
     device["features"] = sorted(device["features"])
     versions = {"halftune": __version__, "Python": platform.python_version()}

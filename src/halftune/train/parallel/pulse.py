@@ -21,6 +21,7 @@ import torch.distributed as dist
 from halftune.core import alive
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.failures import PeerLost, leave
+from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
 from halftune.train.parallel.meeting import Meeting, open_store
 
@@ -232,7 +233,7 @@ class Pulse:
         now = time.monotonic()
         if self.alone_since is None:
             self.alone_since = now
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if this_process().local_rank == 0:
                 log.warning("the launcher of this machine's processes is gone: they save and end")
             os.kill(os.getpid(), signal.SIGTERM)
         elif now - self.alone_since > self.seconds:

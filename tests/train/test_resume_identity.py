@@ -1,0 +1,233 @@
+"""What may change between two sittings of a run, and what happens: the table in docs/resume.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from halftune.config.sections.model import ModelSection
+from halftune.core.errors import ConfigError
+from halftune.core.manifest import MARKER, seal
+from halftune.model import identity
+from halftune.model.identity import model_identity
+from halftune.train.trainer import train
+
+SETTINGS = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.cache=false")
+Place = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Path]:
+    """The run that every test copies, and what it is made of."""
+    return {}
+
+
+@pytest.fixture
+def place(
+    recipe, made: Place, small_model: Path, rows_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
+    """A run stopped after its second step, with a model and data of its own: ``model``, ``rows``, ``eval``, ``run``."""
+    if not made:
+        whole = tmp_path_factory.mktemp("whole")
+        shutil.copytree(small_model, whole / "model")
+        shutil.copy(rows_file, whole / "rows.jsonl")
+        (whole / "eval.jsonl").write_text("".join(rows_file.read_text().splitlines(keepends=True)[:8]))
+        made |= {name: whole / name for name in ("model", "rows.jsonl", "eval.jsonl", "run")}
+        train(*recipe(*settings(made)))
+        shutil.rmtree(whole / "run" / "final")
+        (whole / "run" / "finished.json").unlink()
+        shutil.rmtree(whole / "run" / "checkpoint-4")
+    backup = tmp_path / "backup"
+    shutil.copytree(made["run"].parent, backup)
+    yield made
+    shutil.rmtree(made["run"].parent)  # the run folder names these places: they are put back, not copied
+    shutil.copytree(backup, made["run"].parent)
+
+
+def settings(place: Place, *more: str) -> tuple[str, ...]:
+    own = (
+        *SETTINGS,
+        f"model.name_or_path={place['model']}",
+        f"data.train={place['rows.jsonl']}",
+        f"data.eval={place['eval.jsonl']}",
+        f"training.output_dir={place['run']}",
+    )
+    return tuple({word.partition("=")[0]: word for word in (*own, *more)}.values())
+
+
+def scaled(place: Place) -> None:
+    """Another base model of the same shape, as a mended upload would be."""
+    path = place["model"] / "model.safetensors"
+    save_file({name: tensor * 1.05 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def token_added(place: Place) -> None:
+    path = place["model"] / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["added_tokens"][-1]["single_word"] = True
+    path.write_text(json.dumps(tree))
+
+
+def template(place: Place) -> None:
+    path = place["model"] / "chat_template.jinja"
+    path.write_text("{# mended #}" + path.read_text())
+
+
+def rows(place: Place, name: str = "rows.jsonl") -> None:
+    """Other words of as many tokens in a row that no sample of the fingerprint holds."""
+    lines = place[name].read_text().splitlines(keepends=True)
+    number = next(n for n in range(5, len(lines)) if "then 7" in lines[n] or "then 5" in lines[n])
+    lines[number] = lines[number].replace("then 7", "then 8").replace("then 5", "then 6")
+    place[name].write_text("".join(lines))
+
+
+def eval_rows(place: Place) -> None:
+    path = place["eval.jsonl"]
+    path.write_text(path.read_text().replace("Add", "Sum", 1))
+
+
+CHANGES: dict[str, tuple[Callable[[Place], None], str]] = {
+    "model": (scaled, "model.safetensors"),
+    "tokenizer": (token_added, "tokenizer.json"),
+    "template": (template, "chat template"),
+    "train_data": (rows, "training data"),
+    "eval_data": (eval_rows, "evaluation data"),
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_what_a_run_is_made_of_may_not_change_unless_it_is_allowed(recipe, place: Place, caplog, part: str) -> None:
+    change, named = CHANGES[part]
+    change(place)
+    before = sorted(place["run"].rglob("*"))
+    with pytest.raises(ConfigError, match=named) as caught:
+        train(*recipe(*settings(place)))
+    assert f"training.allow_changes: [{part}]" in str(caught.value)
+    assert sorted(place["run"].rglob("*")) == before, "a start that is refused changes nothing"
+    assert train(*recipe(*settings(place, f"training.allow_changes=[{part}]"))).step == 4
+    log = (place["run"] / "train.log").read_text()
+    assert "training.allow_changes permits" in log
+    assert named in log
+    lines = [json.loads(line) for line in (place["run"] / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 2, 4], "evaluated anew before it goes on"
+
+
+def edit_state(place: Place, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes what the checkpoint says, as another version or machine would have written it."""
+    checkpoint = place["run"] / "checkpoint-2"
+    state = json.loads((checkpoint / "state.json").read_text())
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / MARKER).unlink()
+    seal(checkpoint)
+
+
+def model_of(state: dict[str, Any]) -> dict[str, Any]:
+    return state["made_of"]["model"]
+
+
+NOTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "an earlier version wrote it": (lambda state: state.pop("made_of"), "not compared"),
+    "another commit": (lambda state: model_of(state).update(commit="0" * 40), "commit"),
+    "written again": (lambda s: model_of(s)["files"]["model.safetensors"].update(mtime_ns=1), "written again"),
+    "versions": (lambda state: state["made_with"].update(torch="1.0"), "torch 1.0"),
+    "hardware": (lambda state: state["made_with"].update(device="cuda", gpu="X"), "device cuda"),
+    "dtype of auto": (lambda state: state["made_with"].update(compute="bf16"), "compute bf16"),
+    "attention of auto": (lambda state: state["made_with"].update(attention="fa2"), "attention fa2"),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_changes_no_content_is_noted(recipe, place: Place, case: str) -> None:
+    change, said = NOTED[case]
+    edit_state(place, change)
+    assert train(*recipe(*settings(place))).step == 4
+    assert said in (place["run"] / "train.log").read_text()
+    assert not (place["run"] / "set-aside").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ("training.seed=7", "training.seed"),
+        ("data.packing=true", "packing"),
+        ("precision=bf16", "precision"),
+        ("adapter.rank=8", "adapter.rank"),
+        ("training.per_device_train_batch_size=4", "rows a step"),
+        ("data.train=[{path: $rows.jsonl, weight: 2}]", "data.train"),
+        ("training.gradient_accumulation_steps=2 training.per_device_train_batch_size=4", ""),
+        ("data.train=$eval.jsonl training.allow_changes=[train_data]", ""),
+        ("model.name_or_path=$model/../moved training.allow_changes=[model]", ""),
+    ],
+)
+def test_what_of_the_recipe_may_change(recipe, place: Place, change: str, refused: str) -> None:
+    shutil.copytree(place["model"], place["model"].parent / "moved")
+    for name, path in place.items():
+        change = change.replace(f"${name}", str(path))
+    words = [part.strip() for part in change.replace(" training.", "\n training.").split("\n")]
+    asked = settings(place, *words)
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            train(*recipe(*asked))
+    else:
+        assert train(*recipe(*asked)).step == 4
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "3"}, {"RANK": "x"}, {"LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}])
+def test_a_stray_launchers_variable_changes_nothing(
+    recipe, place: Place, monkeypatch, caplog, variables: dict[str, str]
+) -> None:
+    caplog.set_level("INFO")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train(*recipe(*settings(place))).step == 4
+    assert not (place["run"] / "set-aside").exists()
+    assert f"going on from {place['run'] / 'checkpoint-2'}" in caplog.text
+    assert (place["run"] / "finished.json").exists()
+
+
+def test_a_long_weight_file_is_sampled(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "snapshots" / "c0ffee"
+    shutil.copytree(small_model, folder)
+    weights, model = folder / "model.safetensors", ModelSection(name_or_path=str(folder))
+    whole = model_identity(model)
+    assert whole["commit"] == "c0ffee"
+    assert "mtime_ns" not in whole["files"][weights.name]
+    monkeypatch.setattr(identity, "WHOLE", 10_000)
+    before = model_identity(model)["files"][weights.name]
+    os.utime(weights, ns=(1, 1))
+    touched = model_identity(model)["files"][weights.name]
+    assert touched == before | {"mtime_ns": 1}
+    tensors = load_file(weights)
+    for name in tensors:
+        other = {**tensors, name: tensors[name] + 1}
+        save_file(other, weights, metadata={"format": "pt"})
+        assert model_identity(model)["files"][weights.name]["digest"] != before["digest"], name
+    save_file(tensors, weights, metadata={"format": "np"})
+    assert model_identity(model)["files"][weights.name]["digest"] != before["digest"], "the header"
+
+
+def test_lost_metrics_are_noticed(recipe, place: Place) -> None:
+    path = place["run"] / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
+    assert train(*recipe(*settings(place))).step == 4
+    said = (place["run"] / "train.log").read_text()
+    assert "earlier metrics are lost" in said
+    shutil.rmtree(place["run"] / "final")
+    path.unlink()
+    train(*recipe(*settings(place)))
+    assert (place["run"] / "train.log").read_text().count("earlier metrics are lost") == 2
+
+
+def test_metrics_that_are_there_or_elsewhere_are_not_lost(recipe, place: Place, tmp_path: Path) -> None:
+    named = f"training.resume={place['run'] / 'checkpoint-2'}"
+    for folder in (place["run"], tmp_path / "branch"):
+        train(*recipe(*settings(place, f"training.output_dir={folder}", named)))
+        assert "lost" not in (folder / "train.log").read_text()
