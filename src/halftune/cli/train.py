@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if not process.launched and (count := processes(loaded.run, probe())) > 1:
         return start(loaded, count, arguments_of(args))
     train_one(loaded)
-    if launched():
+    if process.launched:
         from halftune.train.parallel.meeting import part
 
         part()
