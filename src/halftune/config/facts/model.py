@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.config_file import config_file
-from halftune.config.facts.families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
+from halftune.config.facts.families import (
+    LLAMA_LIKE,
+    OTHERS,
+    defaults_of,
+    linear_layers,
+    llama_like,
+    named_within,
+    tensors_of,
+)
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.missing_weights import check_complete
-from halftune.config.facts.model_types import check_causal
+from halftune.config.facts.model_types import check_causal, multimodal_class
 from halftune.config.facts.rwkv7_shape import NULL_SAYS
 from halftune.config.facts.safetensors_headers import (
+    Headers,
     count_parameters,
     has_head_of_its_own,
     main_format,
     quantised_weight,
     read_headers,
+    split_towers,
 )
 from halftune.config.facts.token_ids import TokenIds, token_ids
 from halftune.config.facts.weights import Sizes, Tensor
@@ -100,6 +111,9 @@ class ModelFacts:
         window_layers: number of layers with the sliding window (0 without one).
         tensors: every weight tensor by name and shape where the family is described, else empty.
         raw: the whole parsed config.json (nested text_config already resolved into the fields above).
+        multimodal: name of the class that loads it with its towers; empty for a plain language model, and where the
+            language model is asked for alone.
+        tower_parameters: weights of the towers in its files, which are not among ``num_parameters``.
     """
 
     name_or_path: str
@@ -128,6 +142,8 @@ class ModelFacts:
     tensors: tuple[Tensor, ...] = ()
     raw: dict | None = None
     tokens: TokenIds | None = None
+    multimodal: str = ""
+    tower_parameters: int = 0
 
     @property
     def likely_tensors(self) -> tuple[Tensor, ...]:
@@ -165,16 +181,19 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         raise ModelError(
             "config.json names no model_type", where=str(file), remedy="is this a transformers checkpoint?"
         )
-    check_causal(raw, where=str(file), trust_remote_code=model.trust_remote_code)
+    trusted = model.trust_remote_code
+    multimodal = multimodal_class(raw, model.parts, trust_remote_code=trusted, where=str(file))
+    check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
-        facts = facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
+        facts = facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file), multimodal=multimodal)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         remedy = "the file is damaged: copy or download it again"
         raise ModelError(f"a value has an unexpected kind: {error}", where=str(file), remedy=remedy) from error
     if headers and not facts.quantization and not facts.num_experts:  # experts are stored apart and loaded together
-        check_complete(headers, facts.tensors, where=str(file.parent))
+        language, _ = split_towers(headers) if multimodal else (headers, {})
+        check_complete(language, facts.tensors, where=str(file.parent))
     return replace(facts, tokens=token_ids(model, file.parent))
 
 
@@ -182,9 +201,10 @@ def facts_from_config(
     raw: dict[str, Any],
     name: str,
     *,
-    headers: dict[str, tuple[str, tuple[int, ...]]] | None = None,
+    headers: Headers | None = None,
     head_apart: bool = False,
     where: str = "",
+    multimodal: str = "",
 ) -> ModelFacts:
     """Facts from a parsed config.json; pure.
 
@@ -194,18 +214,23 @@ def facts_from_config(
         headers: as ``read_headers`` gives them; where there are some, they tell the dtype and the exact count.
         head_apart: the files hold a head that is not the embedding: it stays, whatever ``tie_word_embeddings`` says.
         where: the file, for errors.
+        multimodal: the class that loads it with its towers.
 
     Raises:
         ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
     """
     where = where or name
     nested, model_type, text = _decoder(raw)
+    if multimodal and "tie_word_embeddings" in raw:  # the outer class ties them
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
     text |= {"tie_word_embeddings": False} if head_apart else {}
     sizes = _sizes(text, where)
+    headers, towers = split_towers(headers) if headers and nested else (headers, {})
     tensors = tensors_of(model_type, text, sizes)
+    tensors = named_within(tensors, headers or {}) if multimodal else tensors
     quantization = _quantization(text, headers or {}, where)
     parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
-    if headers and not quantization and not nested:
+    if headers and not quantization:
         parameters, exact = count_parameters(headers, tied=sizes.tied), True
     window = _window(text, where)
     experts = _number(text, EXPERTS, where) or 0
@@ -235,6 +260,8 @@ def facts_from_config(
         window_layers=_window_layers(text, sizes.layers) if window else 0,
         tensors=tensors,
         raw=raw,
+        multimodal=multimodal,
+        tower_parameters=sum(math.prod(shape) for _, shape in towers.values()),
     )
 
 
@@ -248,7 +275,7 @@ def _decoder(raw: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
     return nested, model_type, {**defaults_of(model_type), **_grouped(given), **given}
 
 
-def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]], where: str) -> str | None:
+def _quantization(text: dict[str, Any], headers: Headers, where: str) -> str | None:
     method = method_of(text.get("quantization_config"), where)
     if not method and (found := quantised_weight(headers)):
         what = f"{found[0]} is stored as {found[1]}, and config.json has no quantization_config that says what it means"
