@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_model import plan, section
+from tiny_model import because, plan, section
 from tiny_towers import MODELS, multimodal
-from transformers import AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from halftune.config.facts.model import read_model_facts
+from halftune.config.facts.model_types import WANT_PICTURES, check_causal, multimodal_class
 from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters.attach import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
+from halftune.model.packing_check import packing_verdict
 from halftune.model.save import save_final, write_model
 from halftune.model.tokenizer import load_tokenizer
-from halftune.model.towers import NotLoaded, towers_of
+from halftune.model.towers import NotLoaded, called_for_text, small_whole, towers_of
 
 KEEP = (r"(^|\.)A_log$",)
 TARGETS = {"all-linear": "all-linear", "list": ("q_proj", "o_proj", "v_proj")}
@@ -172,3 +185,44 @@ def test_facts_count_language_model_and_towers_apart(tmp_path: Path, kind: str) 
     own = {name for name, _ in model.named_parameters()}
     for tensor in facts.tensors:
         assert {f"{module}.{tensor.name.rpartition('.')[2]}" for module in tensor.modules()} <= own
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_samples_are_checked_on_the_class_that_is_trained(tmp_path: Path, kind: str) -> None:
+    config = AutoConfig.from_pretrained(multimodal(tmp_path, kind))
+    made = plan()
+    made = replace(made, batch=replace(made.batch, packing=because(True)))
+    copies = []
+
+    def copy_of(config: PretrainedConfig) -> PreTrainedModel:
+        copies.append(small_whole(config))
+        return copies[-1]
+
+    attention = replace(made.attention, linear=because("halftune"))
+    verdict = packing_verdict(config, replace(made, attention=attention), copy_of)
+    assert verdict.value, verdict.reason
+    assert [type(copy).__name__ for copy in copies] == config.architectures
+
+
+@pytest.mark.slow
+def test_every_image_text_model_that_transformers_has_runs_on_text() -> None:
+    """Of the types that have a class for text, too, all; the small copy tells which towers text needs."""
+    refused, undecided, called = set(), {}, {}
+    for kind, name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+        config = CONFIG_MAPPING[kind]()
+        raw = {**config.to_dict(), "model_type": kind, "architectures": [name]}
+        found = multimodal_class(raw, "all", trust_remote_code=False, where=kind)
+        try:
+            check_causal(raw, where=kind, trust_remote_code=False, multimodal=bool(found))
+        except ModelError:
+            refused.add(kind)
+            continue
+        if found:
+            assert found == name
+            called[kind] = called_for_text(config)
+    assert WANT_PICTURES <= refused
+    both = {kind for kind in called if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert both >= {"gemma3", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"}
+    undecided = {kind for kind, towers in called.items() if towers is None}
+    print(sorted(undecided), {kind: towers for kind, towers in called.items() if towers}, sorted(refused))
+    assert len(undecided) <= len(called) // 4

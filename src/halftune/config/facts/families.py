@@ -318,8 +318,13 @@ def defaults_of(model_type: str) -> dict[str, Any]:
     return OTHERS[model_type][1] if model_type in OTHERS else {}
 
 
-def named_within(tensors: tuple[Tensor, ...], headers: Iterable[str]) -> tuple[Tensor, ...]:
-    """Tensors of a language model by their names in a multimodal one; ``headers`` are the names in its files."""
+def named_within(tensors: tuple[Tensor, ...], headers: Iterable[str], multimodal: str) -> tuple[Tensor, ...]:
+    """Tensors of a language model by their names in the ``multimodal`` class around it; unchanged where that is empty.
+
+    ``headers`` are the names in its files.
+    """
+    if not multimodal:
+        return tensors
     inner = "text_model" if any("text_model." in name for name in headers) else "language_model"
     return tuple(replace(one, name=re.sub(r"^model\.", f"model.{inner}.", one.name)) for one in tensors)
 

@@ -220,18 +220,12 @@ def facts_from_config(
         ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
     """
     where = where or name
-    nested, model_type, text = _decoder(raw)
-    if multimodal and "tie_word_embeddings" in raw:  # the outer class ties them
-        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
-    text |= {"tie_word_embeddings": False} if head_apart else {}
+    nested, model_type, text = _decoder(raw, outer=bool(multimodal), head_apart=head_apart)
     sizes = _sizes(text, where)
     headers, towers = split_towers(headers) if headers and nested else (headers, {})
-    tensors = tensors_of(model_type, text, sizes)
-    tensors = named_within(tensors, headers or {}) if multimodal else tensors
+    tensors = named_within(tensors_of(model_type, text, sizes), headers or {}, multimodal)
     quantization = _quantization(text, headers or {}, where)
-    parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
-    if headers and not quantization:
-        parameters, exact = count_parameters(headers, tied=sizes.tied), True
+    counted = count_parameters(headers, tied=sizes.tied) if headers and not quantization else 0
     window = _window(text, where)
     experts = _number(text, EXPERTS, where) or 0
     return ModelFacts(
@@ -246,8 +240,8 @@ def facts_from_config(
         intermediate_size=sizes.intermediate,
         vocab_size=sizes.vocab,
         tie_word_embeddings=sizes.tied,
-        num_parameters=parameters or _estimate(text, sizes),
-        num_parameters_exact=exact,
+        num_parameters=counted or sum(one.size * one.count for one in tensors) or _estimate(text, sizes),
+        num_parameters_exact=bool(counted or tensors),
         linear_layers=_count_linear(model_type, text, sizes.layers),
         sliding_window=window,
         softcap=_number(text, ("attn_logit_softcapping",), where),
@@ -265,11 +259,18 @@ def facts_from_config(
     )
 
 
-def _decoder(raw: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
-    """Whether the decoder is one part of several, its model type, and its settings with the defaults of that type."""
+def _decoder(raw: dict[str, Any], *, outer: bool, head_apart: bool) -> tuple[bool, str, dict[str, Any]]:
+    """Whether the decoder is one part of several, its model type, and its settings with the defaults of that type.
+
+    ``outer``: the class around it is loaded, which ties the head or not. ``head_apart``: the files have another head.
+    """
     inner = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
     nested = isinstance(inner, dict)
     text = {**raw, **inner} if nested else raw
+    if outer and "tie_word_embeddings" in raw:
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    if head_apart:
+        text = {**text, "tie_word_embeddings": False}
     model_type = _text_type(raw, text)
     given = {key: value for key, value in text.items() if value is not None or key in NULL_SAYS.get(model_type, ())}
     return nested, model_type, {**defaults_of(model_type), **_grouped(given), **given}
