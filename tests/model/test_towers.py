@@ -220,7 +220,7 @@ def test_every_image_text_model_that_transformers_has_runs_on_text() -> None:
         if found:
             assert found == name
             called[kind] = called_for_text(config)
-    assert WANT_PICTURES <= refused
+    assert refused >= WANT_PICTURES
     both = {kind for kind in called if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     assert both >= {"gemma3", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"}
     undecided = {kind for kind, towers in called.items() if towers is None}

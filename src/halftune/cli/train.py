@@ -17,16 +17,15 @@ from pathlib import Path
 
 from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.cli.preflight import check_inputs
 from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
 from halftune.config.render.text import resolved_yaml
 from halftune.core import log
 from halftune.core.startup import quick_imports
-from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
 from halftune.launch.command import command, launched, machine_of, processes
 from halftune.launch.machines import find
-from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
 from halftune.train.folder import already_finished
 from halftune.train.lock import check_unlocked
@@ -65,9 +64,9 @@ def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
         find(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
-    resolve(loaded.run, probe(), model_facts(loaded), world_size=count)
-    check_folders(loaded.run.model)
-    look_over(loaded.run)
+    facts = model_facts(loaded)
+    resolve(loaded.run, probe(), facts, world_size=count)
+    check_inputs(loaded, facts)
     sys.stdout.flush()
     os.execv(words[0], words)
 
@@ -99,8 +98,7 @@ def train_one(loaded: LoadedConfig) -> None:
         return
     hardware, facts = probe(), model_facts(loaded)
     plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
-    check_folders(loaded.run.model)
-    look_over(loaded.run)
+    check_inputs(loaded, facts)
     if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # of a job that comes back it has been read
         print(explain(plan))
 

@@ -20,6 +20,7 @@ from halftune.config.facts.families import (
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.missing_weights import check_complete
 from halftune.config.facts.model_types import check_causal, multimodal_class
+from halftune.config.facts.refused_values import check_values
 from halftune.config.facts.rwkv7_shape import NULL_SAYS
 from halftune.config.facts.safetensors_headers import (
     Headers,
@@ -184,6 +185,7 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
     trusted = model.trust_remote_code
     multimodal = multimodal_class(raw, model.parts, trust_remote_code=trusted, where=str(file))
     check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
+    check_values(raw, where=str(file), own_code=trusted and "auto_map" in raw)
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
