@@ -26,8 +26,11 @@ from transformers.models.auto.modeling_auto import (
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.facts.model_types import WANT_PICTURES, check_causal, multimodal_class
+from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
+from halftune.hardware.catalogue import lookup
+from halftune.model import load
 from halftune.model.adapters.attach import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
@@ -35,6 +38,8 @@ from halftune.model.packing_check import packing_verdict
 from halftune.model.save import save_final, write_model
 from halftune.model.tokenizer import load_tokenizer
 from halftune.model.towers import NotLoaded, called_for_text, small_whole, towers_of
+from halftune.model.unread import Unread
+from halftune.plan import explain, resolve, to_dict
 
 KEEP = (r"(^|\.)A_log$",)
 TARGETS = {"all-linear": "all-linear", "list": ("q_proj", "o_proj", "v_proj")}
@@ -226,3 +231,40 @@ def test_every_image_text_model_that_transformers_has_runs_on_text() -> None:
     undecided = {kind for kind, towers in called.items() if towers is None}
     print(sorted(undecided), {kind: towers for kind, towers in called.items() if towers}, sorted(refused))
     assert len(undecided) <= len(called) // 4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+def test_weights_that_stay_in_their_files_are_those_of_the_language_model(tmp_path: Path, kind: str) -> None:
+    files = Unread()
+    model = load_model(section(multimodal(tmp_path, kind)), plan("bf16", "bf16", keep=KEEP), unread=files)
+    assert all(one.is_meta for one in model.parameters())
+    assert not files.lacks(model)
+    towers = towers_of(model)
+    assert towers is not None
+    assert not [name for name, _ in model.named_parameters() if towers.own(name)]
+
+
+def test_a_tower_that_text_needs_is_loaded_and_stays_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = multimodal(tmp_path / "model", "gemma3")
+    monkeypatch.setattr(load, "called_for_text", lambda config: None)
+    made = plan("bf16", "fp32")
+    for adapter in (LoraAdapter(rank=4), LoraAdapter(rank=4, target_modules=("q_proj",)), NoAdapter(type="none")):
+        model = attach_adapter(load_model(section(base), made), adapter, made, 0)
+        inside = [(name, one) for name, one in model.named_parameters() if "vision_tower" in name]
+        assert inside
+        assert not [name for name, one in inside if one.requires_grad or "lora_" in name]
+        save_final(model, load_tokenizer(section("builtin:qwen2-tiny")), made, tmp_path / adapter.type)
+    assert_same_towers(tmp_path / "none", base)
+
+
+@pytest.mark.parametrize(("parts", "said"), [("all", "kept"), ("text", "left out")])
+def test_the_plan_says_what_becomes_of_the_towers(tmp_path: Path, parts: str, said: str) -> None:
+    asked = section(multimodal(tmp_path), parts=parts)
+    recipe = {"model": asked, "data": {"train": ["d"]}, "training": {"output_dir": "r"}}
+    facts = read_model_facts(asked)
+    made = resolve(RunConfig.model_validate(recipe), lookup("a100"), facts)
+    assert made.towers is not None
+    assert made.towers.value == said
+    assert f"{facts.tower_parameters:,}" in made.towers.reason
+    assert said in explain(made)
+    assert to_dict(made)["towers"]["value"] == said
