@@ -268,3 +268,20 @@ def test_the_plan_says_what_becomes_of_the_towers(tmp_path: Path, parts: str, sa
     assert f"{facts.tower_parameters:,}" in made.towers.reason
     assert said in explain(made)
     assert to_dict(made)["towers"]["value"] == said
+
+
+@pytest.mark.filterwarnings("ignore:.*missing adapter keys")
+def test_what_is_of_the_language_model_alone_is_told_how_to_load(tmp_path: Path) -> None:
+    base, made = multimodal(tmp_path / "model"), plan("bf16", "fp32", keep=KEEP)
+    model = attach_adapter(load_model(section(base, parts="text"), made), LoraAdapter(rank=4), made, 0)
+    save_final(model, load_tokenizer(section("builtin:qwen2-tiny")), made, tmp_path / "final")
+    load_adapter(load_model(section(base, parts="text"), made, for_training=False), tmp_path / "final", made)
+    with pytest.raises(ModelError) as caught:
+        load_adapter(load_model(section(base), made, for_training=False), tmp_path / "final", made)
+    assert "model.parts: text" in caught.value.remedy
+
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: one for name, one in tensors.items() if is_language(name)}, base / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_model(section(base), made)
+    assert "model.parts: text" in caught.value.remedy

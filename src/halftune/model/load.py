@@ -70,7 +70,7 @@ def load_model(
         if quantisation(folder) in WIDENED:
             store_as_planned(loaded, plan)
     guard_imports_by_hand(own_code=own_code)
-    _check_complete(info, folder)
+    _check_complete(info, folder, multimodal=multimodal)
     if multimodal and files is not None:
         set_towers_apart(loaded, called, files)
     if unread is not None:
@@ -171,7 +171,7 @@ def _read(
         raise ModelError(f"the model does not load: {first}", where=str(folder), remedy=remedy) from error
 
 
-def _check_complete(info: dict[str, Any], folder: Path) -> None:
+def _check_complete(info: dict[str, Any], folder: Path, *, multimodal: bool) -> None:
     """Weights that the checkpoint lacks would be random numbers: an error. Weights left over: a warning.
 
     Raises:
@@ -181,7 +181,9 @@ def _check_complete(info: dict[str, Any], folder: Path) -> None:
     for kind, keys in (("missing", sorted(info["missing_keys"])), ("of another shape", mismatched)):
         if keys:
             what = f"{len(keys)} weights are {kind}, first {keys[0]}: they would be random numbers"
-            raise ModelError(what, where=str(folder), remedy="fetch the checkpoint again, or check its config.json")
+            remedy = "fetch the checkpoint again, or check its config.json"
+            remedy += "; model.parts: text for a checkpoint without its towers" if multimodal else ""
+            raise ModelError(what, where=str(folder), remedy=remedy)
     if info["error_msgs"]:
         raise ModelError(str(info["error_msgs"][0]), where=str(folder), remedy="fetch the checkpoint again")
     if unexpected := sorted(info["unexpected_keys"]):
