@@ -285,3 +285,12 @@ def test_what_is_of_the_language_model_alone_is_told_how_to_load(tmp_path: Path)
     with pytest.raises(ModelError) as caught:
         load_model(section(base), made)
     assert "model.parts: text" in caught.value.remedy
+
+
+def test_a_result_whose_towers_cannot_be_found_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unread, "sources", lambda self, names: set())
+    with pytest.raises(ModelError) as caught:
+        load_model(section(multimodal(tmp_path)), plan())
+    assert "model.parts" in caught.value.remedy

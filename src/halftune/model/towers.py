@@ -30,7 +30,7 @@ from halftune.core.log import get_logger
 from halftune.model.computed import without_weights
 from halftune.model.damage import first_line
 from halftune.model.packing_check import REFUSALS, VOCABULARY, shrunken, silent, stir
-from halftune.model.unread import Unread
+from halftune.model.unread import Unread, why_not
 
 log = get_logger(__name__)
 
@@ -64,13 +64,14 @@ class Towers:
         """Their tensors as the files have them, one after the other.
 
         Raises:
-            OSError, SafetensorError: a file cannot be read.
-            KeyError: one is not there any more.
+            OSError, SafetensorError: a file cannot be read, or a tensor is not there any more.
         """
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(self.folder)]
             places = {name: file for file in files for name in file.keys()}  # noqa: SIM118, not a mapping
             for name in self.tensors:
+                if name not in places:
+                    raise OSError(f"{name} is not in the files of {self.folder} any more")
                 yield name, places[name].get_tensor(name)
 
     def complete(self, config: dict[str, Any], text: str, folder: Path) -> None:
@@ -154,6 +155,7 @@ def set_towers_apart(model: PreTrainedModel, called: frozenset[str] | None, file
         return
     towers = Towers(files.folder, names, ())
     own = [name for name in model.state_dict() if towers.own(name)]
+    _check_found(model, towers, files)
     _OF[model] = towers = Towers(files.folder, names, tuple(sorted(files.sources(own))))
     count = sum(one.numel() for name, one in model.named_parameters() if towers.own(name))
     for name in () if called is None else set(names) - called:
@@ -170,6 +172,20 @@ def set_towers_apart(model: PreTrainedModel, called: frozenset[str] | None, file
         "%s: %s (%s parameters) frozen, saved as in %s", type(model).__name__, ", ".join(names), f"{count:,}",
         files.folder,
     )  # fmt: skip
+
+
+def _check_found(model: PreTrainedModel, towers: Towers, files: Unread) -> None:
+    """Makes sure that it is known where in the files each weight of the towers is.
+
+    Raises:
+        ModelError: of one it is not: what is saved would lack it.
+    """
+    named = [(name, one) for name, one in model.named_parameters(remove_duplicate=False) if towers.own(name)]
+    found = {id(one) for name, one in named if files.sources([name])}
+    lost = next((name for name, one in named if id(one) not in found), "")
+    if lost:
+        what = f"where {lost} is in the files is not known{'; ' if (why := why_not()) else ''}{why}"
+        raise ModelError(what, where=str(files.folder), remedy="model.parts: text trains the language model alone")
 
 
 def small_whole(config: PretrainedConfig) -> PreTrainedModel:
