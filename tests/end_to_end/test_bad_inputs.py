@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bad_inputs.case import RECIPE, ROW, Answer, Case, attempt
+from bad_inputs.case import RECIPE, ROW, TRAIN, Answer, Case, attempt
 from bad_inputs.page import page
 from bad_inputs.table import CASES
 
@@ -38,6 +39,22 @@ def test_bad_input(case: Case, answers: dict[str, Answer]) -> None:
     for part in case.says:
         assert part in answer.message
     assert case.needs_torch or not answer.torch, "the user waited for torch"
+
+
+BEFORE_TRAINING = [case for case in CASES if case.command == TRAIN and case.code and not case.needs_torch]
+OF_THE_RUN = {"an output folder that holds other things", "an output folder with another run",
+              "an output folder with a run, and `resume: never`", "a checkpoint that is none"}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_TRAINING, ids=lambda case: case.name)
+def test_plan_refuses_what_train_refuses(case: Case, answers: dict[str, Answer]) -> None:
+    """All but what an earlier run has left in the output folder, which a plan does not touch."""
+    planned = attempt(replace(case, command="plan --config x.yaml"))
+    if case.name in OF_THE_RUN:
+        assert planned.code == 0
+        return
+    said = answers[case.name].message.replace("halftune train: ", "halftune plan: ", 1)
+    assert (planned.code, planned.message) == (case.code, said)
 
 
 def test_names_are_unique() -> None:

@@ -109,6 +109,8 @@ def test_the_plan_of_training_holds(full_run: Path) -> None:
     session.model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
     session.answer("hello", tuned=True)
     assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in session.model.parameters()} == {torch.bfloat16}
+    assert not session.run.plan.precision.autocast.value
     assert session.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from halftune.cli import main, train
+from halftune.cli import main, preflight, train
 from halftune.cli.facts import world_size
 from halftune.config.load import load_config
-from halftune.core.errors import DataError
+from halftune.core.errors import DataError, MissingPackageError
 from halftune.hardware.catalogue import lookup
+from halftune.model.builtin import materialize
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}
@@ -192,3 +194,21 @@ def test_everything_that_is_impossible_is_said_at_once(recipe: Path, capsys: pyt
     assert len(lines) == len(said)
     for line, start in zip(lines, said, strict=True):
         assert line.startswith(start)
+
+
+def test_a_quantised_checkpoint_needs_its_package_here(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As training does; for another machine nobody knows what is installed there."""
+    folder = recipe.parent / "model"
+    shutil.copytree(materialize("qwen2-tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe.write_text(RECIPE.replace("builtin:qwen2-tiny", "./model"))
+    monkeypatch.setattr(preflight, "version_of", lambda name: None)
+    assert halftune("--config", str(recipe)) == MissingPackageError.exit_code
+    assert "pip install bitsandbytes" in capsys.readouterr().err
+    assert halftune("--config", str(recipe), "--hardware", "a100") == 0
+    monkeypatch.setattr(preflight, "version_of", lambda name: "0.45")
+    assert halftune("--config", str(recipe)) in (0, 1)

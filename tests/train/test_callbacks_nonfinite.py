@@ -142,6 +142,15 @@ def test_weight_that_is_broken_already(run: Run, batch: Batch) -> None:
     assert "the weight model.layers.0.self_attn.q_proj.weight is not finite" in stop(run, [batch])
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_broken_frozen_weight_is_the_files_fault(run: Run, batch: Batch, number: float) -> None:
+    weight = run.model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
+    weight.data[0, 0] = number
+    words = stop(run, [batch])
+    assert "learning_rate" not in words
+    assert "model.layers.1.mlp.up_proj.weight is frozen" in words
+
+
 def test_what_does_not_come_back_is_said_so(run: Run, batch: Batch) -> None:
     assert "did not come back" in stop(run, [batch])
 

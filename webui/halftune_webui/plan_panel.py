@@ -81,6 +81,8 @@ def _rest(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield name, "on" if choice.value else "off", choice.reason
     yield "parameters", f"{plan.num_parameters.value:,}", plan.num_parameters.reason
     yield "trained", f"{plan.num_trainable.value:,}", plan.num_trainable.reason
+    if plan.towers is not None:
+        yield "towers", plan.towers.value, plan.towers.reason
     yield "checkpoint", size(plan.memory.checkpoint_disk), ""
     for name, reason in (*plan.attention.rejected, *plan.attention.rejected_linear):
         yield "rejected", name, reason

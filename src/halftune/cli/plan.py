@@ -15,6 +15,7 @@ from pathlib import Path
 
 from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.cli.preflight import check_inputs
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
@@ -50,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     """Loads the recipe, plans, prints; leaves with 1 when the run is not expected to fit, as train does."""
     loaded = load_from(args)
     hardware = _machine(args.hardware, args.packages)
-    plan = resolve(
-        loaded.run, hardware, model_facts(loaded), world_size=args.num_processes or world_size(loaded.run, hardware)
-    )
+    facts = model_facts(loaded)
+    plan = resolve(loaded.run, hardware, facts, world_size=args.num_processes or world_size(loaded.run, hardware))
+    check_inputs(loaded, facts, here=args.hardware is None)
     pace = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
     if args.json:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))

@@ -17,17 +17,16 @@ from pathlib import Path
 
 from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.cli.preflight import check_inputs
 from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
 from halftune.config.render.text import resolved_yaml
 from halftune.core import log
 from halftune.core.launcher import ignored, this_process
 from halftune.core.startup import quick_imports
-from halftune.data.preflight import look_over
 from halftune.hardware.probe import probe
 from halftune.launch.command import command, machine_of, processes
 from halftune.launch.machines import find
-from halftune.model.preflight import check_folders
 from halftune.plan import explain, resolve
 from halftune.plan.memory import check_fits
 from halftune.train.folder import already_finished
@@ -73,10 +72,10 @@ def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
         find(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
-    memory = resolve(loaded.run, probe(), model_facts(loaded), world_size=count).memory
+    facts = model_facts(loaded)
+    memory = resolve(loaded.run, probe(), facts, world_size=count).memory
     check_fits(memory, loaded.run)
-    check_folders(loaded.run.model)
-    look_over(loaded.run)
+    check_inputs(loaded, facts)
     sys.stdout.flush()
     words = command(loaded.run.distributed, count, ["train", *arguments], memory.checkpoint_disk)
     os.execv(words[0], words)
@@ -109,8 +108,7 @@ def train_one(loaded: LoadedConfig) -> None:
         return
     hardware, facts = probe(), model_facts(loaded)
     plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
-    check_folders(loaded.run.model)
-    look_over(loaded.run)
+    check_inputs(loaded, facts)
     if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # of a job that comes back it has been read
         print(explain(plan), flush=True)
     check_fits(plan.memory, loaded.run)

@@ -14,6 +14,7 @@ from halftune.core.time_limit import OutOfTime, cpu_limit
 from halftune.data.control import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped
 from halftune.data.forms import TOOL, Forms, find_forms
+from halftune.data.preflight import no_chat_template
 
 Messages = Sequence[Mapping[str, Any]]
 # `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
@@ -40,11 +41,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
-            raise DataError(
-                "the tokenizer has no chat template, so a conversation cannot be rendered",
-                where=str(tokenizer.name_or_path),
-                remedy="set model.chat_template: chatml, or to the path of a Jinja file",
-            )
+            raise no_chat_template(str(tokenizer.name_or_path))
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
         self.forms = find_forms(lambda forms, messages, tools: self._render(messages, tools, forms=forms))

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from halftune.config.facts.folder import has_chat_template
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import DataError
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.detect import detect_for
@@ -26,7 +28,8 @@ def look_over(config: RunConfig) -> None:
     What lies further on, and what only a tokenizer can tell, is found when the data is prepared.
 
     Raises:
-        DataError: a row is malformed or has no answer, no format fits, or nothing is left to train on.
+        DataError: a row is malformed or has no answer, no format fits, nothing is left to train on, or conversations
+            meet a local tokenizer without a chat template.
     """
     for section in (*config.data.train, *config.data.eval):
         found = _rows(section)
@@ -71,6 +74,7 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> None:
     everything = rows.all()
     chosen = choose_rows(len(rows), section.samples, seed=config.training.seed).tolist()
     reading = detect_for(config.method.type, [everything[index] for index in chosen], section)
+    _check_template(reading.format.name, config.model)
     dropped: dict[str, Count] = {}
     for index in chosen:
         try:
@@ -81,3 +85,17 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> None:
             raise DataError(error.what, where=rows.where(index), remedy=error.remedy) from error
     if found.whole and sum(count.count for count in dropped.values()) == len(chosen):
         raise nothing_left(section.path, dropped)
+
+
+def _check_template(form: str, model: ModelSection) -> None:
+    folder = Path(model.tokenizer or model.name_or_path)
+    if form == "text" or model.chat_template is not None or not folder.is_dir():
+        return
+    if not has_chat_template(folder):
+        raise no_chat_template(str(folder))
+
+
+def no_chat_template(where: str) -> DataError:
+    """The error for conversations and a tokenizer that has no chat template."""
+    what = "the tokenizer has no chat template, so a conversation cannot be rendered"
+    return DataError(what, where=where, remedy="set model.chat_template: chatml, or to the path of a Jinja file")

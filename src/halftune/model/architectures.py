@@ -11,7 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from halftune.config.facts.model_types import OWN
+from halftune.config.facts.model_types import OWN, multimodal_class
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.damage import first_line
 from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM
@@ -51,6 +52,16 @@ def runs_its_code(folder: Path, *, trust_remote_code: bool) -> bool:
         return False
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return raw.get("model_type") not in OWN
+
+
+def is_multimodal(folder: Path, model: ModelSection) -> bool:
+    """Whether a checkpoint is loaded with its towers, by the class that its config.json names.
+
+    Raises:
+        ModelError: its language model is asked for alone, and no class has that.
+    """
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(multimodal_class(raw, model.parts, trust_remote_code=model.trust_remote_code, where=str(folder)))
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:

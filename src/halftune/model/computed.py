@@ -118,7 +118,7 @@ def _made_again(model: PreTrainedModel, section: ModelSection) -> nn.Module:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(initialization.no_init_weights())
             stack.enter_context(initialization.no_tie_weights())
-            stack.enter_context(_without_weights())
+            stack.enter_context(without_weights())
             torch.set_default_dtype(torch.float32)
             return type(model)(config)
     except Exception as error:  # the model's own code may raise anything
@@ -128,7 +128,7 @@ def _made_again(model: PreTrainedModel, section: ModelSection) -> nn.Module:
 
 
 @contextmanager
-def _without_weights() -> Iterator[None]:
+def without_weights() -> Iterator[None]:
     """Inside, a weight loses its numbers when it is given to a module."""
     register = nn.Module.register_parameter
 

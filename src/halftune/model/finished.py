@@ -1,16 +1,18 @@
-"""Finds what a finished run left and resolves its plan on this machine, without torch."""
+"""Finds what a finished run left and resolves the plan of its answers on this machine, without torch."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from halftune.config.facts.folder import check_adapter, read_json
 from halftune.config.facts.model import ModelFacts, read_model_facts
+from halftune.config.facts.safetensors_headers import main_format, read_header
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.reading.overrides import COMMAND_LINE
 from halftune.config.rules.finding import looks_local
@@ -20,8 +22,10 @@ from halftune.config.shipped import find
 from halftune.core.errors import ModelError, PlanError
 from halftune.core.formats import Format
 from halftune.core.log import get_logger
+from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
 from halftune.plan import Plan, resolve
+from halftune.plan.inference import resolve_inference
 
 log = get_logger(__name__)
 
@@ -33,7 +37,7 @@ class FinishedRun:
     Attributes:
         loaded: its resolved configuration, with the caller's overrides.
         folder: the run folder.
-        plan: how this machine carries the run's configuration out.
+        plan: how the result answers on this machine; of a checkpoint, how this machine trains it.
         is_adapter: whether ``final`` holds an adapter (else a full model).
         place: of the result, where it is not in the run folder.
     """
@@ -80,7 +84,8 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> FinishedRun:
     if is_adapter:
         _check_base(loaded, final)
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
-    plan = _plan(loaded, read_model_facts(section), folder)
+    stored = _adapter_format(final) if is_adapter else None
+    plan = _plan(loaded, read_model_facts(section), folder, partial(resolve_inference, adapter=stored))
     return FinishedRun(loaded, folder, plan, is_adapter)
 
 
@@ -98,7 +103,7 @@ def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> 
     """
     folder = _folder(checkpoint.resolve().parent)
     loaded = load_run(folder, overrides, look_at_files=False)
-    plan = _plan(loaded, read_model_facts(loaded.run.model), folder)
+    plan = _plan(loaded, read_model_facts(loaded.run.model), folder, resolve)
     return FinishedRun(loaded, folder, plan, loaded.run.adapter.type != "none", place)
 
 
@@ -123,7 +128,15 @@ def _check_base(loaded: LoadedConfig, final: Path) -> None:
         raise ModelError(what, where=str(final), remedy=f"model.name_or_path={base}, or the adapter that belongs to it")
 
 
-def _plan(loaded: LoadedConfig, facts: ModelFacts, folder: Path) -> Plan:
+def _adapter_format(final: Path) -> Format:
+    """The format of an adapter's file; fp32 where it is none of ours."""
+    found = main_format(read_header(final / "adapter_model.safetensors"))
+    return {"bf16": "bf16", "fp16": "fp16"}.get(found or "", "fp32")  # pyright: ignore[reportReturnType]
+
+
+def _plan(
+    loaded: LoadedConfig, facts: ModelFacts, folder: Path, resolve: Callable[[RunConfig, Hardware, ModelFacts], Plan]
+) -> Plan:
     """The plan on this machine, in the number format of training.
 
     That format and the attention of training need not exist here: unless they are asked for now, they give way to this

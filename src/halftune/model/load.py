@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from halftune.config.quantised import WIDENED
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
-from halftune.model.architectures import own_architectures, runs_its_code
+from halftune.model.architectures import is_multimodal, own_architectures, read_config, runs_its_code
 from halftune.model.broken_code import broken, last_line
 from halftune.model.computed import compute_in_fp32, is_foreign, tables
 from halftune.model.damage import DAMAGE, first_line
@@ -27,6 +27,7 @@ from halftune.model.patch_linear import route_linear_layers
 from halftune.model.patch_own_code import attention_for, brings_code
 from halftune.model.quantised import compute_as_planned, quantisation, reading, store_as_planned
 from halftune.model.quiet import quiet
+from halftune.model.towers import called_for_text, set_towers_apart
 from halftune.model.tying import name_tying
 from halftune.model.unread import META, Unread
 from halftune.model.weight_range import RangeCheck
@@ -44,7 +45,7 @@ def load_model(
 
     Parameters that the plan's ``keep_fp32`` patterns name, or that the model's own code keeps in fp32, are read as fp32
     from the checkpoint, never by way of a shorter format; so are the tables of code that came with it. Rotary tables
-    are fp32.
+    are fp32. Of a multimodal checkpoint the class is the one that config.json names; its towers are set apart.
 
     Args:
         model: which checkpoint.
@@ -59,11 +60,19 @@ def load_model(
     folder = locate(model)
     attention = register_attention(plan)
     own_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and brings_code(folder)
+    multimodal = is_multimodal(folder, model)
+    called = called_for_text(read_config(folder, trust_remote_code=False)) if multimodal else None
+    files = Unread() if multimodal and unread is None else unread
     with importing(own_code=own_code), quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
-        loaded, info = _read(folder, model, plan, attention, own_code=own_code, unread=unread)
+        loaded, info = _read(
+            AutoModelForImageTextToText if multimodal else AutoModelForCausalLM,
+            folder, model, plan, attention, own_code=own_code, files=files, whole=unread is None,
+        )  # fmt: skip
         if quantisation(folder) in WIDENED:
             store_as_planned(loaded, plan)
-    _check_complete(info, folder)
+    _check_complete(info, folder, multimodal=multimodal)
+    if multimodal and files is not None:
+        set_towers_apart(loaded, called, files)
     weights = RangeCheck(folder, plan)
     if quantisation(folder) is None:
         weights.tell_rounding(loaded, plan)
@@ -127,16 +136,25 @@ def _recompute_activations(model: PreTrainedModel) -> None:
 
 
 def _read(
-    folder: Path, model: ModelSection, plan: Plan, attention: str, *, own_code: bool, unread: Unread | None
+    auto: Any,
+    folder: Path,
+    model: ModelSection,
+    plan: Plan,
+    attention: str,
+    *,
+    own_code: bool,
+    files: Unread | None,
+    whole: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model by an auto class; ``files`` is told where each weight is, and unless ``whole`` none is read."""
     trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
     try:
         quantised = reading(folder, trust_remote_code=trusted)
         if own_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
-        with own_architectures(), unread.recording(folder) if unread is not None else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with own_architectures(), files.recording(folder) if files is not None else nullcontext():
+            loaded: Any = auto.from_pretrained(
                 folder,
                 **quantised,
                 dtype=torch_dtype(plan.precision.storage.value),
@@ -145,7 +163,7 @@ def _read(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, by name and not as "the above report"
-                **({} if unread is None else {"device_map": {"": META.type}}),
+                **({} if whole else {"device_map": {"": META.type}}),
             )
         return loaded
     except (*DAMAGE, SyntaxError) as error:
@@ -159,7 +177,7 @@ def _read(
         raise ModelError(f"the model does not load: {first}", where=str(folder), remedy=remedy) from error
 
 
-def _check_complete(info: dict[str, Any], folder: Path) -> None:
+def _check_complete(info: dict[str, Any], folder: Path, *, multimodal: bool) -> None:
     """Weights that the checkpoint lacks would be random numbers: an error. Weights left over: a warning.
 
     Raises:
@@ -169,7 +187,9 @@ def _check_complete(info: dict[str, Any], folder: Path) -> None:
     for kind, keys in (("missing", sorted(info["missing_keys"])), ("of another shape", mismatched)):
         if keys:
             what = f"{len(keys)} weights are {kind}, first {keys[0]}: they would be random numbers"
-            raise ModelError(what, where=str(folder), remedy="fetch the checkpoint again, or check its config.json")
+            remedy = "fetch the checkpoint again, or check its config.json"
+            remedy += "; model.parts: text for a checkpoint without its towers" if multimodal else ""
+            raise ModelError(what, where=str(folder), remedy=remedy)
     if info["error_msgs"]:
         raise ModelError(str(info["error_msgs"][0]), where=str(folder), remedy="fetch the checkpoint again")
     if unexpected := sorted(info["unexpected_keys"]):

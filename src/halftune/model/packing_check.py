@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from halftune.plan import Plan
 
 LENGTHS = (11, 19, 6)  # longer than the shrunken window, no two alike
 TOLERANCE = 1e-5
-_VOCABULARY, _MAX_LAYERS = 128, 8
+VOCABULARY, _MAX_LAYERS = 128, 8  # of the copy
 _VECTOR_NOISE = 0.1
 # Upper limits of what only costs time; the windows so short that the samples outgrow them.
 _LIMITS = {
@@ -60,7 +60,9 @@ REFUSALS = (
 )
 
 
-def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
+def packing_verdict(
+    model_config: PretrainedConfig, plan: Plan, copy_of: Callable[[PretrainedConfig], PreTrainedModel] | None = None
+) -> Choice[bool]:
     """Whether a packed row gives each sample the logits that it gets alone.
 
     A copy of a few layers (each kind of layer at least once), fp32, small, with random weights, runs three samples
@@ -70,13 +72,14 @@ def packing_verdict(model_config: PretrainedConfig, plan: Plan) -> Choice[bool]:
     Args:
         model_config: of the model that is to be trained.
         plan: its attention and number formats; the copy runs it as a CPU would.
+        copy_of: makes the copy; :func:`small_copy` of the language model alone by default.
     """
     kind = model_config.model_type
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
             with silent():
-                model = small_copy(model_config)
+                model = (copy_of or small_copy)(model_config)
                 here = _on_cpu(plan, model)
                 with registered_attention(here) as name, routed_linear_layers(model, here):
                     error = packing_error(model, name)
@@ -111,7 +114,7 @@ def packing_error(model: PreTrainedModel, attention: str, lengths: tuple[int, ..
     Raises:
         ModelError: the model does not take its attention from transformers' attention interface.
     """
-    ids = torch.randint(3, _VOCABULARY, (1, sum(lengths)))
+    ids = torch.randint(3, VOCABULARY, (1, sum(lengths)))
     model.set_attn_implementation(attention)
     if model.config._attn_implementation != attention:
         raise ModelError("it computes attention in code of its own")
@@ -144,14 +147,21 @@ def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote
     )
-    for parameter in model.parameters():
-        # The usual small initialisation would make attention, and so a leak, too faint to see; vectors begin as zeros
-        # or ones, which may switch off what they weigh.
+    stir(model.parameters())
+    return model.eval()
+
+
+def stir(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Gives weights numbers at which a leak shows.
+
+    The usual small initialisation would make attention, and so a leak, too faint to see; vectors begin as zeros or
+    ones, which may switch off what they weigh.
+    """
+    for parameter in parameters:
         if parameter.ndim > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
         else:
             parameter.data.add_(_VECTOR_NOISE * torch.randn_like(parameter))
-    return model.eval()
 
 
 def shrunken(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]:
@@ -162,8 +172,8 @@ def shrunken(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     sizes = {
         **(_widths(config, values) if narrow else {}),
-        "vocab_size": _VOCABULARY,
-        "vocab_size_per_layer_input": _VOCABULARY,
+        "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,

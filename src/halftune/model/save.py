@@ -22,6 +22,7 @@ from halftune.model.adapters.mixtures import for_plain_peft
 from halftune.model.card import write_card
 from halftune.model.quiet import quiet
 from halftune.model.save_pieces import Named, write_pieces
+from halftune.model.towers import text_config_name, towers_of
 from halftune.model.tying import name_tying
 from halftune.model.weight_range import cast_to_save
 from halftune.plan import Plan
@@ -102,12 +103,18 @@ def write_model(
 ) -> None:
     """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``.
 
-    The weights are ``state`` where it is given, else the model's own.
+    The weights are ``state`` where it is given, else the model's own. Towers are as in the files of the base model.
     """
     name_tying(model)
-    kept = kept_names(model, keep)
+    kept, towers = kept_names(model, keep), towers_of(model)
     with quiet():
-        if state is None:
+        if towers is not None:
+            model.save_pretrained(folder, state_dict={})
+            named = _once(model) if state is None else state
+            language = (dict([item]) for item in named if not towers.own(item[0]))
+            text = (one for item in language for one in _cast(item, saved, kept).items())
+            write_pieces(model, text, folder, as_stored=towers.read())
+        elif state is None:
             cast = _cast(model.state_dict(), saved, kept)
             alive.sign(sum(tensor.nbytes for tensor in cast.values()))
             model.save_pretrained(folder, state_dict=cast)
@@ -118,8 +125,19 @@ def write_model(
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _name_dtype(config, CONFIG_NAMES[saved])
+    if towers is not None:
+        towers.complete(config, text_config_name(model.config), folder)
     config["use_cache"] = True  # off while training only
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _once(model: PreTrainedModel) -> Named:
+    """A model's tensors with their names, tied ones under the first."""
+    done: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in done:
+            done.add(id(tensor))
+            yield name, tensor
 
 
 def _cast(state: Mapping[str, torch.Tensor], saved: Format, kept: frozenset[str]) -> dict[str, torch.Tensor]:

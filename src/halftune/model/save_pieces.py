@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,7 +22,9 @@ _INDEX = "model.safetensors.index.json"
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def write_pieces(model: PreTrainedModel, tensors: Named, folder: Path, limit: int = FILE_BYTES) -> None:
+def write_pieces(
+    model: PreTrainedModel, tensors: Named, folder: Path, limit: int = FILE_BYTES, as_stored: Named = ()
+) -> None:
     """Writes tensors in files of at most ``limit`` bytes, with an index where there is more than one.
 
     In memory are one file and one layer: that much, because what was put together while reading (experts) is taken
@@ -32,6 +35,7 @@ def write_pieces(model: PreTrainedModel, tensors: Named, folder: Path, limit: in
         tensors: by their names in ``model.state_dict()``, those of a layer one after the other.
         folder: is there.
         limit: bytes; a larger tensor has a file of its own.
+        as_stored: further tensors, by their names in a checkpoint.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
@@ -41,7 +45,7 @@ def write_pieces(model: PreTrainedModel, tensors: Named, folder: Path, limit: in
     files: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     size = total = 0
-    for name, tensor in _as_stored(model, tensors):
+    for name, tensor in chain(_as_stored(model, tensors), as_stored):
         if held and size + tensor.nbytes > limit:
             files.append(_close(held, folder, len(files)))
             size = 0

@@ -7,7 +7,7 @@ a format and no numbers. What it would have read for each weight is written down
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -141,6 +141,11 @@ class Unread:
                 if buffer.is_meta and self.knows(name):
                     parent, _, leaf = name.rpartition(".")
                     setattr(model.get_submodule(parent), leaf, self.read(name, torch.empty_like(buffer, device=CPU)))
+
+    def sources(self, names: Iterable[str]) -> set[str]:
+        """Names in the files of all tensors that some weights come from."""
+        places = [self._places[name] for name in names if name in self._places]
+        return {one for place in places for one in ([place] if isinstance(place, str) else dict(place.parts).values())}
 
     def lacks(self, model: nn.Module) -> str:
         """Name of a tensor without numbers that the files do not hold under its name either; empty where none is."""

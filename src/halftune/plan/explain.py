@@ -133,6 +133,7 @@ def _size(plan: Plan) -> list[Row]:
     return [
         ("parameters", f"{plan.num_parameters.value:,}", plan.num_parameters.reason),
         ("trained", trained, plan.num_trainable.reason),
+        *([_row("towers", plan.towers)] if plan.towers is not None else []),
         ("checkpoint", size(plan.memory.checkpoint_disk), "on disk, each: trained weights and optimizer state"),
     ]
 

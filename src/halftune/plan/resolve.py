@@ -69,7 +69,18 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         model=f"{facts.name_or_path} ({facts.model_type})",
         machine=_machine(hardware),
         parallel=plan_parallel(config, hardware, facts, precision, work, world_size, sync),
+        towers=_towers(config, facts),
     )
+
+
+def _towers(config: RunConfig, facts: ModelFacts) -> Choice[str] | None:
+    """What becomes of the towers of a multimodal checkpoint in a run on text."""
+    count = f"; {facts.tower_parameters:,} parameters" if facts.tower_parameters else ""
+    if facts.multimodal:
+        return Choice("kept", f"frozen, loaded only where text needs them, saved as they came{count}")
+    if config.model.parts == "text" and isinstance((facts.raw or {}).get("text_config"), dict):
+        return Choice("left out", f"the result is the language model alone (model.parts: text){count}")
+    return None
 
 
 def _decided(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> tuple[PrecisionPlan, Rows, Adapted]:

@@ -111,6 +111,7 @@ class Plan:
         num_parameters, num_trainable: weights, and those that are trained.
         warnings: full sentences that the user must see before training, those of the parts included.
         model, machine: what the plan is for, in words.
+        towers: what becomes of a multimodal checkpoint's towers, ``kept | left out``; None without any.
     """
 
     device: Choice[str]
@@ -125,6 +126,7 @@ class Plan:
     model: str = ""
     machine: str = ""
     parallel: ParallelPlan | None = None
+    towers: Choice[str] | None = None
 
     def unpacked(self, reason: str) -> Plan:
         """The same plan without packing, where a start-up check found that packed samples would mix."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.quantised import WIDENED, refusal
@@ -72,6 +72,26 @@ def resolve_precision(
             *_master_warnings(trainable.value, state.value),
             *_tf32_warnings(section, hardware),
         ),
+    )
+
+
+def frozen_precision(plan: PrecisionPlan, adapter: Format | None) -> PrecisionPlan:
+    """The plan of a result that answers: nothing is trained, and an adapter stays in the format of its file.
+
+    Args:
+        plan: of a frozen model, as :func:`resolve_precision` gives it for an adapter.
+        adapter: the format in which the adapter is stored; None of a full model. Where the compute dtype does not take
+            it, the adapter is widened to fp32.
+    """
+    compute = plan.compute.value
+    trainable: Format = compute if adapter is None else adapter if adapter == compute else "fp32"
+    nothing = "inference: nothing is trained"
+    return replace(
+        plan,
+        trainable=Choice(trainable, "the adapter as it is stored" if trainable == adapter else nothing),
+        autocast=_autocast(compute, plan.storage.value, trainable, bool(plan.keep_fp32.value)),
+        grad_scaler=Choice(False, nothing),
+        saved=plan.saved if adapter is not None else _saved(compute, trainable, full=True),
     )
 
 

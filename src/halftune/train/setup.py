@@ -18,12 +18,13 @@ from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
-from halftune.model.architectures import read_config
+from halftune.model.architectures import is_multimodal, read_config
 from halftune.model.compile_kernels import compile_kernels, kernels_to_compile
 from halftune.model.fused import fuse
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
+from halftune.model.towers import small_whole
 from halftune.model.vocabulary import check_ids, padding_id
 from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
@@ -163,8 +164,9 @@ def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:
     """
     if not plan.batch.packing.value:
         return plan
-    config = read_config(locate(model), trust_remote_code=model.trust_remote_code)
-    verdict = packing_verdict(config, plan)
+    folder = locate(model)
+    config = read_config(folder, trust_remote_code=model.trust_remote_code)
+    verdict = packing_verdict(config, plan, small_whole if is_multimodal(folder, model) else None)
     if verdict.value:
         log.info("packing: %s", verdict.reason)
         return plan

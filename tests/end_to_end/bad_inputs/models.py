@@ -86,11 +86,6 @@ def real(**settings: object) -> None:
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
-def without_template() -> None:
-    real(chat_template=None)
-    Path("model/chat_template.jinja").unlink(missing_ok=True)
-
-
 def broken_tokenizer() -> None:
     real()
     path = Path("model/tokenizer.json")
@@ -117,6 +112,27 @@ CASES = (
         make=lambda: edited("config.json", '"hidden_size": 8', '"hidden_size": "8"'),
         code=3,
         says=("hidden_size",),
+    ),
+    Case(
+        "config.json with a dtype that torch does not have",
+        OURS,
+        make=lambda: model_folder(dtype="bfloat61"),
+        code=3,
+        says=("config.json", "bfloat61", "did you mean bfloat16"),
+    ),
+    Case(
+        "config.json with layers of an unknown kind",
+        OURS,
+        make=lambda: edited("config.json", "{", '{"layer_types": ["full_atention"], '),
+        code=3,
+        says=("config.json", "layer_types", "did you mean full_attention"),
+    ),
+    Case(
+        "config.json with more kinds of layers than layers",
+        OURS,
+        make=lambda: edited("config.json", "{", '{"layer_types": ["full_attention", "full_attention", "conv"], '),
+        code=3,
+        says=("config.json", "layer_types", "3 entries", "num_hidden_layers"),
     ),
     Case("an encoder", OURS, make=lambda: model_folder(model_type="bert"), code=3, says=("is an encoder",)),
     Case(
@@ -220,8 +236,7 @@ CASES = (
     Case(
         "no chat template",
         OURS,
-        make=without_template,
-        needs_torch=True,
+        make=model_folder,
         says=("no chat template", "model.chat_template"),
     ),
     Case(

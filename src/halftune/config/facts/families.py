@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from halftune.config.facts.rwkv7_shape import RWKV7_DEFAULTS
@@ -314,6 +316,17 @@ def defaults_of(model_type: str) -> dict[str, Any]:
     if model_type in LLAMA_LIKE:
         return LLAMA_LIKE[model_type].defaults
     return OTHERS[model_type][1] if model_type in OTHERS else {}
+
+
+def named_within(tensors: tuple[Tensor, ...], headers: Iterable[str], multimodal: str) -> tuple[Tensor, ...]:
+    """Tensors of a language model by their names in the ``multimodal`` class around it; unchanged where that is empty.
+
+    ``headers`` are the names in its files.
+    """
+    if not multimodal:
+        return tensors
+    inner = "text_model" if any("text_model." in name for name in headers) else "language_model"
+    return tuple(replace(one, name=re.sub(r"^model\.", f"model.{inner}.", one.name)) for one in tensors)
 
 
 def tensors_of(model_type: str, raw: dict[str, Any], sizes: Sizes) -> tuple[Tensor, ...]:

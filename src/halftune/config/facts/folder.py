@@ -109,6 +109,15 @@ def check_tokenizer(folder: Path) -> None:
             read_json(folder / name)
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether a tokenizer's folder holds a chat template; also where a tokenizer may have one in its code."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and read_json(settings).get("chat_template"):
+        return True
+    patterns = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "*.py")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
+
+
 def check_code(folder: Path, model: ModelSection) -> list[str]:
     """What Python of a checkpoint would run, one line a file, after making sure that it cannot change.
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.config_file import config_file
-from halftune.config.facts.families import LLAMA_LIKE, OTHERS, defaults_of, linear_layers, llama_like, tensors_of
+from halftune.config.facts.families import (
+    LLAMA_LIKE,
+    OTHERS,
+    defaults_of,
+    linear_layers,
+    llama_like,
+    named_within,
+    tensors_of,
+)
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.missing_weights import check_complete
-from halftune.config.facts.model_types import check_causal
+from halftune.config.facts.model_types import check_causal, multimodal_class
+from halftune.config.facts.refused_values import check_values
 from halftune.config.facts.rwkv7_shape import NULL_SAYS
 from halftune.config.facts.safetensors_headers import (
+    Headers,
     count_parameters,
     has_head_of_its_own,
     main_format,
     quantised_weight,
     read_headers,
+    split_towers,
     stored_formats,
 )
 from halftune.config.facts.token_ids import TokenIds, token_ids
@@ -104,6 +116,9 @@ class ModelFacts:
         window_layers: number of layers with the sliding window (0 without one).
         tensors: every weight tensor by name and shape where the family is described, else empty.
         raw: the whole parsed config.json (nested text_config already resolved into the fields above).
+        multimodal: name of the class that loads it with its towers; empty for a plain language model, and where the
+            language model is asked for alone.
+        tower_parameters: weights of the towers in its files, which are not among ``num_parameters``.
     """
 
     name_or_path: str
@@ -133,6 +148,8 @@ class ModelFacts:
     raw: dict | None = None
     tokens: TokenIds | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
+    multimodal: str = ""
+    tower_parameters: int = 0
 
     @property
     def likely_tensors(self) -> tuple[Tensor, ...]:
@@ -170,16 +187,20 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         raise ModelError(
             "config.json names no model_type", where=str(file), remedy="is this a transformers checkpoint?"
         )
-    check_causal(raw, where=str(file), trust_remote_code=model.trust_remote_code)
+    trusted = model.trust_remote_code
+    multimodal = multimodal_class(raw, model.parts, trust_remote_code=trusted, where=str(file))
+    check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
+    check_values(raw, where=str(file), own_code=trusted and "auto_map" in raw)
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
-        facts = facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file))
+        facts = facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file), multimodal=multimodal)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         remedy = "the file is damaged: copy or download it again"
         raise ModelError(f"a value has an unexpected kind: {error}", where=str(file), remedy=remedy) from error
     if headers and not facts.quantization and not facts.num_experts:  # experts are stored apart and loaded together
-        check_complete(headers, facts.tensors, where=str(file.parent))
+        language, _ = split_towers(headers) if multimodal else (headers, {})
+        check_complete(language, facts.tensors, where=str(file.parent))
     return replace(facts, tokens=token_ids(model, file.parent))
 
 
@@ -187,9 +208,10 @@ def facts_from_config(
     raw: dict[str, Any],
     name: str,
     *,
-    headers: dict[str, tuple[str, tuple[int, ...]]] | None = None,
+    headers: Headers | None = None,
     head_apart: bool = False,
     where: str = "",
+    multimodal: str = "",
 ) -> ModelFacts:
     """Facts from a parsed config.json; pure.
 
@@ -199,19 +221,18 @@ def facts_from_config(
         headers: as ``read_headers`` gives them; where there are some, they tell the dtype and the exact count.
         head_apart: the files hold a head that is not the embedding: it stays, whatever ``tie_word_embeddings`` says.
         where: the file, for errors.
+        multimodal: the class that loads it with its towers.
 
     Raises:
         ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
     """
     where = where or name
-    nested, model_type, text = _decoder(raw)
-    text |= {"tie_word_embeddings": False} if head_apart else {}
+    nested, model_type, text = _decoder(raw, outer=bool(multimodal), head_apart=head_apart)
     sizes = _sizes(text, where)
-    tensors = tensors_of(model_type, text, sizes)
+    headers, towers = split_towers(headers) if headers and nested else (headers, {})
+    tensors = named_within(tensors_of(model_type, text, sizes), headers or {}, multimodal)
     quantization = _quantization(text, headers or {}, where)
-    parameters, exact = sum(tensor.size * tensor.count for tensor in tensors), bool(tensors)
-    if headers and not quantization and not nested:
-        parameters, exact = count_parameters(headers, tied=sizes.tied), True
+    counted = count_parameters(headers, tied=sizes.tied) if headers and not quantization else 0
     window = _window(text, where)
     experts = _number(text, EXPERTS, where) or 0
     return ModelFacts(
@@ -226,8 +247,8 @@ def facts_from_config(
         intermediate_size=sizes.intermediate,
         vocab_size=sizes.vocab,
         tie_word_embeddings=sizes.tied,
-        num_parameters=parameters or _estimate(text, sizes),
-        num_parameters_exact=exact,
+        num_parameters=counted or sum(one.size * one.count for one in tensors) or _estimate(text, sizes),
+        num_parameters_exact=bool(counted or tensors),
         linear_layers=_count_linear(model_type, text, sizes.layers),
         sliding_window=window,
         softcap=_number(text, ("attn_logit_softcapping",), where),
@@ -241,20 +262,29 @@ def facts_from_config(
         tensors=tensors,
         raw=raw,
         stored=stored_formats(headers or {}),
+        multimodal=multimodal,
+        tower_parameters=sum(math.prod(shape) for _, shape in towers.values()),
     )
 
 
-def _decoder(raw: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
-    """Whether the decoder is one part of several, its model type, and its settings with the defaults of that type."""
+def _decoder(raw: dict[str, Any], *, outer: bool, head_apart: bool) -> tuple[bool, str, dict[str, Any]]:
+    """Whether the decoder is one part of several, its model type, and its settings with the defaults of that type.
+
+    ``outer``: the class around it is loaded, which ties the head or not. ``head_apart``: the files have another head.
+    """
     inner = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
     nested = isinstance(inner, dict)
     text = {**raw, **inner} if nested else raw
+    if outer and "tie_word_embeddings" in raw:
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    if head_apart:
+        text = {**text, "tie_word_embeddings": False}
     model_type = _text_type(raw, text)
     given = {key: value for key, value in text.items() if value is not None or key in NULL_SAYS.get(model_type, ())}
     return nested, model_type, {**defaults_of(model_type), **_grouped(given), **given}
 
 
-def _quantization(text: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]], where: str) -> str | None:
+def _quantization(text: dict[str, Any], headers: Headers, where: str) -> str | None:
     method = method_of(text.get("quantization_config"), where)
     if not method and (found := quantised_weight(headers)):
         what = f"{found[0]} is stored as {found[1]}, and config.json has no quantization_config that says what it means"

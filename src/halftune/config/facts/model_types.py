@@ -80,42 +80,96 @@ ENCODER_DECODERS = {
     "vision-encoder-decoder",
     "whisper",
 }
+# Image-text models whose forward asks for pictures.
+WANT_PICTURES = {"blip", "blip-2", "instructblip", "instructblipvideo", "kosmos-2", "pix2struct"}
 DECODERS = "a Llama, Qwen, Mistral or Gemma"
 OWN = frozenset({"rwkv7"})  # halftune's own, which transformers does not have
 
 
 @cache
-def causal_types() -> frozenset[str]:
-    """Model types that load as a causal language model; empty where transformers' cannot be told.
+def _classes(mapping: str) -> dict[str, str]:
+    """Model type → class name in one of transformers' mappings; empty where its source cannot be read.
 
     Read from transformers' source: importing it would cost seconds.
     """
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
-        return frozenset()
+        return {}
     source = Path(next(iter(spec.submodule_search_locations))) / "models" / "auto" / "modeling_auto.py"
     if not source.is_file():
-        return frozenset()
-    block = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?^\)", source.read_text(encoding="utf-8"), re.M | re.S)
-    return frozenset(re.findall(r'\(\s*"([^"]+)",', block.group(0))) | OWN if block else frozenset()
+        return {}
+    block = re.search(rf"^{mapping}\b.*?^\)", source.read_text(encoding="utf-8"), re.M | re.S)
+    return dict(re.findall(r'\(\s*"([^"]+)",\s*"([^"]+)"', block.group(0))) if block else {}
 
 
-def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool) -> None:
+def causal_types() -> frozenset[str]:
+    """Model types that load as a causal language model; empty where transformers' cannot be told."""
+    known = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    return frozenset(known) | OWN if known else frozenset()
+
+
+def multimodal_class(raw: dict[str, Any], parts: str, *, trust_remote_code: bool, where: str) -> str:
+    """Name of the class that loads a checkpoint with its towers; empty for a plain language model.
+
+    The class is the one that config.json names: many model types have a class with towers and one for text alone, whose
+    weights have other names.
+
+    Args:
+        raw: the parsed config.json.
+        parts: ``model.parts``.
+        trust_remote_code: whether code that comes with the checkpoint makes the model, which then decides.
+        where: the file, for the error.
+
+    Raises:
+        ModelError: ``parts: text`` is asked for, and the model type has no class for text alone.
+    """
+    model_type = str(raw.get("model_type"))
+    whole = _classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES").get(model_type, "")
+    text = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
+    if (
+        not whole
+        or not isinstance(raw.get("text_config"), dict)
+        or (trust_remote_code and "AutoModelForCausalLM" in (raw.get("auto_map") or {}))
+    ):
+        return ""
+    if parts == "text":
+        if text in ("", whole):
+            what = f"transformers has no class of {model_type} for text alone"
+            raise ModelError(what, where=where, remedy="model.parts: all (the towers are frozen)")
+        return ""
+    if not text and not whole.endswith("ForConditionalGeneration"):  # of other kinds: diffusion, robots' actions
+        return ""
+    named = raw.get("architectures")
+    return "" if isinstance(named, list) and text in named and whole not in named else whole
+
+
+def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool, multimodal: bool = False) -> None:
     """Refuses what is no causal language model, or not one that can be loaded.
+
+    Args:
+        raw: the parsed config.json.
+        where: the file, for the error.
+        trust_remote_code: whether code that comes with the checkpoint may run.
+        multimodal: whether a class with towers loads it, see :func:`multimodal_class`.
 
     Raises:
         ModelError: an encoder, an encoder-decoder, a model type that transformers does not know, or one whose code
             comes with the checkpoint and is not trusted.
     """
     model_type = raw.get("model_type")
-    if raw.get("is_encoder_decoder", model_type in ENCODER_DECODERS):
+    inner = raw.get("text_config") if multimodal else None
+    inner_type = inner.get("model_type") if isinstance(inner, dict) else None
+    if raw.get("is_encoder_decoder", model_type in ENCODER_DECODERS) or inner_type in ENCODER_DECODERS:
         what = f"{model_type} is an encoder-decoder, and halftune trains decoders only (causal language models)"
         remedy = f"take a decoder, such as {DECODERS}; for {model_type} itself, transformers has Seq2SeqTrainer"
         raise ModelError(what, where=where, remedy=remedy)
     if model_type in ENCODERS and not any(raw.get(key) == value for key, value in ONE_WAY):
         what = f"{model_type} is an encoder, not a causal language model: each of its tokens sees the later ones"
         raise ModelError(what, where=where, remedy=f"take a decoder, such as {DECODERS}")
-    if "AutoModelForCausalLM" in (raw.get("auto_map") or {}) and trust_remote_code:
+    if multimodal and model_type in WANT_PICTURES:
+        what = f"transformers' code of {model_type} runs on pictures only, and halftune trains on text"
+        raise ModelError(what, where=where, remedy=f"take a language model, such as {DECODERS}")
+    if multimodal or ("AutoModelForCausalLM" in (raw.get("auto_map") or {}) and trust_remote_code):
         return
     known = causal_types()
     if not known or model_type in known:

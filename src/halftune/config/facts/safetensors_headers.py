@@ -25,7 +25,13 @@ _SAMPLE = 1 << 16  # bytes compared at the beginning, in the middle and at the e
 _NOT_LOADED = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.|inv_freq$")
 
 
-def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+# In the files of a model with towers: its language model and head; elsewhere in it no tensor is trained.
+_LANGUAGE = re.compile(r"(^|\.)(language_model|text_model)\.|(^|\.)lm_head\.")
+
+Headers = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def read_headers(folder: Path) -> Headers:
     """Tensor name → (safetensors dtype, shape) over all weight files of a checkpoint; empty where there are none.
 
     Raises:
@@ -74,7 +80,7 @@ def _shards(index: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_header(file: Path) -> Headers:
     """Tensor name → (safetensors dtype, shape) of one file.
 
     Raises:
@@ -165,7 +171,7 @@ def _sampled(entry: tuple[Path, int, dict[str, Any]]) -> tuple[str, list[bytes]]
     return header["dtype"], parts
 
 
-def quantised_weight(headers: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, str] | None:
+def quantised_weight(headers: Headers) -> tuple[str, str] | None:
     """(name, dtype) of the first matrix that is stored in a quantised format; None where there is none."""
     for name, (dtype, shape) in headers.items():
         if len(shape) > 1 and name.endswith("weight") and _QUANTISED.match(dtype):
@@ -173,7 +179,19 @@ def quantised_weight(headers: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[s
     return None
 
 
-def count_parameters(headers: dict[str, tuple[str, tuple[int, ...]]], *, tied: bool) -> int:
+def split_towers(headers: Headers) -> tuple[Headers, Headers]:
+    """Headers of a multimodal checkpoint in two: those of its language model, and those of its towers.
+
+    Files of an older format have no name for the language model: there the towers' usual names decide.
+    """
+    inside = {name for name in headers if _LANGUAGE.search(name)}
+    named = any("lm_head" not in name for name in inside)
+    text = inside if named else {name for name in headers if not _NOT_LOADED.search(name)}
+    left = {name for name in headers if name not in text and not re.search(r"(^|\.)mtp\.|inv_freq$", name)}
+    return {name: headers[name] for name in headers if name in text}, {name: headers[name] for name in left}
+
+
+def count_parameters(headers: Headers, *, tied: bool) -> int:
     """Elements of the text model's weights; a tied head that was saved beside the embedding counts once."""
     return sum(
         math.prod(shape)
@@ -182,7 +200,7 @@ def count_parameters(headers: dict[str, tuple[str, tuple[int, ...]]], *, tied: b
     )
 
 
-def main_format(headers: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
+def main_format(headers: Headers) -> str | None:
     """``bf16``, ``fp16``, ``fp32`` or ``fp64``: the dtype that most elements have; None where it is another."""
     sizes: Counter[str] = Counter()
     for dtype, shape in headers.values():

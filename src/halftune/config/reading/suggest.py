@@ -138,6 +138,9 @@ WORDS = {
     **dict.fromkeys(("flash_attention_4", "flash_attn_4", "flashattention4", "flashattention_4", "fa_4"), "fa4"),
     **dict.fromkeys(("flex_attention", "flex_attn", "flexattention"), "flex"),
     **dict.fromkeys(("openai", "oai", "chatml", "chat", "chat_template"), "messages"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16", "brain_float"), "bf16"),
+    **dict.fromkeys(("float16", "torch.float16", "half", "f16"), "fp16"),
+    **dict.fromkeys(("float32", "torch.float32", "float", "single", "full", "f32"), "fp32"),
     **dict.fromkeys(("sdp", "scaled_dot_product_attention", "torch_sdpa", "mem_efficient", "xformers"), "sdpa"),
 }
 

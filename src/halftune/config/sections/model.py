@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,10 @@ class ModelSection(Section):
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
+
+    parts: Literal["all", "text"] = "all"
+    """Of a multimodal checkpoint: `all` keeps its towers (vision, audio), frozen and saved as they came; `text` takes
+    the class for text alone, and the result has no towers."""
 
     tokenizer: str | None = None
     """Hub id or folder of another tokenizer; the model's own by default."""

@@ -19,6 +19,7 @@ from halftune.model.adapters.mixtures import as_made, targets_as_written
 from halftune.model.adapters.weights import cast_adapter
 from halftune.model.damage import DAMAGE, first_line
 from halftune.model.quiet import quiet_peft
+from halftune.model.towers import towers_of
 from halftune.plan import Plan
 
 # type of the section → attach(model, section, plan, seed) -> model
@@ -66,11 +67,16 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
             )
     except DAMAGE as error:
-        remedy = "check that adapter and base model belong together"
-        raise ModelError(f"the adapter does not load: {first_line(error)}", where=str(folder), remedy=remedy) from error
+        what = f"the adapter does not load: {first_line(error)}"
+        raise ModelError(what, where=str(folder), remedy=_remedy(model)) from error
     _check_whole(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()
+
+
+def _remedy(model: torch.nn.Module) -> str:
+    of_text = "; model.parts: text for an adapter of the language model alone" if towers_of(model) is not None else ""
+    return f"check that adapter and base model belong together{of_text}"
 
 
 def _check_whole(adapted: PeftModel, folder: Path) -> None:
@@ -84,5 +90,4 @@ def _check_whole(adapted: PeftModel, folder: Path) -> None:
     for kind, names in (("missing from its file", wanted - stored), ("without a place in this model", stored - wanted)):
         if names:
             what = f"{len(names)} of the adapter's weights are {kind}, first {min(names)}"
-            remedy = "check that adapter and base model belong together"
-            raise ModelError(what, where=str(folder), remedy=remedy)
+            raise ModelError(what, where=str(folder), remedy=_remedy(adapted.get_base_model()))

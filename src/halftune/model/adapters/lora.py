@@ -18,6 +18,7 @@ from halftune.model.adapters.mixtures import taken_for_experts, targets_as_writt
 from halftune.model.adapters.targets import without_routers
 from halftune.model.adapters.weights import cast_adapter
 from halftune.model.quiet import quiet_peft
+from halftune.model.towers import towers_of
 from halftune.model.tying import is_tied
 from halftune.plan import Plan
 
@@ -30,6 +31,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
             load the adapter again.
     """
     targets = without_routers(model) if adapter.target_modules == "all-linear" else _targets(model, adapter)
+    towers = towers_of(model)
     saved = _modules_to_save(model, adapter)
     tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
     config = LoraConfig(
@@ -38,6 +40,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
         lora_dropout=adapter.dropout,
         target_modules=targets,
+        exclude_modules=None if towers is None else towers.pattern,
         modules_to_save=saved,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,

@@ -1,4 +1,4 @@
-"""Full fine-tuning: every parameter is trained."""
+"""Full fine-tuning: every parameter of the language model is trained."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import torch
 from transformers import PreTrainedModel
 
 from halftune.config.sections.adapter import NoAdapter
+from halftune.model.towers import towers_of
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
 
 
 def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) -> PreTrainedModel:
-    """The same model, every parameter requiring a gradient, in the plan's trainable dtype.
+    """The same model, every parameter but those of towers requiring a gradient, in the plan's trainable dtype.
 
     Parameters are cast one by one and the module never: that would cast rotary tables along with them.
     """
     trainable = torch_dtype(plan.precision.trainable.value)
+    towers = towers_of(model)
     for name, parameter in model.named_parameters():
+        if towers is not None and towers.own(name):
+            continue
         kept = stays_fp32(name, parameter, plan.precision.keep_fp32.value)
         parameter.data = parameter.data.to(torch.float32 if kept else trainable)
         parameter.requires_grad_(True)

@@ -149,9 +149,10 @@ def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> tuple[str, slice]:
     return what, everything
 
 
-def first_bad_weight(model: torch.nn.Module) -> str | None:
-    """Name of the first parameter that holds a non-finite number, or None."""
-    return next((name for name, parameter in model.named_parameters() if _bad(parameter)), None)
+def first_bad_weight(model: torch.nn.Module, *, frozen: bool = False) -> str | None:
+    """Name of the first parameter (of the ``frozen`` ones alone) that holds a non-finite number, or None."""
+    looked_at = ((name, one) for name, one in model.named_parameters() if not (frozen and one.requires_grad))
+    return next((name for name, one in looked_at if _bad(one)), None)
 
 
 def _bad(tensor: torch.Tensor | None) -> bool:
@@ -159,7 +160,11 @@ def _bad(tensor: torch.Tensor | None) -> bool:
 
 
 def _remedy(run: Run) -> str:
-    compute = run.plan.precision.compute.value
-    if compute == "fp16":
+    frozen = first_bad_weight(run.model, frozen=True)
+    fp16 = run.plan.precision.compute.value == "fp16"
+    # rounding to fp16 makes infinities of large weights, and never NaN
+    if frozen is not None and (not fp16 or bool(torch.isnan(run.model.get_parameter(frozen)).any())):
+        return f"{frozen} is frozen: the base model's files hold that number; copy or download them again"
+    if fp16:
         return "fp16 overflows above 65504: use precision: bf16 or fp32"
     return "lower training.learning_rate, lengthen the warm-up, or look at the data of this step"

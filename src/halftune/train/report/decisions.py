@@ -28,6 +28,7 @@ _ATTENTION = (
     ("varlen", "packed rows"),
     ("linear", "linear attention"),
 )
+_MODEL = (("num_parameters", "parameters"), ("num_trainable", "trained parameters"), ("towers", "towers"))
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "overhead")
 
 
@@ -98,9 +99,11 @@ def _batch(plan: dict[str, Any], batch: dict[str, Any]) -> Html:
     for name in ("packing", "gradient_checkpointing", "fused_layers"):
         if _is_choice(batch.get(name)):
             rows.append((name.replace("_", " "), _word(batch[name]["value"]), batch[name]["reason"]))
-    for name, words in (("num_parameters", "parameters"), ("num_trainable", "trained parameters")):
+    for name, words in _MODEL:
         if _is_choice(plan.get(name)):
-            rows.append((words, element("b", short_count(plan[name]["value"])), plan[name]["reason"]))
+            value = plan[name]["value"]
+            said = _word(value) if isinstance(value, str) else element("b", short_count(value))
+            rows.append((words, said, plan[name]["reason"]))
     return _titled("Device, batch, model", table(("", "decision", "because"), rows))
 
 

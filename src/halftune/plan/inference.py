@@ -1,0 +1,73 @@
+"""The plan of a run's result where it answers: nothing is trained, and weights are as they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from halftune.config.facts.model import ModelFacts
+from halftune.config.quantised import KEPT
+from halftune.config.run import RunConfig
+from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.distributed import DistributedSection
+from halftune.core.choice import Choice
+from halftune.core.formats import Format
+from halftune.hardware.facts import Hardware
+from halftune.hardware.memory import RUNTIME_BYTES
+from halftune.plan.memory import BYTES
+from halftune.plan.resolve import resolve
+from halftune.plan.tree import MemoryPlan, Plan
+from halftune.precision.resolve import frozen_precision
+
+NOTHING_TRAINED = "inference: nothing is trained"
+
+
+def resolve_inference(config: RunConfig, hardware: Hardware, facts: ModelFacts, adapter: Format | None = None) -> Plan:
+    """Decides how a result answers, in one process; pure.
+
+    What only training asks for (trained dtypes, optimizer, packing, processes) has no say.
+
+    Args:
+        config: of the run.
+        hardware: the machine.
+        facts: the model that is loaded: the base of an adapter, or the trained model.
+        adapter: the format in which the adapter is stored; None of a full model.
+
+    Raises:
+        PlanError: this machine or model cannot honour what was asked.
+    """
+    plan = resolve(_without_training(config), hardware, facts)
+    precision = frozen_precision(plan.precision, adapter)
+    off = Choice(False, NOTHING_TRAINED)
+    return replace(
+        plan,
+        precision=precision,
+        attention=replace(plan.attention, varlen=Choice("none", "rows are not packed")),
+        batch=replace(plan.batch, packing=off, gradient_checkpointing=off, fused_layers=off, grouped=off),
+        memory=_memory(plan, facts, BYTES[precision.storage.value]),
+        num_trainable=Choice(0, NOTHING_TRAINED),
+        warnings=precision.warnings,
+    )
+
+
+def _without_training(config: RunConfig) -> RunConfig:
+    precision = {"trainable": "auto", "optimizer_state": "auto"}
+    training = {"torch_compile": False, "gradient_checkpointing": False, "optim": "adamw"}
+    packing = config.data.packing.model_copy(update={"enabled": False})
+    return config.model_copy(
+        update={
+            "precision": config.precision.model_copy(update=precision),
+            "training": config.training.model_copy(update=training),
+            "data": config.data.model_copy(update={"packing": packing}),
+            "distributed": DistributedSection(),
+            "adapter": LoraAdapter(),  # its base is frozen, as all is here
+        }
+    )
+
+
+def _memory(plan: Plan, facts: ModelFacts, width: int) -> MemoryPlan:
+    """Weights and the runtime; the key-value cache grows with the conversation and is not counted."""
+    weights = round(facts.num_parameters * KEPT.get(facts.quantization or "", float(width)))
+    overhead = RUNTIME_BYTES[plan.device.value]  # pyright: ignore[reportArgumentType]
+    available = plan.memory.available
+    verdict = "fits" if weights + overhead <= available else "does not fit"
+    return MemoryPlan(weights, 0, 0, 0, 0, overhead, available, 0, Choice(verdict, NOTHING_TRAINED))
