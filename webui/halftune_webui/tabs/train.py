@@ -72,7 +72,7 @@ def build(context: Context) -> None:
     problems = gr.HTML(elem_id="problems")
     with gr.Row(elem_id="workbench"):
         with gr.Column(scale=6, min_width=320):
-            drawn = _form(words)
+            drawn = _form(context)
         with gr.Column(scale=5, min_width=320, elem_id="side"):
             machine = gr.Dropdown(_machines(words), value=HERE, label=words("plan.machine"), elem_id="machine")
             plan = gr.HTML(elem_id="plan", js_on_load=None)
@@ -93,7 +93,8 @@ def _recipes(words: Words) -> list[tuple[str, str]]:
     return [(" · ".join(filter(None, (name, about.get(name.removesuffix(".yaml"))))), name) for name in recipes()]
 
 
-def _form(words: Words) -> gr.HTML:
+def _form(context: Context) -> gr.HTML:
+    words = context.words
     labels = {
         **words.below("form"),
         "groups": words.below("groups"),
@@ -106,7 +107,7 @@ def _form(words: Words) -> gr.HTML:
         elem_id="form",
         schema=json.dumps(as_json(form())),
         words=json.dumps(labels),
-        hints=json.dumps(hints()),
+        hints=json.dumps(hints(context.settings)),
     )
 
 
