@@ -16,7 +16,9 @@ from halftune_webui.labels import load_words
 from halftune_webui.settings import Settings
 from halftune_webui.tabs import TABS
 
-STYLES = [Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("board", "runs")]
+STYLES = [
+    Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("board", "runs", "workbench")
+]
 # Fonts of the reader's system: the page asks no other server for anything.
 SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]
@@ -37,6 +39,7 @@ def build(settings: Settings) -> gr.Blocks:
             lines=12,
             max_lines=32,
             buttons=["copy"],
+            wrap_lines=True,
         )
         start = gr.Button(words("train.start"), variant="primary", render=False, elem_id="start")
         with gr.Tabs(elem_id="tabs") as tabs:

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 
 from halftune.core.errors import HalftuneError
+from halftune_webui.before_start import obstacles
 from halftune_webui.labels import Words
 from halftune_webui.paths import inside
 from halftune_webui.recipe import examine
@@ -119,8 +120,8 @@ def start(desk: Desk, view: View, text: str) -> str:
         HalftuneError: it cannot be started; at most three of its problems.
     """
     examined = examine(text, desk.settings)
-    if examined.problems:
-        raise HalftuneError("\n".join(map(desk.words.problem, examined.problems[:3])))
+    if problems := (*examined.problems, *obstacles(examined, desk.settings)):
+        raise HalftuneError("\n".join(map(desk.words.problem, problems[:3])))
     # through the queue, which one page at a time can change: two pages start two runs one after the other
     run = launch.start(desk.settings, examined.runnable, wait=True)
     view.show([run])

@@ -88,6 +88,13 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
     return f'<section class="card" data-card="{escape(str(state.folder))}">{"".join(parts)}</section>'
 
 
+def command_line(command: str, words: Words) -> str:
+    """A command of the command line, with a button that copies it."""
+    label = escape(words("runs.command"))
+    copy = f'<button type="button" data-copy="{escape(command)}">{escape(words("runs.copy"))}</button>'
+    return f'<div class="command"><span>{label}</span><code>{escape(command)}</code>{copy}</div>'
+
+
 def ending(state: RunState, words: Words) -> str:
     """Why a run ended, or cannot be read; empty where nothing is to be said."""
     if state.end == "crashed":

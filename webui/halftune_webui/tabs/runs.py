@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 import gradio as gr
@@ -14,15 +13,10 @@ from halftune.core.errors import HalftuneError
 from halftune_webui.calls import told
 from halftune_webui.context import Context
 from halftune_webui.runs.desk import Desk, View, act, refresh, start
+from halftune_webui.tabs.live import live, script
 
 EVERY = 1.5  # seconds between two looks at the disk
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-
-
-def live(elem_id: str) -> gr.HTML:
-    """An area of HTML that keeps scrolling and folding when it is written anew; ``submit`` tells of its buttons."""
-    script = files("halftune_webui").joinpath("assets", "live.js").read_text(encoding="utf-8")
-    return gr.HTML(html_template='<div class="ht-live"></div>', js_on_load=script, elem_id=elem_id)
 
 
 def build(context: Context) -> None:
@@ -32,7 +26,7 @@ def build(context: Context) -> None:
     listed, cards = live("run-list"), live("run-cards")
     curves = gr.HTML(
         html_template='<div class="ht-charts"></div>',
-        js_on_load=files("halftune_webui").joinpath("assets", "charts.js").read_text(encoding="utf-8"),
+        js_on_load=script("charts"),
         elem_id="curves",
         words=json.dumps(words.below("curves")),
     )
