@@ -72,7 +72,7 @@ def check_place(settings: Settings, loaded: LoadedConfig) -> Path:
     run = inside(settings.roots, loaded.run.training.output_dir)
     holds_something = run.is_dir() and any(run.iterdir())  # asked first: what another page puts there now is a run
     if is_run(run) or folder_of(run).is_dir():
-        if is_live(run) or run in queue.waiting(settings.runs) or holds_results(run):
+        if is_in_use(settings, run):
             raise _taken(run)
     elif holds_something:
         raise ConfigError("the folder holds other things", where=_PLACE, remedy="choose another training.output_dir")
@@ -88,11 +88,21 @@ def _take(run: Path) -> None:
 
 
 def _taken(run: Path) -> ConfigError:
-    free = next(f"{run}-{number}" for number in itertools.count(2) if not Path(f"{run}-{number}").exists())
-    what = "there is a run in this folder already"
-    return ConfigError(
-        what, where=_PLACE, remedy=f"training.output_dir: {os.path.relpath(free)} is free; or resume that run"
-    )
+    remedy = f"training.output_dir: {os.path.relpath(free_beside(run))} is free; or resume that run"
+    return ConfigError("there is a run in this folder already", where=_PLACE, remedy=remedy)
+
+
+def free_beside(run: Path) -> Path:
+    """A folder that is not there yet, called like a run with the next free number."""
+    stem, dash, number = run.name.rpartition("-")
+    stem = stem if dash and number.isdigit() else run.name
+    names = (run.with_name(f"{stem}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not os.path.lexists(path))
+
+
+def is_in_use(settings: Settings, run: Path) -> bool:
+    """Whether a run works, waits, or has left a result; one that never made a step and is over leaves its folder."""
+    return is_live(run) or run in queue.waiting(settings.runs) or holds_results(run)
 
 
 def _remember(settings: Settings, run: Path) -> None:

@@ -50,6 +50,7 @@ class Metrics:
 
     Attributes:
         series: one for each of ``COLUMNS``.
+        tokens, seconds: over the same steps as the loss: tokens fed, and seconds of training, since the first step.
         last: the last line that has a loss.
     """
 
@@ -59,6 +60,7 @@ class Metrics:
 
     def _begin(self) -> None:
         self.series = {name: Series() for name in COLUMNS}
+        self.tokens, self.seconds = Series(), Series()
         self.last: dict[str, Any] = {}
         self._alarms: dict[str, tuple[int, int]] = {}
         self._offset, self._inode, self._seen = 0, 0, b""
@@ -120,6 +122,9 @@ class Metrics:
         if "loss" not in entry:
             return
         self.last = entry
+        for name, total in (("tokens", self.tokens), ("seconds", self.seconds)):
+            more = entry[name] if is_number(entry.get(name)) else 0
+            total.add(step, (total.values[-1] if total.values else 0) + more)
         for name in ("loss", "learning_rate", "grad_norm"):
             if name in entry:
                 self.series[name].add(step, entry[name])

@@ -6,6 +6,8 @@ from importlib.resources import files
 
 import gradio as gr
 
+from halftune_webui.context import Context
+
 
 def script(name: str) -> str:
     """The text of ``assets/<name>.js``."""
@@ -15,3 +17,13 @@ def script(name: str) -> str:
 def live(elem_id: str, value: str = "") -> gr.HTML:
     """An area of HTML that keeps scrolling and folding when it is written anew; ``submit`` tells of its buttons."""
     return gr.HTML(value, html_template='<div class="ht-live"></div>', js_on_load=script("live"), elem_id=elem_id)
+
+
+def only_while_shown(context: Context, clock: gr.Timer, tab: str) -> None:
+    """Lets a timer tick only while its tab is open: a page that shows another one asks for nothing."""
+    label = context.words(f"tabs.{tab}")
+
+    def switched(event: gr.SelectData) -> gr.Timer:
+        return gr.Timer(active=event.value == label)
+
+    context.tabs.select(switched, None, clock, show_progress="hidden", api_visibility="private", queue=False)
