@@ -109,8 +109,8 @@ function figure(chart) {
   }
   for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 4)) {
     if (mark !== Math.round(mark)) continue;
-    const last = x(mark) > width - 14;  // it would be cut in the middle
-    svg.append(make('text', {x: last ? width : x(mark), y: HEIGHT - 22, class: 'mark', 'text-anchor': last ? 'end' : 'middle'}, spellAxis(mark)));
+    const text = spellAxis(mark), last = x(mark) > width - 4 * text.length;  // it would be cut in the middle
+    svg.append(make('text', {x: last ? width : x(mark), y: HEIGHT - 22, class: 'mark', 'text-anchor': last ? 'end' : 'middle'}, text));
   }
   svg.append(make('text', {x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, class: 'mark axis', 'text-anchor': 'middle'}, words.axes[axis]));
   for (const [kind, act] of [['PNG', () => savePng(chart, svg, lines)], ['CSV', () => saveCsv(chart)]]) {
