@@ -41,8 +41,11 @@ def make(run: Path, steps: int, *, living: bool) -> None:
     (run / "resolved.yaml").write_text("model: {name_or_path: builtin:qwen2-tiny}\n")
     (run / "plan.json").write_text(json.dumps({"model": "m", "precision": {"compute": {"value": "bf16"}}}))
     (run / "metrics.jsonl").write_text("".join(map(line, range(1, steps + 1))))
-    StatusFile(run / NAME).tell(state="running" if living else "finished", step=steps, total=2 * steps, loss=1.0)
-    if not living:
+    status = {"step": steps, "total": 2 * steps, "loss": 1.0}
+    if living:
+        StatusFile(run / NAME).tell(state="running", **status)
+    else:
+        StatusFile(run / NAME).tell(state="finished", process="gone", **status)
         (run / "finished.json").write_text(json.dumps({"step": steps}))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.before_start import obstacles
@@ -61,6 +62,7 @@ class Desk:
         self.settings, self.words, self.fresh = settings, words, fresh
         self.listing, self.marks, self.gpus = listing or Listing(settings.runs), Marks(settings.runs), Gpus()
         self.metrics: dict[Path, Metrics] = {}
+        self._drawn: WeakKeyDictionary[Metrics, _Drawn] = WeakKeyDictionary()
         self.lock = threading.Lock()  # pages ask at the same time
         self._states: list[RunState] = []
         self._looked = -math.inf
@@ -89,6 +91,20 @@ class Desk:
             metrics = self.metrics.setdefault(run, Metrics(run))
             metrics.update()
             return metrics
+
+    def curves(self, metrics: dict[Path, Metrics]) -> str:
+        """The charts of these runs as JSON; only a run that has new numbers is drawn again."""
+        drawn: dict[str, _Drawn] = {}
+        for run, one in metrics.items():
+            name, known = name_of(run, self.settings.runs), self._drawn.get(one)
+            drawn[name] = known if known is not None and known.version == one.version else _drawn(name, one)
+            self._drawn[one] = drawn[name]
+        charts = []
+        for column in COLUMNS:
+            if lines := [one.lines[column] for one in drawn.values() if column in one.lines]:
+                charts.append(f'{{"name": {json.dumps(column)}, "lines": [{", ".join(lines)}]}}')
+        scales = ", ".join(f"{json.dumps(name)}: {one.scale}" for name, one in drawn.items())
+        return f'{{"runs": {json.dumps(list(drawn))}, "charts": [{", ".join(charts)}], "scales": {{{scales}}}}}'
 
     def forget(self, opened: Sequence[Path]) -> None:
         """Lets go of the metrics of runs that are gone."""
@@ -174,7 +190,7 @@ def refresh(desk: Desk, view: View) -> list[str | None]:
     areas = (
         run_list(found[: view.limit], opened, runs, words, mark=marks.of, **many),
         "".join(cards),
-        _curves(metrics, runs),
+        desk.curves(metrics),
         gpu_view(desk.gpus.look(), words),
     )
     if view.turn != turn:  # the reader has opened something else meanwhile, and been answered
@@ -184,15 +200,21 @@ def refresh(desk: Desk, view: View) -> list[str | None]:
     return [text if digests[name] != before.get(name) else None for name, text in zip(AREAS, areas, strict=True)]
 
 
-def _curves(metrics: dict[Path, Metrics], runs: Path) -> str:
-    named = [(name_of(run, runs), one) for run, one in metrics.items()]
-    charts = [
-        chart(column, [(name, one.series[column]) for name, one in named], smooth=column in _SMOOTH)
-        for column in COLUMNS
-    ]
-    scales = {name: scale(one) for name, one in named}
-    shown = [one for one in charts if one["lines"]]
-    return json.dumps({"runs": [name for name, _ in named], "charts": shown, "scales": scales})
+@dataclass(frozen=True)
+class _Drawn:
+    """A run's lines as JSON, for one version of its metrics."""
+
+    version: int
+    lines: dict[str, str]
+    scale: str
+
+
+def _drawn(name: str, metrics: Metrics) -> _Drawn:
+    charts = {
+        column: chart(column, [(name, metrics.series[column])], smooth=column in _SMOOTH)["lines"] for column in COLUMNS
+    }
+    lines = {column: json.dumps(found[0]) for column, found in charts.items() if found}
+    return _Drawn(metrics.version, lines, json.dumps(scale(metrics)))
 
 
 def start(desk: Desk, view: View, text: str) -> str:

@@ -52,10 +52,11 @@ class Metrics:
         series: one for each of ``COLUMNS``.
         tokens, seconds: over the same steps as the loss: tokens fed, and seconds of training, since the first step.
         last: the last line that has a loss.
+        version: counts the looks that found something new.
     """
 
     def __init__(self, run: Path) -> None:
-        self.path = run / METRICS
+        self.path, self.version = run / METRICS, 0
         self._begin()
 
     def _begin(self) -> None:
@@ -73,7 +74,13 @@ class Metrics:
         ]
 
     def update(self) -> bool:
-        """Reads what is new; whether anything was.
+        """Reads what is new; whether anything was."""
+        changed = self._update()
+        self.version += changed
+        return changed
+
+    def _update(self) -> bool:
+        """Reads on.
 
         A run that goes on from a checkpoint cuts the file back: the end of what has been read is compared, and where it
         is not there any more, the file is read anew.
