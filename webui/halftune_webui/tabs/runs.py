@@ -12,31 +12,24 @@ from gradio.context import Context as Blocks
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import told
 from halftune_webui.context import Context
+from halftune_webui.labels import Words
 from halftune_webui.runs.desk import FILTERS, Desk, Done, View, act, refresh, start
 from halftune_webui.tabs.choose import CHOOSERS, chosen
 from halftune_webui.tabs.live import live, only_while_shown, script
 
 EVERY = 1.5  # seconds between two looks at the disk
-# Past Gradio's queue, which would look for work twenty times a second: an answer is one request.
-_QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+_QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+_AT_ONCE: dict[str, Any] = {**_QUIET, "queue": False}  # one request, past Gradio's queue; but no message can be shown
 
 
 def build(context: Context) -> None:
     """Search, the list, the curves and cards of the runs that are ticked, a report."""
     desk, words = Desk(context.settings, context.words, context.listing, fresh=EVERY / 2), context.words
     view = gr.State(View())  # each page has its own, and changes it: an event never writes back one that it read before
-    with gr.Row(elem_id="run-search", elem_classes="ht-row"):
-        query = gr.Textbox(label=words("runs.search"), elem_id="run-query")
-        kinds = [(words("runs.all"), ""), *((words(f"runs.kinds.{name}"), name) for name in FILTERS)]
-        kind = gr.Dropdown(kinds, value="", label=words("runs.state"), elem_id="run-kind")
+    query, kind = _search(words)
     gpus = live("gpus")
     listed = live("run-list")
-    curves = gr.HTML(
-        html_template='<div class="ht-charts"></div>',
-        js_on_load=script("charts"),
-        elem_id="curves",
-        words=json.dumps({**words.below("curves"), "axes": words.below("curves.axes")}),
-    )
+    curves = _charts(words)
     cards, report = live("run-cards"), live("run-report")
     areas, lists = [listed, cards, curves, gpus], [context.choosers[name] for name in CHOOSERS.values()]
 
@@ -75,16 +68,34 @@ def build(context: Context) -> None:
         return [gr.Tabs(selected="runs"), *looked(seen)]
 
     clock = gr.Timer(EVERY, active=False)
-    clock.tick(looked, view, areas, **_QUIET)
+    clock.tick(looked, view, areas, **_AT_ONCE)
     only_while_shown(context, clock, "runs")
     for area in (listed, cards, report):
         # "multiple": a click while another one is being answered counts, too
         area.submit(
             acted, view, [*areas, report, context.tabs, context.recipe, *lists], trigger_mode="multiple", **_QUIET
         )
-    query.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_QUIET)
-    kind.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_QUIET)
+    query.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
+    kind.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
     tab = Blocks.block
     assert isinstance(tab, gr.Tab)
-    tab.select(looked, view, areas, **_QUIET)
+    tab.select(looked, view, areas, **_AT_ONCE)
+
+
+def _search(words: Words) -> tuple[gr.Textbox, gr.Dropdown]:
+    """What is looked for, and the states that are shown."""
+    with gr.Row(elem_id="run-search", elem_classes="ht-row"):
+        query = gr.Textbox(label=words("runs.search"), elem_id="run-query")
+        kinds = [(words("runs.all"), ""), *((words(f"runs.kinds.{name}"), name) for name in FILTERS)]
+        return query, gr.Dropdown(kinds, value="", label=words("runs.state"), elem_id="run-kind")
+
+
+def _charts(words: Words) -> gr.HTML:
+    labels = {**words.below("curves"), "axes": words.below("curves.axes")}
+    return gr.HTML(
+        html_template='<div class="ht-charts"></div>',
+        js_on_load=script("charts"),
+        elem_id="curves",
+        words=json.dumps(labels),
+    )
