@@ -26,7 +26,7 @@ def field(page: Any, path: str) -> Any:
 def put(page: Any, path: str, text: str) -> None:
     field(page, path).locator("input").fill(text)
     page.keyboard.press("Tab")
-    has(page, text)
+    has(page, f"{path.rpartition('.')[2]}: {text}")
 
 
 def has(page: Any, text: str) -> None:
@@ -65,6 +65,7 @@ def test_own_data_from_upload_to_result(board: Any, open_page: Callable[..., Any
     page.wait_for_selector(".ht-problems.fine", state="attached")
     page.wait_for_selector("#start:enabled")
     field(page, "precision.compute").locator("select").select_option("fp32")
+    has(page, "precision: fp32")
 
     put(page, "data.max_length", "8")  # nothing is left of a row in so few tokens: it fails after its start
     put(page, "training.max_steps", "2")
