@@ -7,7 +7,7 @@ const kept = (key) => [...box.querySelectorAll(`[data-keep]`)].map((one) => [one
 const draw = () => {
   const html = props.value || '';
   if (box.dataset.seen === html) return;
-  if (box.contains(document.activeElement) && document.activeElement.matches('input[type=text], textarea')) return;  // being written into
+  if (document.activeElement && box.contains(document.activeElement.closest('form[data-act]'))) return;  // it is being filled in
   const scrolls = new Map(kept((one) => [one.scrollTop, one.scrollTop + one.clientHeight >= one.scrollHeight - 4]));
   // what the reader folded or unfolded stays so; the rest follows the server: the log of a run unfolds when it dies
   const open = new Map(kept((one) => (String(one.open) === one.dataset.drawn ? undefined : one.open)));
@@ -49,8 +49,8 @@ element.addEventListener('submit', (event) => {  // a form of ours; Gradio's own
   const form = event.target.closest ? event.target.closest('form[data-act]') : null;
   if (!form) return;
   event.preventDefault();
-  if (document.activeElement) document.activeElement.blur();
   trigger('submit', {act: form.dataset.act, run: form.dataset.run, on: false, text: JSON.stringify(Object.fromEntries(new FormData(form)))});
+  document.activeElement.blur();
 });
 box.addEventListener('focusout', () => setTimeout(draw, 0));
 watch('value', draw);
