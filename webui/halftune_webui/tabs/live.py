@@ -6,6 +6,7 @@ from importlib.resources import files
 
 import gradio as gr
 
+from halftune_webui.calls import told
 from halftune_webui.context import Context
 
 
@@ -23,7 +24,8 @@ def only_while_shown(context: Context, clock: gr.Timer, tab: str) -> None:
     """Lets a timer tick only while its tab is open: a page that shows another one asks for nothing."""
     label = context.words(f"tabs.{tab}")
 
-    def switched(event: gr.SelectData) -> gr.Timer:
-        return gr.Timer(active=event.value == label)
+    def switched(event: gr.EventData) -> gr.Timer:
+        (opened,) = told(event, value=str)
+        return gr.Timer(active=opened == label)
 
     context.tabs.select(switched, None, clock, show_progress="hidden", api_visibility="private", queue=False)
