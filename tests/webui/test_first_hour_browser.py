@@ -137,7 +137,7 @@ def test_many_runs_are_found_compared_named_and_deleted(
     assert colour == page.locator(line).evaluate("node => getComputedStyle(node).stroke")
 
     page.locator("#curves [name=axis]").select_option("tokens")
-    page.locator("#curves text", has_text="3,000").first.wait_for(state="attached")
+    page.locator("#curves text", has_text="2,000").first.wait_for(state="attached")
     with page.expect_download() as download:
         page.locator("[data-chart=loss] [data-save=CSV]").click()
     first = Path(download.value.path()).read_text().splitlines()[:2]

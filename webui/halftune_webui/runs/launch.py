@@ -95,7 +95,7 @@ def _taken(run: Path) -> ConfigError:
 def free_beside(run: Path) -> Path:
     """A folder that is not there yet, called like a run with the next free number."""
     stem, dash, number = run.name.rpartition("-")
-    stem = stem if dash and number.isdigit() else run.name
+    stem = stem if dash and number.isdigit() and len(number) < 3 else run.name
     names = (run.with_name(f"{stem}-{number}") for number in itertools.count(2))
     return next(path for path in names if not os.path.lexists(path))
 
