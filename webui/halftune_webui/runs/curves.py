@@ -29,7 +29,8 @@ def scale(metrics: Metrics, points: int = SCALE) -> list[list[float | None]]:
     if not len(steps):
         return []
     kept = np.unique(np.linspace(0, len(steps) - 1, min(points, len(steps))).astype(int))
-    return [[_whole(steps[at]), _rounded(tokens[at]), _rounded(seconds[at])] for at in kept]
+    rows = zip(steps[kept].tolist(), tokens[kept].tolist(), seconds[kept].tolist(), strict=True)
+    return [[_whole(step), _rounded(count), _rounded(time)] for step, count, time in rows]
 
 
 def _extremes(values: np.ndarray, points: int) -> np.ndarray:
