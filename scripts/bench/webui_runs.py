@@ -1,6 +1,6 @@
-"""How long the board's list takes with many long runs: the first look, a look at nothing new, a look at new steps.
+"""What a page's look at many runs costs: the first one, one at nothing new, a search, new steps.
 
-python scripts/bench/webui_runs.py --runs 50 --steps 10000
+python scripts/bench/webui_runs.py --runs 1000 --steps 200
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from halftune.core.status import NAME, StatusFile
 from halftune_webui.labels import load_words
 from halftune_webui.runs.curves import chart
-from halftune_webui.runs.listing import Listing
+from halftune_webui.runs.desk import Desk, View, refresh
 from halftune_webui.runs.metrics import COLUMNS, Metrics
-from halftune_webui.runs.show import run_list
+from halftune_webui.settings import Settings
 
 
 def main() -> None:
     """Prints medians in seconds of CPU time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -41,8 +41,11 @@ def make(run: Path, steps: int, *, living: bool) -> None:
     (run / "resolved.yaml").write_text("model: {name_or_path: builtin:qwen2-tiny}\n")
     (run / "plan.json").write_text(json.dumps({"model": "m", "precision": {"compute": {"value": "bf16"}}}))
     (run / "metrics.jsonl").write_text("".join(map(line, range(1, steps + 1))))
-    StatusFile(run / NAME).tell(state="running" if living else "finished", step=steps, total=2 * steps, loss=1.0)
-    if not living:
+    status = {"step": steps, "total": 2 * steps, "loss": 1.0}
+    if living:
+        StatusFile(run / NAME).tell(state="running", **status)
+    else:
+        StatusFile(run / NAME).tell(state="finished", process="gone", **status)
         (run / "finished.json").write_text(json.dumps({"step": steps}))
 
 
@@ -55,14 +58,19 @@ def line(step: int) -> str:
 
 def measure(root: Path, steps: int) -> None:
     """The list, and the curves of one run."""
-    words, listing = load_words("en"), Listing(root)
+    desk, view = Desk(Settings((root,), root), load_words("en")), View()
     run = root / "run-00"
 
     def look() -> None:
-        run_list(listing.look([]), [run], root, words)
+        refresh(desk, view)
 
-    print(f"list, first look:        {spent(look, 1):.4f} s")
-    print(f"list, nothing new:       {spent(look, 15):.4f} s")
+    def search() -> None:
+        view.search("run-00", "")
+        refresh(desk, view)
+
+    print(f"page, first look:        {spent(look, 1):.4f} s")
+    print(f"page, nothing new:       {spent(look, 15):.4f} s")
+    print(f"search:                  {spent(search, 15):.4f} s")
     metrics = Metrics(run)
 
     def curves() -> None:

@@ -136,7 +136,7 @@ def test_copies_are_held_out_together():
         assert len(set(content[held])) == len(held) == 2
         assert set(content[kept]) == set(range(5)) - set(content[held])
         assert [position for position in range(8) if content[position] not in content[held]] == kept.tolist()
-    with pytest.raises(DataError, match=r"holds 5 samples out, and there are only 5 different ones \(8 with copies\)"):
+    with pytest.raises(DataError, match=r"hold 5 samples out, and there are only 5 different ones \(8 with copies\)"):
         hold_out(content, 5, seed=0)
 
 

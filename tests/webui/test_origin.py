@@ -111,7 +111,7 @@ def test_half_a_password_is_none(text: str) -> None:
 
 
 def test_password_may_hold_colons() -> None:
-    assert read_auth("me:a:b") == ("me", "a:b")
+    assert read_auth("me:a:b:long-one") == ("me", "a:b:long-one")
 
 
 def test_command_refuses_before_gradio_is_imported() -> None:

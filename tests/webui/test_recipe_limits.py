@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,20 @@ def test_of_several_only_the_one_that_was_needed_goes(limits: Settings) -> None:
 def test_a_recipe_outside_the_limits_is_not_read_for_that(limits: Settings, tmp_path: Path) -> None:
     (tmp_path / "below.yaml").write_text(GOOD.replace("runs/x", "runs/base"))
     assert needless(GOOD + "depends_on: [../below.yaml]\n", limits) == []
+
+
+@pytest.mark.parametrize("key", ["model.name_or_path", "model.tokenizer", "data.train", "training.output_dir"])
+def test_a_path_that_no_disk_takes_is_a_problem_and_no_traceback(limits: Settings, key: str) -> None:
+    section, _, name = key.partition(".")
+    values = {**read(GOOD).values}
+    values[section] = {**values[section], name: "a\0b"}
+    examined = examine(json.dumps(values), limits)
+    assert examined.problems
+
+
+def test_an_edit_of_an_entry_that_is_not_there_does_nothing(limits: Settings) -> None:
+    for number in (1, 9999):
+        edit = {"op": "set", "field": f"data.train[{number}].path", "value": "x.jsonl"}
+        changed = edited(GOOD, [edit], limits)
+        assert ("x.jsonl" in changed) == (number == 1)
+        assert edited("", [edit], limits) == ""

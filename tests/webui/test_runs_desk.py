@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.labels import load_words
-from halftune_webui.runs.desk import MOST, Desk, View, act, refresh, start
+from halftune_webui.runs import launch, listing
+from halftune_webui.runs.desk import AREAS, MOST, PAGE, Desk, Done, View, act, refresh, start
 from halftune_webui.runs.show import REPORT
+from halftune_webui.runs.started import folder_of
+from halftune_webui.runs.state import look
 from halftune_webui.settings import Settings
+
+NOTHING = [None for _ in AREAS]
 
 
 def make(runs: Path, name: str, steps: int = 3) -> Path:
@@ -47,8 +53,9 @@ def test_each_page_has_its_own_open_runs(desk: Desk) -> None:
     assert (one.opened, two.opened) == ([runs / "a"], [runs / "c"])
     for name in "abcdefgh":
         act(desk, one, "tick", str(runs / name), True)
-    assert [run.name for run in one.opened] == list("cdefgh")
-    assert len(one.opened) == MOST
+    assert [run.name for run in one.opened] == list("abcdefgh")  # what is ticked
+    shown = str(refresh(desk, one)[1])
+    assert [name for name in "abcdefgh" if f'data-card="{runs / name}"' in shown] == list("abcdefgh")[-MOST:]
 
 
 def test_a_look_that_was_overtaken_is_not_sent(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,18 +71,18 @@ def test_a_look_that_was_overtaken_is_not_sent(desk: Desk, monkeypatch: pytest.M
         return states()
 
     monkeypatch.setattr(desk, "states", slow)
-    assert refresh(desk, view) == [None, None, None]
+    assert refresh(desk, view) == NOTHING
     assert view.opened == [runs / "b"]
-    assert refresh(desk, view) == [None, None, None]  # it shows b already
+    assert refresh(desk, view) == NOTHING  # it shows b already
 
 
 def test_only_what_has_changed_is_sent(desk: Desk) -> None:
     view = View()
     assert None not in refresh(desk, view)
-    assert refresh(desk, view) == [None, None, None]
+    assert refresh(desk, view) == NOTHING
     with (view.opened[0] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "eval_loss": 0.5, "time": 1.0}) + "\n")
-    listed, cards, curves = refresh(desk, view)
+    listed, cards, curves, _ = refresh(desk, view)
     assert (listed, cards) == (None, None)
     assert "[3, 0.5]" in str(curves)
 
@@ -105,12 +112,12 @@ def test_what_is_gone_is_closed(desk: Desk) -> None:
 def test_a_report_is_shown_without_its_scripts(desk: Desk) -> None:
     run = desk.settings.runs / "a"
     (run / REPORT).write_text("<p>halftune run report</p><script>alert(1)</script>")
-    html = act(desk, View(), "report", str(run), False)
+    html = act(desk, View(), "report", str(run), False).report
     assert html is not None
     assert "<iframe sandbox " in html
     assert "<script>" not in html  # it stands in the frame's text, escaped
     assert "default-src &#x27;none&#x27;" in html
-    assert act(desk, View(), "close", "", False) == ""
+    assert act(desk, View(), "close", "", False).report == ""
 
 
 @pytest.mark.parametrize("what", ["launch", "__init__", "", "deleted"])
@@ -125,3 +132,184 @@ def test_a_wrong_recipe_is_not_started(desk: Desk) -> None:
         start(desk, view, "precision: bf17\nadapter: 3\n")
     assert str(raised.value).count("\n") == 2  # three problems, one a line
     assert view == View()
+
+
+def names(desk: Desk, view: View) -> list[str]:
+    """The runs that the list shows."""
+    view.sent.clear()
+    found = re.findall(r'data-act="open" data-run="([^"]+)"', str(refresh(desk, view)[0]))
+    return [Path(name).name for name in found]
+
+
+def say(desk: Desk, run: str, **said: str) -> None:
+    values = {"name": "", "tags": "", "note": "", **said}
+    act(desk, View(), "mark", str(desk.settings.runs / run), False, json.dumps(values))
+
+
+def test_the_list_is_searched_and_filtered(desk: Desk) -> None:
+    view, runs = View(), desk.settings.runs
+    (runs / "c" / "finished.json").unlink()
+    say(desk, "a", name="Best of all")
+    say(desk, "b", tags="Sweep, small", note="too many epochs")
+    for query, state, found in (
+        ("best", "", ["a"]),
+        ("SWEEP", "", ["b"]),
+        ("epochs", "", ["b"]),
+        ("", "died", ["c"]),
+        ("best", "died", []),
+        ("nothing like it", "", []),
+    ):
+        view.search(query, state)
+        assert names(desk, view) == found, query
+    view.search("", "")
+    assert len(names(desk, view)) == 8
+
+
+def test_fifty_at_a_time(tmp_path: Path) -> None:
+    root = tmp_path.resolve()
+    desk, view = Desk(Settings((root,), root / "runs"), load_words("en")), View()
+    for number in range(PAGE + 3):
+        make(root / "runs", f"run-{number}", 1)
+    assert len(names(desk, view)) == PAGE
+    act(desk, view, "more", "", False)
+    assert len(names(desk, view)) == PAGE + 3
+    assert 'data-act="more"' not in str(refresh(desk, view)[0])
+    view.search("run-1", "")
+    assert {name[:5] for name in names(desk, view)} == {"run-1"}
+
+
+def test_a_pinned_run_stands_first(desk: Desk) -> None:
+    view, run = View(), desk.settings.runs / "f"
+    assert names(desk, view)[0] != "f"
+    act(desk, view, "pin", str(run), False)
+    assert names(desk, view)[0] == "f"
+    act(desk, view, "pin", str(run), False)
+    assert names(desk, view)[0] != "f"
+    assert json.loads((desk.settings.runs / ".board" / "marks.json").read_text()) == {}
+
+
+@pytest.mark.parametrize(
+    "said", ["", "3", "[]", "{}", '{"name": "a"}', json.dumps({"name": "x" * 99, "tags": "", "note": ""})]
+)
+def test_what_is_no_name_is_refused(desk: Desk, said: str) -> None:
+    with pytest.raises(HalftuneError):
+        act(desk, View(), "mark", str(desk.settings.runs / "a"), False, said)
+
+
+@pytest.mark.parametrize("text", ["[", "3", '{"a": 3}', '{"a": {"name": 3, "tags": "x", "note": [], "pinned": 1}}'])
+def test_a_damaged_file_of_names_hides_no_run(desk: Desk, text: str) -> None:
+    marks = desk.settings.runs / ".board" / "marks.json"
+    marks.parent.mkdir()
+    marks.write_text(text)
+    assert len(names(desk, View())) == 8
+    say(desk, "b", name="<b>bold</b>")
+    assert "&lt;b&gt;bold" in str(refresh(desk, View())[0])
+
+
+def test_several_are_deleted_and_what_works_stays(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, runs = View(), desk.settings.runs
+    for name in "abc":
+        act(desk, view, "tick", str(runs / name), True)
+    say(desk, "a", name="gone")
+    monkeypatch.setattr(launch, "is_live", lambda run: run.name == "b")
+    assert act(desk, view, "delete_ticked", "", False).said
+    assert [path.name for path in sorted(runs.iterdir()) if not path.name.startswith(".")] == list("bdefgh")
+    assert view.opened == [runs / "b"]
+    assert not desk.marks.of(runs / "a").name
+
+
+RECIPE = "# mine\nmodel: {name_or_path: builtin:qwen2-tiny}\ntraining: {output_dir: runs/a}\n"
+
+
+def test_a_recipe_comes_back_for_another_try(desk: Desk) -> None:
+    run = desk.settings.runs / "a"
+    folder_of(run).mkdir()
+    (folder_of(run) / "config.yaml").write_text(RECIPE)
+    done = act(desk, View(), "edit", str(run), False)
+    assert done.tab == "train"
+    assert done.recipe == RECIPE.replace("runs/a", "runs/a-2")
+    make(desk.settings.runs, "a-2")
+    (folder_of(run) / "config.yaml").unlink()
+    (run / "resolved.yaml").write_text(RECIPE)  # of the command line
+    assert "runs/a-3" in str(act(desk, View(), "edit", str(run), False).recipe)
+    for left in ("metrics.jsonl", "finished.json"):
+        (run / left).unlink()
+    assert act(desk, View(), "edit", str(run), False).recipe == RECIPE  # it never made a step: its folder is free
+
+
+def test_a_link_out_of_the_folders_brings_no_recipe(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> None:
+    secret = tmp_path_factory.mktemp("secret") / "s.yaml"
+    secret.write_text("password: x\n")
+    run = desk.settings.runs / "a"
+    (run / "resolved.yaml").unlink()
+    (run / "resolved.yaml").symlink_to(secret)
+    with pytest.raises(HalftuneError):
+        act(desk, View(), "edit", str(run), False)
+    view = View()
+    view.show([run, desk.settings.runs / "b"])
+    assert "password" not in str(refresh(desk, view)[1])
+
+
+@pytest.mark.parametrize("tab", ["chat", "export"])
+def test_a_result_is_chosen_in_another_tab(desk: Desk, tab: str) -> None:
+    run = desk.settings.runs / "a"
+    (run / "final").mkdir()
+    view = View()
+    view.show([run])
+    assert f'data-act="{tab}"' in str(refresh(desk, view)[1])
+    assert act(desk, view, tab, str(run), False) == Done(tab=tab, run=run)
+
+
+def test_open_runs_show_how_their_recipes_differ(desk: Desk) -> None:
+    runs, view = desk.settings.runs, View()
+    (runs / "a" / "resolved.yaml").write_text("training: {output_dir: runs/a, learning_rate: 0.1}\nprecision: bf16\n")
+    (runs / "b" / "resolved.yaml").write_text("training: {output_dir: runs/b, learning_rate: 0.2}\nprecision: bf16\n")
+    view.show([runs / "a"])
+    assert "learning_rate" not in str(refresh(desk, view)[1])
+    view.show([runs / "a", runs / "b"])
+    rows = re.findall(r"<tr><th scope=row>([^<]+)</th><td>([^<]+)</td><td>([^<]+)</td>", str(refresh(desk, view)[1]))
+    assert rows == [("training.learning_rate", "0.1", "0.2")]
+
+
+def test_answers_before_and_after_stand_in_the_card(desk: Desk) -> None:
+    run, view = desk.settings.runs / "a", View()
+    view.show([run])
+    assert 'class="scroll answers"' not in str(refresh(desk, view)[1])
+    row = {"prompt": "<b>What?</b>", "before": "noise", "after": None}
+    (run / "samples.json").write_text(json.dumps({"samples": [row]}))
+    cards = str(refresh(desk, view)[1])
+    assert "<td>&lt;b&gt;What?&lt;/b&gt;</td><td>noise</td><td></td>" in cards
+    for odd in ("[", "{}", '{"samples": 3}', '{"samples": [3]}'):
+        (run / "samples.json").write_text(odd)
+        assert 'class="scroll answers"' not in str(refresh(desk, view)[1])
+
+
+def test_a_look_reads_only_what_has_changed_and_serves_every_page(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(listing, "look", lambda run, **more: read.append(run.name) or look(run, **more))
+    refresh(desk, View())
+    assert sorted(read) == list("abcdefgh")
+    read.clear()
+    refresh(desk, View())
+    assert read == []
+    (desk.settings.runs / "c" / "status.json").write_text("{}")
+    refresh(desk, View())
+    assert read == ["c"]
+    (desk.settings.runs / "d" / "resolved.yaml").unlink()
+    assert "d" not in names(desk, View())
+    desk.fresh = 1000
+    refresh(desk, View())
+    monkeypatch.setattr(desk.listing, "look", lambda waiting: pytest.fail("another page has just looked"))
+    refresh(desk, View())
+    monkeypatch.setattr(desk.listing, "look", lambda waiting: read.append("again") or [])
+    desk.look_again()
+    refresh(desk, View())
+    assert read[-1] == "again"
+
+
+def test_charts_know_tokens_and_time(desk: Desk) -> None:
+    run, view = desk.settings.runs / "a", View()
+    lines = [{"step": 2 * n, "loss": 1.0, "tokens": 100, "seconds": 0.5} for n in range(1, 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    view.show([run])
+    assert json.loads(str(refresh(desk, view)[2]))["scales"] == {"a": [[2, 100, 0.5], [4, 200, 1.0], [6, 300, 1.5]]}

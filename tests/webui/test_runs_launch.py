@@ -48,7 +48,7 @@ status.tell(state="finished", phase="finished")
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     script = tmp_path / "train.py"
     script.write_text(STAND_IN)
-    monkeypatch.setenv("HALFTUNE_WEBUI_AUTH", "me:secret")
+    monkeypatch.setenv("HALFTUNE_WEBUI_AUTH", "me:secret-one")
     monkeypatch.chdir(tmp_path)
     root = tmp_path.resolve()
     yield Settings((root,), root / "runs", program=(sys.executable, str(script)))
@@ -110,7 +110,7 @@ def test_a_run_is_nobody_s_child_and_its_end_is_noted(settings: Settings) -> Non
 def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
     run = launch.start(settings, recipe("one"), wait=False)
     until(run, is_now("running"))
-    with pytest.raises(HalftuneError, match=r"a run in this folder already · training.output_dir: runs/one-2 is free"):
+    with pytest.raises(HalftuneError, match="runs/one-2"):
         launch.start(settings, recipe("one"))
     other = tmp_path / "runs" / "other"
     other.mkdir()
@@ -120,6 +120,29 @@ def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(HalftuneError, match="outside"):
         launch.start(settings, recipe("../../elsewhere"))
     assert not list((tmp_path / "runs" / ".board").glob("*.yaml"))
+    launch.stop(settings, run)
+    until(run, is_now("stopped"))
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "final", "checkpoint-3", ""])
+def test_the_folder_of_a_run_that_never_made_a_step_is_free(settings: Settings, left: str) -> None:
+    """It failed before training: the next try need not be called otherwise. What holds a result is kept."""
+    run = launch.start(settings, recipe("one"), wait=False)
+    until(run, is_now("running"))
+    launch.stop(settings, run)
+    until(run, is_now("stopped"))
+    (folder_of(run) / "of-the-first-try").touch()
+    if left:
+        (run / left).mkdir() if "." not in left else (run / left).write_text('{"step": 1, "loss": 1.0}\n')
+        with pytest.raises(HalftuneError) as refused:
+            launch.start(settings, recipe("one"))
+        assert "runs/one-2" in str(refused.value)
+        assert (folder_of(run) / "of-the-first-try").exists()
+        return
+    assert launch.start(settings, recipe("one") + "# again\n") == run
+    assert (folder_of(run) / "config.yaml").read_text().endswith("# again\n")
+    assert not (folder_of(run) / "of-the-first-try").exists()
+    until(run, is_now("running"))
     launch.stop(settings, run)
     until(run, is_now("stopped"))
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import pynvml
 import pytest
 
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune_webui.labels import load_words
 from halftune_webui.machine_panel import OPTIONAL, machine_view
+from halftune_webui.runs.gpus import Gpus, Use, gpu_view
 from halftune_webui.runs.metrics import Alarm
 from halftune_webui.runs.samples import data_view
 from halftune_webui.runs.show import run_card, run_list
@@ -61,14 +64,14 @@ def test_every_state_end_phase_and_alarm_has_words(language: str, state: Any) ->
 @pytest.mark.parametrize(
     ("state", "offered"),
     [
-        ("queued", ["now", "stop"]),
-        ("starting", ["stop"]),
-        ("running", ["stop"]),
-        ("stopping", ["stop_at_once"]),
-        ("finished", ["delete"]),
-        ("stopped", ["resume", "delete"]),
-        ("died", ["resume", "delete"]),
-        ("unreadable", ["delete"]),
+        ("queued", ["now", "stop", "edit", "pin"]),
+        ("starting", ["stop", "edit", "pin"]),
+        ("running", ["stop", "edit", "pin"]),
+        ("stopping", ["stop_at_once", "edit", "pin"]),
+        ("finished", ["edit", "pin", "delete"]),
+        ("stopped", ["resume", "edit", "pin", "delete"]),
+        ("died", ["resume", "edit", "pin", "delete"]),
+        ("unreadable", ["edit", "pin", "delete"]),
     ],
 )
 def test_only_what_is_possible_is_offered(state: Any, offered: list[str]) -> None:
@@ -77,7 +80,8 @@ def test_only_what_is_possible_is_offered(state: Any, offered: list[str]) -> Non
     assert acts(card) == offered
     asked = [attributes for tag, attributes in Tags(card).found if "data-ask" in attributes]
     assert len(asked) == ("delete" in offered) + (state == "stopping")
-    assert "resume" not in acts(run_card(RunState(Path("/r/a"), state), [], "", Path("/r"), words, output="/m"))
+    of_an_export = acts(run_card(RunState(Path("/r/a"), state), [], "", Path("/r"), words, output="/m"))
+    assert not {"resume", "edit", "pin"} & set(of_an_export)
 
 
 def test_names_logs_and_causes_are_text_and_not_html() -> None:
@@ -147,3 +151,67 @@ def test_every_machine_is_shown(name: str) -> None:
     Tags(html)
     assert lookup(name, {}).devices[0].name in html
     assert all(re.search(rf"<b>{package}</b>", html) for package in OPTIONAL)
+
+
+def test_a_failed_run_begins_with_its_error_and_a_waiting_one_says_for_what() -> None:
+    words, runs = load_words("en"), Path("/r")
+    card = run_card(RunState(runs / "a", "died", cause="no row is left"), [], "log", runs, words)
+    assert card.index("no row is left") < card.index('class="facts"') < card.index("<pre")
+    waits = RunState(runs / "b", "queued", place=2, behind=runs / "a")
+    for html in (run_card(waits, [], "", runs, words), run_list([waits], [], runs, words)):
+        assert words("runs.place_behind", n=2, name="a") in html
+
+
+def test_ticks_have_the_colours_of_the_curves() -> None:
+    words, runs = load_words("en"), Path("/r")
+    states = [RunState(runs / name, "finished") for name in "abc"]
+    html = run_list(states, [runs / "c", runs / "a"], runs, words)
+    ticks = [attributes for tag, attributes in Tags(html).found if tag == "input"]
+    assert [(tick["data-run"], tick["class"]) for tick in ticks] == [("/r/a", "l2"), ("/r/b", ""), ("/r/c", "l1")]
+
+
+class Nvml:
+    """Stands for a driver with one device that does not tell its power."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def memory(self, handle: Any) -> Any:
+        self.asked += 1
+        return SimpleNamespace(used=30 * 2**30, total=80 * 2**30)
+
+    def power(self, handle: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def test_devices_are_shown_and_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, driver = load_words("en"), Nvml()
+    for name, answer in {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: b"NVIDIA <A100>",
+        "nvmlDeviceGetMemoryInfo": driver.memory,
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=97),
+        "nvmlDeviceGetPowerUsage": driver.power,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
+    }.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    now = [0.0]
+    gpus = Gpus(every=1.0, clock=lambda: now[0])
+    assert gpus.look() == [Use("NVIDIA <A100>", 30 * 2**30, 80 * 2**30, 97, None, 61)] == gpus.look()
+    assert driver.asked == 1
+    now[0] = 1.5
+    html = gpu_view(gpus.look(), words)
+    assert driver.asked == 2
+    Tags(html)
+    assert all(text in html for text in ("&lt;A100&gt;", "97 %", "30.0 of 80.0 GiB", "61 °C"))
+    assert " W" not in html
+
+
+def test_without_a_device_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", absent)
+    assert gpu_view(Gpus().look(), load_words("en")) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,9 @@ def test_password(start_board: Callable[..., Any]) -> None:
     assert ask(url, "/config")[0] == 401
     assert ask(url, "/gradio_api/info")[0] == 401
     assert ask(url, "/gradio_api/queue/join", "POST", "{}", content_type="application/json")[0] == 401
+    for outside in ("files", "hints"):
+        assert ask(url, f"/halftune/{outside}")[0] == 403
+    assert ask(url, "/halftune/upload/x.jsonl", "PUT", "x")[0] == 403
     for open_to_all in ("heartbeat/x", "app_id", "token"):  # without a look at the password, if it were for Gradio
         assert ask(url, f"/gradio_api/{open_to_all}")[0] == 403
     assert ask(url, "/gradio_api/upload", "POST", "", content_type="multipart/form-data; boundary=x")[0] == 403
@@ -109,6 +113,34 @@ def test_password(start_board: Callable[..., Any]) -> None:
     cookie = text[text.index("access-token") :].split(";")[0]
     assert ask(url, "/config", cookie=cookie)[0] == 200
     assert ask(url, "/gradio_api/app_id", cookie=cookie)[0] == 200
+
+
+def test_a_board_that_nobody_looks_at_costs_nothing(board: Any) -> None:
+    """Gradio looks for work a thousand times a second unless it is told otherwise: 0.08 of a core."""
+    ask(board.url)
+    time.sleep(2)
+
+    def spent() -> float:
+        fields = Path(f"/proc/{board.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = spent()
+    time.sleep(8)
+    assert spent() - before < 8 * 0.02
+
+
+def test_files_are_listed_and_taken(board: Any) -> None:
+    status, text = ask(board.url, "/halftune/upload/rows.jsonl", "PUT", '{"text": "x"}')
+    assert (status, json.loads(text)) == (200, {"path": "data/rows.jsonl"})
+    assert (board.folder / "data" / "rows.jsonl").read_text() == '{"text": "x"}'
+    assert ask(board.url, "/halftune/upload/run.sh", "PUT", "x")[0] == 400
+    assert ask(board.url, "/halftune/upload/..%2Fx.jsonl", "PUT", "x")[0] in (400, 404)
+    assert not (board.folder / "x.jsonl").exists()
+    listed = json.loads(ask(board.url, "/halftune/files?folder=data")[1])
+    assert [one["path"] for one in listed["files"]] == ["data/rows.jsonl"]
+    assert ask(board.url, "/halftune/files?folder=/etc")[0] == 400
+    assert "data/rows.jsonl" in ask(board.url, "/halftune/hints")[1]
+    assert ask(board.url, "/halftune/upload/y.jsonl", "PUT", "x", origin="http://evil.example")[0] == 403
 
 
 def test_board_never_loads_torch(board: Any) -> None:

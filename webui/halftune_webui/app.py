@@ -13,10 +13,14 @@ from halftune.core.table import load
 from halftune_webui.calls import Board
 from halftune_webui.context import Context
 from halftune_webui.labels import load_words
+from halftune_webui.runs.listing import Listing
 from halftune_webui.settings import Settings
 from halftune_webui.tabs import TABS
+from halftune_webui.tabs.choose import choosers
 
-STYLES = [Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("board", "runs")]
+STYLES = [
+    Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("board", "runs", "workbench")
+]
 # Fonts of the reader's system: the page asks no other server for anything.
 SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]
@@ -37,10 +41,12 @@ def build(settings: Settings) -> gr.Blocks:
             lines=12,
             max_lines=32,
             buttons=["copy"],
+            wrap_lines=True,
         )
         start = gr.Button(words("train.start"), variant="primary", render=False, elem_id="start")
         with gr.Tabs(elem_id="tabs") as tabs:
-            context = Context(settings, words, board, tabs, recipe, start)
+            listing = Listing(settings.runs)
+            context = Context(settings, words, board, tabs, recipe, start, listing, choosers(words))
             for name in TABS:
                 with gr.Tab(words(f"tabs.{name}"), id=name, elem_id=f"tab-{name}"):
                     load(TABS, name, kind="tab")(context)

@@ -31,6 +31,8 @@ COMMON = (
     "training.max_steps",
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
+    "distributed.num_processes",
+    "distributed.strategy",
 )
 """What most people set; everything else is folded away under its section."""
 

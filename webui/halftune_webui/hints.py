@@ -7,29 +7,31 @@ from pathlib import Path
 from halftune.config.builtin_data import BUILTIN_DATA
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.rules.files import BUILTIN, DATA_ENDINGS
+from halftune_webui.runs.show import name_of
+from halftune_webui.settings import Settings
 
 MOST = 60
 
 
-def hints() -> dict[str, list[str]]:
-    """Dotted key (without indices) → suggestions: what halftune brings, then what lies in the working directory."""
+def hints(settings: Settings) -> dict[str, list[str]]:
+    """Dotted key (without indices) → suggestions: what halftune brings, then what lies in the board's folders now."""
     data = [f"{BUILTIN}{name}" for name in BUILTIN_DATA]
     models = [f"{BUILTIN}{name}" for name in BUILTIN_MODELS]
-    sources = [*data, *_data_files()]
+    sources = [*data, *_data_files(settings.roots[0])]
     return {
-        "model.name_or_path": [*models, *_finished_models()],
+        "model.name_or_path": [*models, *_finished_models(settings)],
         "data.train.path": sources,
         "data.eval.path": sources,
         "model.chat_template": ["chatml"],
     }
 
 
-def _data_files() -> list[str]:
-    here = Path()
-    near = [*here.glob("*"), *(path for folder in ("data", "datasets") for path in (here / folder).glob("*"))]
-    return sorted(str(path) for path in near if path.suffix in DATA_ENDINGS[:6] and path.is_file())[:MOST]
+def _data_files(here: Path) -> list[str]:
+    near = [path for folder in (here, here / "data", here / "datasets") for path in folder.glob("*")]
+    return sorted(name_of(path, here) for path in near if path.suffix in DATA_ENDINGS[:6] and path.is_file())[:MOST]
 
 
-def _finished_models() -> list[str]:
-    """Whole models that earlier runs here have left."""
-    return sorted(str(path.parent) for path in Path("runs").glob("*/final/config.json"))[:MOST]
+def _finished_models(settings: Settings) -> list[str]:
+    """Whole models that earlier runs of this board have left."""
+    found = settings.runs.glob("*/final/config.json")
+    return sorted(name_of(path.parent, settings.roots[0]) for path in found)[:MOST]

@@ -19,8 +19,9 @@ _NAMES = (
     *("openapi", "process_recording", "monitoring", "mcp", "dev/", "vibe", "undo-vibe"),
 )
 _CLOSED = tuple(f"/{name}" for name in _NAMES)
-# Gradio answers these without a look at its password: one keeps a connection open for as long as the caller likes.
-_SIGNED_IN = tuple(f"/{name}" for name in ("heartbeat", "cancel", "reset", "token", "app_id"))
+# Answered without a look at the password. A heartbeat keeps its connection open as long as the caller likes; the last
+# name is that of the board's own addresses.
+_SIGNED_IN = tuple(f"/{name}" for name in ("heartbeat", "cancel", "reset", "token", "app_id", "halftune"))
 # Nothing from outside, also where a text slips through as markup; and no other site shows the board in a frame.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'; "
@@ -61,9 +62,7 @@ class SameOrigin:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": reason.encode()})
+            await refuse(send, 403, reason)
 
     def _objection(self, scope: Scope) -> str:
         """Why the request is refused; empty where it is not."""
@@ -86,6 +85,13 @@ class SameOrigin:
         if headers.get(b"sec-fetch-site", ["none"]) not in (["same-origin"], ["none"]) and not visit:
             return "halftune: refused, the request comes from another site"
         return ""
+
+
+async def refuse(send: Send, status: int, reason: str, *headers: tuple[bytes, bytes]) -> None:
+    """Answers a request without a look at its body, and closes its connection."""
+    plain = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": plain})
+    await send({"type": "http.response.body", "body": reason.encode()})
 
 
 def _with_headers(send: Send) -> Send:

@@ -146,6 +146,8 @@ def _below(
 
 def _reach(settings: Settings, text: str, start: Path, folder: Path, section: Any) -> None:
     """Checks a path at both places where the loader looks for it: the working directory, and beside the recipe."""
+    if "\0" in text:  # before any look at the disk, which takes no such name
+        inside(settings.roots, text)
     beside, is_recipe = os.path.realpath(folder / os.path.expanduser(text)), section == "depends_on"
     if text.startswith("builtin:") or (is_recipe and beside in map(os.path.realpath, recipes().values())):
         return

@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.core.startup import quick_imports
-from halftune_webui.origin import SameOrigin, Scope
+from halftune_webui import files
+from halftune_webui.gate import Gate
+from halftune_webui.origin import Application, Receive, SameOrigin, Scope, Send
 from halftune_webui.settings import Settings, check_address
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
+    from gradio.queueing import Queue
     from gradio.routes import App
 
 log = get_logger(__name__)
 # Gradio and huggingface_hub read these when they are imported.
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_SHARE": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
-MAX_UPLOAD = "1mb"  # a recipe; data files are named by their path
+# Seconds between two looks of Gradio at its queue, while something is asked of the board, and while nothing is.
+BUSY, IDLE = 0.05, 0.5
 
 
 def serve(
@@ -54,6 +58,7 @@ def serve(
     port = listener.getsockname()[1]
     board = build(settings)
     outer = FastAPI(openapi_url=None)
+    files.add_routes(outer, settings)
     mount_gradio_app(
         outer,
         board,
@@ -66,14 +71,41 @@ def serve(
         theme=theme(),
         css_paths=STYLES,
         show_error=True,
-        max_file_size=MAX_UPLOAD,
     )
     mounted = _mounted(outer)
     _refuse_unknown(mounted)
-    guarded = SameOrigin(outer, host, _signed_in(mounted)) if auth else SameOrigin(outer, host)
+    signed_in = _signed_in(mounted) if auth else None
+    resting = Resting(Gate(outer, signed_in, files.LARGE), board._queue)
+    guarded = SameOrigin(resting, host, signed_in or (lambda scope: True))
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     uvicorn.Server(config).run(sockets=[listener])
+
+
+class Resting:
+    """ASGI layer that lets Gradio's queue sleep while no page is open: a page keeps a request open as long as it lives.
+
+    Args:
+        app: what requests are passed on to.
+        queue: Gradio's, which looks for work every ``sleep_when_free`` seconds.
+    """
+
+    def __init__(self, app: Application, queue: Queue) -> None:
+        self._app, self._queue, self._open = app, queue, 0
+        self._look_every(IDLE)
+
+    def _look_every(self, seconds: float) -> None:
+        self._queue.sleep_when_free = self._queue.progress_update_sleep_when_free = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        self._open += scope["type"] == "http"
+        self._look_every(BUSY if self._open else IDLE)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= scope["type"] == "http"
+            self._look_every(BUSY if self._open else IDLE)
 
 
 def _mounted(outer: FastAPI) -> App:

@@ -12,6 +12,7 @@ from halftune.core.errors import ConfigError
 
 LANGUAGES = ("en", "zh")
 HALFTUNE = (sys.executable, "-m", "halftune")
+SHORTEST_PASSWORD = 8  # characters
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,12 @@ def read_auth(text: str) -> tuple[str, str]:
     """User and password from ``user:password``; the password may hold colons.
 
     Raises:
-        ConfigError: one of the two is missing. The message does not repeat the text.
+        ConfigError: one of the two is missing, or the password is short. The message does not repeat the text.
     """
     user, colon, password = text.partition(":")
     if not (user and colon and password):
         raise ConfigError("is not user:password", where="--auth", remedy="for example --auth me:a-long-password")
+    if len(password) < SHORTEST_PASSWORD:
+        what = f"the password has {len(password)} characters; at least {SHORTEST_PASSWORD} are required"
+        raise ConfigError(what, where="--auth", remedy="choose a longer password")
     return user, password

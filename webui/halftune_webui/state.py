@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from halftune.config.reading.yaml_source import KeyProblem
@@ -17,7 +17,14 @@ from halftune_webui.recipe import Examined
 from halftune_webui.yaml_edit import child_at
 
 
-def form_state(examined: Examined, outlook: Outlook | None, words: Words, seq: int = 0, machine: str = "") -> str:
+def form_state(
+    examined: Examined,
+    outlook: Outlook | None,
+    words: Words,
+    seq: int = 0,
+    machine: str = "",
+    more: Sequence[HalftuneError] = (),
+) -> str:
     """The form's state as JSON.
 
     Args:
@@ -26,6 +33,7 @@ def form_state(examined: Examined, outlook: Outlook | None, words: Words, seq: i
         words: the labels.
         seq: number of the change that this answers.
         machine: the one that the plan is for, where it is not this one.
+        more: problems beside those of the recipe and the plan.
     """
     groups = form()
     values = examined.values
@@ -33,7 +41,7 @@ def form_state(examined: Examined, outlook: Outlook | None, words: Words, seq: i
     known = list(_paths(groups, counts))
     beside: dict[str, list[str]] = {}
     planned = outlook.problem if outlook is not None else None
-    for problem in (*examined.problems, *(planned.problems if planned else ())):
+    for problem in (*examined.problems, *more, *(planned.problems if planned else ())):
         place = place_of(problem, known)
         if place:
             beside.setdefault(place, []).append(words.problem(problem, place=False))

@@ -112,7 +112,9 @@ def _put(values: Any, path: Path, value: Any) -> None:
         if not rest and value is ABSENT:
             del values[part : part + 1]
             return
-        if part >= len(values):
+        if part > len(values):
+            raise ConfigError(f"there are only {len(values)} entries", where=f"[{part}]")
+        if part == len(values):
             values.append(None)
     elif value is ABSENT and not rest:
         values.pop(part, None)

@@ -48,19 +48,34 @@ def hold_out(content: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarra
     """
     firsts = np.unique(content, return_index=True)[1]
     total = len(firsts)
-    count = round(share * total) if share < 1 else round(share)
-    count = max(count, 1) if share > 0 else 0
-    if count >= total > 0:
-        copies = f" different ones ({len(content)} with copies)" if len(content) > total else ""
-        raise DataError(
-            f"data.eval_split holds {count} samples out, and there are only {total}{copies}",
-            where="data.eval_split",
-            remedy="hold fewer out, or give evaluation data of its own under data.eval",
-        )
+    count = count_held_out(share, total, len(content))
     chosen = np.random.default_rng([seed, _HOLD_OUT]).permutation(total)[:count]
     held = np.zeros(total, dtype=bool)
     held[chosen] = True
     return np.flatnonzero(~held[content]), np.sort(firsts[chosen])
+
+
+def count_held_out(share: float, different: int, samples: int) -> int:
+    """How many samples an ``eval_split`` holds out.
+
+    Args:
+        share: as for :func:`hold_out`.
+        different: samples of different content.
+        samples: all, copies included.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    count = round(share * different) if share < 1 else round(share)
+    count = max(count, 1) if share > 0 else 0
+    if count >= different > 0:
+        copies = f" different ones ({samples} with copies)" if samples > different else ""
+        raise DataError(
+            f"would hold {count} samples out, and there are only {different}{copies}",
+            where="data.eval_split",
+            remedy="hold fewer out, or give evaluation data of its own under data.eval",
+        )
+    return count
 
 
 def weigh(positions: Sequence[np.ndarray], weights: Sequence[float], *, seed: int) -> np.ndarray:

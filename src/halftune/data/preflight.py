@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from halftune.data.conversation import RowDropped, RowError
 from halftune.data.detect import detect_for
 from halftune.data.files import FileRows, ending, first_lines, read_file
 from halftune.data.missing import with_nulls
-from halftune.data.mixture import choose_rows
+from halftune.data.mixture import choose_rows, count_held_out
 from halftune.data.report import Count, nothing_left
 from halftune.data.sources import BUILTIN, Rows, empty, files_of
 
@@ -28,13 +29,17 @@ def look_over(config: RunConfig) -> None:
     What lies further on, and what only a tokenizer can tell, is found when the data is prepared.
 
     Raises:
-        DataError: a row is malformed or has no answer, no format fits, nothing is left to train on, or conversations
-            meet a local tokenizer without a chat template.
+        DataError: a row is malformed or has no answer, no format fits, nothing is left to train on, conversations meet
+            a local tokenizer without a chat template, or ``data.eval_split`` holds everything out.
     """
+    kept: list[list[bytes] | None] = []
     for section in (*config.data.train, *config.data.eval):
         found = _rows(section)
-        if found is not None:
-            _check(found, section, config)
+        kept.append(None if found is None else _check(found, section, config))
+    contents = [one for one in kept if one is not None]
+    # of conversations: each row is one sample at most, while documents are cut into several
+    if config.data.eval_split and not config.data.eval and config.method.type == "sft" and len(contents) == len(kept):
+        count_held_out(config.data.eval_split, len(set().union(*contents)), sum(map(len, contents)))
 
 
 @dataclass(frozen=True)
@@ -63,28 +68,32 @@ def _rows(section: SourceSection) -> _Found | None:
     return _Found(Rows(section.path, parts), True)
 
 
-def _check(found: _Found, section: SourceSection, config: RunConfig) -> None:
+def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[bytes] | None:
+    """A digest of each conversation; None where there may be more of them."""
     rows = found.rows
     if not len(rows):
         if found.whole:
             raise empty(section.path)
-        return
+        return None
     if not found.whole and section.samples is not None:
-        return  # which rows are taken depends on how many there are
+        return None  # which rows are taken depends on how many there are
     everything = rows.all()
     chosen = choose_rows(len(rows), section.samples, seed=config.training.seed).tolist()
     reading = detect_for(config.method.type, [everything[index] for index in chosen], section)
     _check_template(reading.format.name, config.model)
     dropped: dict[str, Count] = {}
+    kept: list[bytes] = []
     for index in chosen:
         try:
-            reading.format.read(with_nulls(reading.rename(everything[index])))
+            read = reading.format.read(with_nulls(reading.rename(everything[index])))
+            kept.append(hashlib.blake2b(repr(read).encode(errors="replace"), digest_size=16).digest())
         except RowDropped as reason:
             dropped.setdefault(reason.reason, Count()).add(rows.place(index))
         except RowError as error:
             raise DataError(error.what, where=rows.where(index), remedy=error.remedy) from error
     if found.whole and sum(count.count for count in dropped.values()) == len(chosen):
         raise nothing_left(section.path, dropped)
+    return kept if found.whole else None
 
 
 def _check_template(form: str, model: ModelSection) -> None:

@@ -100,7 +100,7 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
     if not (path / RESOLVED).exists():
         _check_empty(path)
         return None
-    if not _holds_results(path):
+    if not holds_results(path):
         return None
     if loaded.run.training.resume == "never":
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
     return before
 
 
-def _holds_results(path: Path) -> bool:
+def holds_results(path: Path) -> bool:
     """Whether a run has left anything but its intent."""
     metrics = path / "metrics.jsonl"
     written = metrics.exists() and metrics.stat().st_size > 0

@@ -3,8 +3,9 @@
 const root = element.querySelector('.ht-charts');
 const words = JSON.parse(props.words);
 const NS = 'http://www.w3.org/2000/svg';
-const LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 22, HEIGHT = 190;
-let data = {charts: [], runs: []}, zoom = null, raw = true, smooth = true, log = false;
+const LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 38, HEIGHT = 206;
+const AXES = {step: 0, tokens: 1, time: 2};  // places in a row of `data.scales`
+let data = {charts: [], runs: [], scales: {}}, zoom = null, raw = true, smooth = true, log = false, axis = 'step';
 
 const make = (name, attributes = {}, text) => {
   const node = document.createElementNS(NS, name);
@@ -33,12 +34,30 @@ const ticks = (low, high, wanted) => {
 };
 const colour = (run) => `var(--ht-l${(data.runs.indexOf(run) % 6) + 1})`;
 
+// Where a step lies on the chosen axis: between the steps that the server has told of, in a straight line.
+function placed(run, step) {
+  const known = data.scales[run] || [], column = AXES[axis];
+  if (!column || !known.length) return step;
+  let low = 0, high = known.length - 1;
+  if (step <= known[0][0]) return known[0][0] ? (step / known[0][0]) * known[0][column] : known[0][column];
+  if (step >= known[high][0]) return known[high][column];
+  while (high - low > 1) { const middle = (low + high) >> 1; if (known[middle][0] <= step) low = middle; else high = middle; }
+  const share = (step - known[low][0]) / (known[high][0] - known[low][0]);
+  return known[low][column] + share * (known[high][column] - known[low][column]);
+}
+const clock = (seconds) => {
+  const whole = Math.round(seconds), two = (number) => String(number).padStart(2, '0');
+  return whole >= 3600 ? `${Math.floor(whole / 3600)}:${two(Math.floor((whole % 3600) / 60))} h` : `${Math.floor(whole / 60)}:${two(whole % 60)}`;
+};
+const spellAxis = (value) => (axis === 'time' ? clock(value) : axis === 'tokens' ? spell(value) : Math.round(value).toLocaleString('en'));
+
+// Lines to draw; a point is [place on the axis, value, step].
 function drawn(chart) {
-  const lines = [];
+  const lines = [], put = (run, points) => points.map(([step, value]) => [placed(run, step), value, step]);
   for (const line of chart.lines) {
     const both = line.smooth.length > 0;
-    if (raw || !both) lines.push({run: line.run, points: line.points, kind: both && smooth ? 'raw' : 'main'});
-    if (both && smooth) lines.push({run: line.run, points: line.smooth, kind: 'main'});
+    if (raw || !both) lines.push({run: line.run, points: put(line.run, line.points), kind: both && smooth ? 'raw' : 'main'});
+    if (both && smooth) lines.push({run: line.run, points: put(line.run, line.smooth), kind: 'main'});
   }
   return lines;
 }
@@ -46,8 +65,8 @@ function drawn(chart) {
 function whole() {  // all charts show the same stretch of steps
   let left = Infinity, right = -Infinity;
   for (const chart of data.charts) for (const line of chart.lines) {
-    left = Math.min(left, line.points[0][0]);
-    right = Math.max(right, line.points[line.points.length - 1][0]);
+    left = Math.min(left, placed(line.run, line.points[0][0]));
+    right = Math.max(right, placed(line.run, line.points[line.points.length - 1][0]));
   }
   return [left, right];
 }
@@ -70,7 +89,9 @@ function bounds(lines, logarithmic) {
 function figure(chart) {
   const box = html('figure');
   box.dataset.chart = chart.name;
-  box.append(html('figcaption', '', words[chart.name]));
+  const caption = html('figcaption'), saves = html('span', 'saves');
+  caption.append(html('span', '', words[chart.name]), saves);
+  box.append(caption);
   const lines = drawn(chart), logarithmic = log && chart.name.endsWith('loss'), range = bounds(lines, logarithmic);
   const width = Math.max(220, box_width());
   const svg = make('svg', {viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: 'img', 'aria-label': words[chart.name]});
@@ -88,15 +109,22 @@ function figure(chart) {
   }
   for (const mark of ticks(range.left, range.right, width > 420 ? 6 : 4)) {
     if (mark !== Math.round(mark)) continue;
-    const last = x(mark) > width - 14;  // it would be cut in the middle
-    svg.append(make('text', {x: last ? width : x(mark), y: HEIGHT - 6, class: 'mark', 'text-anchor': last ? 'end' : 'middle'}, mark.toLocaleString('en')));
+    const text = spellAxis(mark), last = x(mark) > width - 4 * text.length;  // it would be cut in the middle
+    svg.append(make('text', {x: last ? width : x(mark), y: HEIGHT - 22, class: 'mark', 'text-anchor': last ? 'end' : 'middle'}, text));
+  }
+  svg.append(make('text', {x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, class: 'mark axis', 'text-anchor': 'middle'}, words.axes[axis]));
+  for (const [kind, act] of [['PNG', () => savePng(chart, svg, lines)], ['CSV', () => saveCsv(chart)]]) {
+    const button = html('button', '', kind);
+    button.type = 'button'; button.dataset.save = kind; button.title = `${words.save} ${kind}`; button.setAttribute('aria-label', `${words[chart.name]}: ${words.save} ${kind}`);
+    button.addEventListener('click', act);
+    saves.append(button);
   }
   const clip = `ht-clip-${chart.name}`, hole = make('clipPath', {id: clip});
   hole.append(make('rect', {x: LEFT - 3, y: 0, width: width - LEFT - RIGHT + 6, height: HEIGHT - BOTTOM + 1}));
   svg.append(hole);
   for (const line of lines) {
     let path = '', pen = false;
-    for (const [step, value] of line.points) {
+    for (const [step, value] of line.points) {  // `step` is the place on the axis
       if (value === null || (logarithmic && value <= 0)) {
         pen = false;
         if (value === null) svg.append(make('circle', {cx: x(step), cy: TOP + 4, r: 4, class: 'odd', 'clip-path': `url(#${clip})`}));
@@ -138,10 +166,11 @@ function listen(box, svg, chart, lines, range, width) {
     for (const line of lines.filter((one) => one.kind === 'main')) {
       const point = line.points.reduce((best, one) => (best === null || Math.abs(one[0] - here.step) < Math.abs(best[0] - here.step) ? one : best), null);
       if (!point) continue;
-      if (nearest === null) nearest = point[0];
+      if (nearest === null) nearest = point;
       rows.push(`${data.runs.length > 1 ? line.run + ': ' : ''}${point[1] === null ? words.odd : spell(point[1])}`);
     }
-    tip.textContent = `${words.step} ${Math.round(nearest ?? here.step).toLocaleString('en')}\n${rows.join('\n')}`;
+    const step = Math.round(nearest ? nearest[2] : here.step).toLocaleString('en');
+    tip.textContent = `${words.step} ${step}${axis === 'step' || !nearest ? '' : ` · ${spellAxis(nearest[0])}${axis === 'tokens' ? ` ${words.axes.tokens}` : ''}`}\n${rows.join('\n')}`;
     tip.hidden = false;
     tip.style.left = here.at > width / 2 ? 'auto' : `${here.at + 10}px`;
     tip.style.right = here.at > width / 2 ? `${width - here.at + 10}px` : 'auto';
@@ -156,6 +185,56 @@ function listen(box, svg, chart, lines, range, width) {
   svg.addEventListener('dblclick', () => { zoom = null; draw(); });
 }
 
+function save(name, blob) {
+  const link = document.createElement('a');
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function saveCsv(chart) {
+  const quoted = (text) => `"${String(text).replace(/"/g, '""')}"`, rows = [['run', 'step', 'tokens', 'seconds', chart.name].join(',')];
+  const before = axis;
+  for (const line of chart.lines) for (const [step, value] of line.points) {
+    const places = ['tokens', 'time'].map((one) => { axis = one; return (data.scales[line.run] || []).length ? +placed(line.run, step).toPrecision(9) : ''; });
+    rows.push([quoted(line.run), step, ...places, value === null ? 'nan' : value].join(','));
+  }
+  axis = before;
+  save(`${chart.name}.csv`, new Blob([`${rows.join('\n')}\n`], {type: 'text/csv'}));
+}
+
+// As it is on the screen, twice as fine: what the style sheet says is written into a copy, which then stands alone.
+function savePng(chart, svg, lines) {
+  const copy = svg.cloneNode(true), names = ['fill', 'stroke', 'stroke-width', 'stroke-dasharray', 'opacity', 'font-size', 'font-family', 'stroke-linejoin'];
+  const from = [...svg.querySelectorAll('*')], to = [...copy.querySelectorAll('*')];
+  from.forEach((node, index) => { const style = getComputedStyle(node); for (const name of names) to[index].style.setProperty(name, style.getPropertyValue(name)); });
+  const width = +svg.getAttribute('width'), runs = [...new Set(lines.map((line) => line.run))], height = HEIGHT + 24 + 18 * runs.length;
+  copy.setAttribute('xmlns', NS);
+  const image = new Image();
+  image.addEventListener('load', () => {
+    const canvas = document.createElement('canvas'), style = getComputedStyle(root), pen = canvas.getContext('2d');
+    canvas.width = 2 * width; canvas.height = 2 * height;
+    pen.scale(2, 2);
+    pen.fillStyle = getComputedStyle(document.body).backgroundColor;
+    pen.fillRect(0, 0, width, height);
+    pen.fillStyle = style.color;
+    pen.font = `600 13px ${style.fontFamily}`;
+    pen.fillText(words[chart.name], 4, 16);
+    pen.drawImage(image, 0, 24, width, HEIGHT);
+    pen.font = `13px ${style.fontFamily}`;
+    runs.forEach((run, index) => {
+      const y = HEIGHT + 36 + 18 * index, key = root.querySelectorAll('.bar .key')[data.runs.indexOf(run)];
+      pen.fillStyle = key ? getComputedStyle(key, '::before').borderTopColor : style.color;
+      pen.fillRect(LEFT, y - 5, 18, 3);
+      pen.fillStyle = style.color;
+      pen.fillText(run, LEFT + 26, y);
+    });
+    canvas.toBlob((blob) => save(`${chart.name}.png`, blob));
+  });
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(copy))}`;
+}
+
 const columns = () => (root.clientWidth > 1050 ? 3 : root.clientWidth > 620 ? 2 : 1);
 const box_width = () => Math.floor((root.clientWidth - (columns() - 1) * 18) / columns());
 
@@ -167,6 +246,13 @@ function controls() {
     bar.append(key);
   }
   bar.append(html('span', 'space'));
+  const over = html('label', '', `${words.over} `), choice = html('select');
+  choice.name = 'axis';
+  for (const name of Object.keys(AXES)) { const option = html('option', '', words.axes[name]); option.value = name; choice.append(option); }
+  choice.value = axis;
+  choice.addEventListener('change', () => { axis = choice.value; zoom = null; draw(); root.querySelector('[name=axis]').focus(); });
+  over.append(choice);
+  bar.append(over);
   const toggle = (name, on, set) => {
     const label = html('label'), input = html('input');
     input.type = 'checkbox'; input.checked = on; input.name = name;
@@ -196,8 +282,8 @@ function draw() {
 }
 
 const update = () => {
-  data = props.value ? JSON.parse(props.value) : {charts: [], runs: []};
-  if (!root.querySelector('svg:active')) draw();
+  data = props.value ? JSON.parse(props.value) : {charts: [], runs: [], scales: {}};
+  if (!root.querySelector('svg:active, select:focus')) draw();
 };
 watch('value', update);
 let seen = 0;

@@ -1,6 +1,7 @@
 // Draws the form from the schema and keeps it in step with the recipe's text. Runs once, when the component appears;
 // `element`, `trigger`, `props` and `watch` are Gradio's. Everything that comes from a recipe is set as text, never as HTML.
-const groups = JSON.parse(props.schema), words = JSON.parse(props.words), hints = JSON.parse(props.hints);
+const groups = JSON.parse(props.schema), words = JSON.parse(props.words);
+let hints = JSON.parse(props.hints);
 const root = element.querySelector('.ht-form');
 const rows = new Map();      // dotted path → {row, node, control, problem, why}
 const lists = new Map();     // dotted path of a list of sections → {row, body, count}
@@ -74,8 +75,12 @@ function control(row, path, id) {
     const known = [...row.words, ...(hints[path.replace(/\[\d+\]/g, '')] || [])];
     if (known.length && !long) {
       const list = make('datalist'); list.id = `${id}-list`;
-      for (const word of known) { const option = make('option'); option.value = word; list.append(option); }
+      suggest(list, known);
       node.setAttribute('list', list.id);
+      node.addEventListener('focus', async () => {  // files come and go
+        try { hints = await fetch('halftune/hints').then((one) => one.json()); } catch (error) { return; }
+        suggest(list, [...row.words, ...(hints[path.replace(/\[\d+\]/g, '')] || [])]);
+      });
       root.append(list);
     }
     node.addEventListener('input', () => typing.add(path));
@@ -85,6 +90,10 @@ function control(row, path, id) {
   }
   node.id = id;
   return node;
+}
+
+function suggest(list, known) {
+  list.replaceChildren(...known.map((word) => { const option = make('option'); option.value = word; return option; }));
 }
 
 function fill(entry, text, isSet) {
@@ -141,7 +150,14 @@ function drawList(row, path, into) {
   problem.setAttribute('role', 'alert');
   add.type = 'button';
   add.addEventListener('click', () => send({op: 'add', field: path}));
-  node.append(head, body, add, problem, prose('p', words.help[path] || row.help));
+  node.append(head);
+  if (path === 'data.train') {  // the first source
+    node.append(filePicker((file) => {
+      if (!lists.get(path).count) send({op: 'add', field: path});
+      send({op: 'set', field: `${path}[0].path`, value: file});
+    }));
+  }
+  node.append(body, add, problem, prose('p', words.help[path] || row.help));
   into.append(node);
   lists.set(path, {row, node, body, problem, count: 0});
 }

@@ -7,6 +7,7 @@ const kept = (key) => [...box.querySelectorAll(`[data-keep]`)].map((one) => [one
 const draw = () => {
   const html = props.value || '';
   if (box.dataset.seen === html) return;
+  if (document.activeElement && box.contains(document.activeElement.closest('form[data-act]'))) return;  // it is being filled in
   const scrolls = new Map(kept((one) => [one.scrollTop, one.scrollTop + one.clientHeight >= one.scrollHeight - 4]));
   // what the reader folded or unfolded stays so; the rest follows the server: the log of a run unfolds when it dies
   const open = new Map(kept((one) => (String(one.open) === one.dataset.drawn ? undefined : one.open)));
@@ -16,7 +17,7 @@ const draw = () => {
   for (const one of box.querySelectorAll('[data-keep]')) {
     const before = scrolls.get(one.dataset.keep);
     if (one.tagName === 'DETAILS') { one.dataset.drawn = one.open; if (open.get(one.dataset.keep) !== undefined) one.open = open.get(one.dataset.keep); }
-    else one.scrollTop = before && !before[1] ? before[0] : one.scrollHeight;
+    else one.scrollTop = before && (!before[1] || one.dataset.from === 'top') ? before[0] : (one.dataset.from === 'top' ? 0 : one.scrollHeight);
   }
   const shown = box.querySelector('[data-show]');  // what the reader has asked for, and may lie below the window
   if (shown && shown.dataset.show !== brought) shown.scrollIntoView({behavior: 'smooth', block: 'start'});
@@ -24,14 +25,33 @@ const draw = () => {
   if (focus) { const again = document.getElementById(focus); if (again) again.focus(); }
 };
 
+async function copied(button) {
+  try { await navigator.clipboard.writeText(button.dataset.copy); } catch (error) {  // a page without https may not
+    window.getSelection().selectAllChildren(button.previousElementSibling);
+    return;
+  }
+  button.classList.add('done');
+  setTimeout(() => button.classList.remove('done'), 1500);
+}
+
 element.addEventListener('click', (event) => {
+  const copy = event.target.closest('[data-copy]');
+  if (copy) { copied(copy); return; }
   const button = event.target.closest('[data-act]');
-  if (!button || button.tagName === 'INPUT') return;
+  if (!button || button.tagName !== 'BUTTON') return;
   if (button.dataset.ask && !window.confirm(button.dataset.ask)) return;
-  trigger('submit', {act: button.dataset.act, run: button.dataset.run || '', on: false});
+  trigger('submit', {act: button.dataset.act, run: button.dataset.run || '', on: false, text: ''});
 });
 element.addEventListener('change', (event) => {
-  if (event.target.dataset.act) trigger('submit', {act: event.target.dataset.act, run: event.target.dataset.run, on: event.target.checked});
+  if (event.target.dataset.act) trigger('submit', {act: event.target.dataset.act, run: event.target.dataset.run, on: event.target.checked, text: ''});
 });
+element.addEventListener('submit', (event) => {  // a form of ours; Gradio's own event of that name has no target in here
+  const form = event.target.closest ? event.target.closest('form[data-act]') : null;
+  if (!form) return;
+  event.preventDefault();
+  trigger('submit', {act: form.dataset.act, run: form.dataset.run, on: false, text: JSON.stringify(Object.fromEntries(new FormData(form)))});
+  document.activeElement.blur();
+});
+box.addEventListener('focusout', () => setTimeout(draw, 0));
 watch('value', draw);
 draw();

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from halftune_webui.runs.metrics import Series
+from halftune_webui.runs.metrics import Metrics, Series
 
-POINTS = 1000
+POINTS, SCALE = 1000, 200
 
 
 def thinned(series: Series, points: int = POINTS) -> list[list[float | None]]:
@@ -20,6 +20,17 @@ def thinned(series: Series, points: int = POINTS) -> list[list[float | None]]:
         kept = _extremes(values, points)
         steps, values = steps[kept], values[kept]
     return [[_whole(step), _rounded(value)] for step, value in zip(steps.tolist(), values.tolist(), strict=True)]
+
+
+def scale(metrics: Metrics, points: int = SCALE) -> list[list[float | None]]:
+    """``[step, tokens, seconds]`` at up to ``points`` steps: for charts over tokens or time instead of steps."""
+    steps, tokens = np.frombuffer(metrics.tokens.steps), np.frombuffer(metrics.tokens.values)
+    seconds = np.frombuffer(metrics.seconds.values)
+    if not len(steps):
+        return []
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(points, len(steps))).astype(int))
+    rows = zip(steps[kept].tolist(), tokens[kept].tolist(), seconds[kept].tolist(), strict=True)
+    return [[_whole(step), _rounded(count), _rounded(time)] for step, count, time in rows]
 
 
 def _extremes(values: np.ndarray, points: int) -> np.ndarray:

@@ -3,48 +3,87 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from halftune.core.errors import HalftuneError
 from halftune.core.files import read_text
+from halftune_webui.before_start import obstacles
 from halftune_webui.labels import Words
 from halftune_webui.recipe import examine
 from halftune_webui.runs import launch, queue
-from halftune_webui.runs.curves import chart
+from halftune_webui.runs.curves import chart, scale
+from halftune_webui.runs.details import details, differences
+from halftune_webui.runs.gpus import Gpus, gpu_view
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail
+from halftune_webui.runs.marks import Marks
 from halftune_webui.runs.metrics import COLUMNS, Metrics
-from halftune_webui.runs.show import REPORT, name_of, run_card, run_list
-from halftune_webui.runs.state import RunState
+from halftune_webui.runs.show import REPORT, Mark, name_of, run_card, run_list
+from halftune_webui.runs.state import LIVE, RunState
+from halftune_webui.runs.stored import recipe_of
 from halftune_webui.settings import Settings
+from halftune_webui.yaml_edit import set_value
 
-AREAS = ("list", "cards", "curves")
-MOST = 6  # runs that are open at once, as many as there are colours
+AREAS = ("list", "cards", "curves", "gpus")
+MOST = 6  # runs whose cards and curves are shown at once, as many as there are colours
+PAGE = 50  # runs that the list shows, and shows more
+# Which states a choice of the list stands for; every state where it is not in here.
+FILTERS: dict[str, tuple[str, ...]] = {
+    "live": LIVE,
+    "queued": ("queued",),
+    "finished": ("finished",),
+    "stopped": ("stopped",),
+    "died": ("died", "unreadable"),
+}
 # The report may be anybody's: it runs nothing, and asks no server for anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SMOOTH = ("loss", "grad_norm", "tokens_per_second")
 
 
 class Desk:
-    """What all pages of one board share: the list and the metrics, each remembering what it has read."""
+    """What all pages of one board share: the list and the metrics, each remembering what it has read.
 
-    def __init__(self, settings: Settings, words: Words) -> None:
-        self.settings, self.words = settings, words
-        self.listing = Listing(settings.runs)
+    Args:
+        settings: limits of the board.
+        words: the labels.
+        listing: of the runs; one of its own by default.
+        fresh: seconds for which one look at the disk serves every page.
+    """
+
+    def __init__(self, settings: Settings, words: Words, listing: Listing | None = None, fresh: float = 0.0) -> None:
+        self.settings, self.words, self.fresh = settings, words, fresh
+        self.listing, self.marks, self.gpus = listing or Listing(settings.runs), Marks(settings.runs), Gpus()
         self.metrics: dict[Path, Metrics] = {}
+        self._drawn: WeakKeyDictionary[Metrics, _Drawn] = WeakKeyDictionary()
         self.lock = threading.Lock()  # pages ask at the same time
+        self._states: list[RunState] = []
+        self._looked = -math.inf
 
     def states(self) -> list[RunState]:
         """Every run, after the queue has had its turn."""
         runs = self.settings.runs
         with self.lock:
-            queue.start_next(self.settings)
-            return self.listing.look(queue.waiting(runs))
+            if time.monotonic() - self._looked < self.fresh:
+                return self._states
+            states = self.listing.look(waits := queue.waiting(runs))
+            if waits and not any(state.live for state in states):
+                queue.start_next(self.settings)
+                states = self.listing.look(queue.waiting(runs))
+            self._states, self._looked = states, time.monotonic()
+            return states
+
+    def look_again(self) -> None:
+        """Something was done: the next look is at the disk."""
+        with self.lock:
+            self._looked = -math.inf
 
     def read(self, run: Path) -> Metrics:
         """A run's metrics, up to now."""
@@ -52,6 +91,20 @@ class Desk:
             metrics = self.metrics.setdefault(run, Metrics(run))
             metrics.update()
             return metrics
+
+    def curves(self, metrics: dict[Path, Metrics]) -> str:
+        """The charts of these runs as JSON; only a run that has new numbers is drawn again."""
+        drawn: dict[str, _Drawn] = {}
+        for run, one in metrics.items():
+            name, known = name_of(run, self.settings.runs), self._drawn.get(one)
+            drawn[name] = known if known is not None and known.version == one.version else _drawn(name, one)
+            self._drawn[one] = drawn[name]
+        charts = []
+        for column in COLUMNS:
+            if lines := [one.lines[column] for one in drawn.values() if column in one.lines]:
+                charts.append(f'{{"name": {json.dumps(column)}, "lines": [{", ".join(lines)}]}}')
+        scales = ", ".join(f"{json.dumps(name)}: {one.scale}" for name, one in drawn.items())
+        return f'{{"runs": {json.dumps(list(drawn))}, "charts": [{", ".join(charts)}], "scales": {{{scales}}}}}'
 
     def forget(self, opened: Sequence[Path]) -> None:
         """Lets go of the metrics of runs that are gone."""
@@ -65,19 +118,35 @@ class View:
     """What one page shows.
 
     Attributes:
-        opened: runs that are open, in the order of their colours.
+        opened: runs that are ticked, the latest last; cards and curves of the last ``MOST`` are shown.
         sent: digest of what each of ``AREAS`` was sent last.
         turn: counts what the reader did. A look at the disk that began before is out of date, and is not sent.
+        query: text that listed runs have in their name, model, tags or note.
+        state: one of ``FILTERS``, or empty for all.
+        limit: how many runs are listed.
     """
 
     opened: list[Path] = field(default_factory=list)
     sent: dict[str, str] = field(default_factory=dict)
     turn: int = 0
+    query: str = ""
+    state: str = ""
+    limit: int = PAGE
 
     def show(self, runs: list[Path]) -> None:
         """The reader wants to see these runs."""
         self.turn += 1
         self.opened = runs
+
+    def search(self, query: str, state: str) -> None:
+        """The reader wants to see the runs of a kind in the list."""
+        self.turn += 1
+        self.query, self.state, self.limit = query.strip().lower(), state, PAGE
+
+    def more(self) -> None:
+        """The reader wants to see more of the list."""
+        self.turn += 1
+        self.limit += PAGE
 
 
 def first(states: Sequence[RunState]) -> list[Path]:
@@ -85,31 +154,67 @@ def first(states: Sequence[RunState]) -> list[Path]:
     return [state.folder for state in states if state.live][:MOST] or [state.folder for state in states[:1]]
 
 
+def matching(desk: Desk, view: View, states: Sequence[RunState]) -> list[RunState]:
+    """The runs that the reader asks for, pinned ones first."""
+    said, runs = desk.marks.all(), desk.settings.runs
+    if kinds := FILTERS.get(view.state):
+        states = [state for state in states if state.state in kinds]
+    if view.query:
+        states = [state for state in states if view.query in _searched(state, said, runs)]
+    pinned = {name for name, mark in said.items() if mark.pinned}
+    return sorted(states, key=lambda state: name_of(state.folder, runs) not in pinned) if pinned else list(states)
+
+
+def _searched(state: RunState, said: dict[str, Mark], runs: Path) -> str:
+    name = name_of(state.folder, runs)
+    mark = said.get(name, Mark())
+    return "\n".join((name, state.model, mark.name, *mark.tags, mark.note)).lower()
+
+
 def refresh(desk: Desk, view: View) -> list[str | None]:
     """Each of ``AREAS`` as HTML or JSON; None for one that shows the same as before."""
     turn, states = view.turn, {state.folder: state for state in desk.states()}
     if not view.turn and not view.opened:  # a run that was started elsewhere opens on a page that had none to show
         view.opened = first(list(states.values()))
-    opened = [run for run in view.opened if run in states]
-    runs, words = desk.settings.runs, desk.words
+    ticked = [run for run in view.opened if run in states]
+    opened, runs, words, marks = ticked[-MOST:], desk.settings.runs, desk.words, desk.marks
     desk.forget(opened)
     metrics = {run: desk.read(run) for run in opened}
-    cards = [run_card(states[run], metrics[run].alarms, log_tail(run), runs, words) for run in opened]
-    areas = (run_list(list(states.values()), opened, runs, words), "".join(cards), _curves(metrics, runs))
+    found = matching(desk, view, list(states.values()))
+    many = {"total": len(found) or len(states), "ticked": len(ticked)}
+    cards = [differences(opened, desk.settings, words)]
+    for run in opened:
+        more = details(run, marks.of(run), desk.settings, words)
+        alarms = metrics[run].alarms
+        cards.append(run_card(states[run], alarms, log_tail(run), runs, words, mark=marks.of(run), more=more))
+    areas = (
+        run_list(found[: view.limit], opened, runs, words, mark=marks.of, **many),
+        "".join(cards),
+        desk.curves(metrics),
+        gpu_view(desk.gpus.look(), words),
+    )
     if view.turn != turn:  # the reader has opened something else meanwhile, and been answered
         return [None for _ in AREAS]
-    marks = {name: sha256(text.encode()).hexdigest() for name, text in zip(AREAS, areas, strict=True)}
-    before, view.sent = view.sent, marks
-    return [text if marks[name] != before.get(name) else None for name, text in zip(AREAS, areas, strict=True)]
+    digests = {name: sha256(text.encode()).hexdigest() for name, text in zip(AREAS, areas, strict=True)}
+    before, view.sent = view.sent, digests
+    return [text if digests[name] != before.get(name) else None for name, text in zip(AREAS, areas, strict=True)]
 
 
-def _curves(metrics: dict[Path, Metrics], runs: Path) -> str:
-    named = [(name_of(run, runs), one) for run, one in metrics.items()]
-    charts = [
-        chart(column, [(name, one.series[column]) for name, one in named], smooth=column in _SMOOTH)
-        for column in COLUMNS
-    ]
-    return json.dumps({"runs": [name for name, _ in named], "charts": [one for one in charts if one["lines"]]})
+@dataclass(frozen=True)
+class _Drawn:
+    """A run's lines as JSON, for one version of its metrics."""
+
+    version: int
+    lines: dict[str, str]
+    scale: str
+
+
+def _drawn(name: str, metrics: Metrics) -> _Drawn:
+    charts = {
+        column: chart(column, [(name, metrics.series[column])], smooth=column in _SMOOTH)["lines"] for column in COLUMNS
+    }
+    lines = {column: json.dumps(found[0]) for column, found in charts.items() if found}
+    return _Drawn(metrics.version, lines, json.dumps(scale(metrics)))
 
 
 def start(desk: Desk, view: View, text: str) -> str:
@@ -119,50 +224,108 @@ def start(desk: Desk, view: View, text: str) -> str:
         HalftuneError: it cannot be started; at most three of its problems.
     """
     examined = examine(text, desk.settings)
-    if examined.problems:
-        raise HalftuneError("\n".join(map(desk.words.problem, examined.problems[:3])))
+    if problems := (*examined.problems, *obstacles(examined, desk.settings)):
+        raise HalftuneError("\n".join(map(desk.words.problem, problems[:3])))
     # through the queue, which one page at a time can change: two pages start two runs one after the other
     run = launch.start(desk.settings, examined.runnable, wait=True)
     view.show([run])
+    desk.look_again()
     busy = run in queue.waiting(desk.settings.runs)
     return desk.words("runs.waits" if busy else "runs.begins", name=name_of(run, desk.settings.runs))
 
 
-def act(desk: Desk, view: View, what: str, name: str, on: bool) -> str | None:
+@dataclass(frozen=True)
+class Done:
+    """What the page does after a button.
+
+    Attributes:
+        report: what the report's area shows from now on; None: as before.
+        tab: the tab to open; empty for the one that is open.
+        run: the run to choose there.
+        recipe: the text for the form; None: as it is.
+        said: a sentence for the reader.
+    """
+
+    report: str | None = None
+    tab: str = ""
+    run: Path | None = None
+    recipe: str | None = None
+    said: str = ""
+
+
+def act(desk: Desk, view: View, what: str, name: str, on: bool, text: str = "") -> Done:
     """Does what a button of the list, a card or the report says.
 
     Args:
         desk: of the board.
         view: of the page.
-        what: ``open``, ``tick``, ``report``, ``close``, ``stop``, ``stop_at_once``, ``resume``, ``now``
-            or ``delete``.
+        what: the button.
         name: path of the run, as the browser sent it.
         on: whether a tick was set.
-
-    Returns:
-        what the report's area shows from now on; None: as before.
+        text: what was written into a form.
 
     Raises:
         HalftuneError: it cannot be done, there is no such run, or no such button.
     """
-    doing: dict[str, Callable[[Path], None]] = {
-        "open": lambda run: view.show([run]),
-        "tick": lambda run: view.show(([*_without(view, run), run] if on else _without(view, run))[-MOST:]),
-        "stop": lambda run: launch.stop(desk.settings, run),
-        "stop_at_once": lambda run: launch.stop(desk.settings, run, at_once=True),
-        "resume": lambda run: launch.resume(desk.settings, run),
-        "now": lambda run: launch.start_now(desk.settings, run),
-        "delete": lambda run: launch.delete(desk.settings, run),
+    alone: dict[str, Callable[[], Done]] = {
+        "close": lambda: Done(report=""),
+        "more": lambda: _only(view.more()),
+        "untick": lambda: _only(view.show([])),
+        "delete_ticked": lambda: _delete_ticked(desk, view),
     }
-    if what == "close":
-        return ""
+    if what in alone:
+        return alone[what]()
     run = launch.find(desk.settings, name)
-    if what == "report":
-        return _report(desk, run)
+    settings = desk.settings
+    doing: dict[str, Callable[[], Done | None]] = {
+        "open": lambda: view.show([run]),
+        "tick": lambda: view.show([*_without(view, run), run] if on else _without(view, run)),
+        "stop": lambda: launch.stop(settings, run),
+        "stop_at_once": lambda: launch.stop(settings, run, at_once=True),
+        "resume": lambda: launch.resume(settings, run),
+        "now": lambda: launch.start_now(settings, run),
+        "delete": lambda: _delete(desk, run),
+        "pin": lambda: desk.marks.pin(run),
+        "mark": lambda: desk.marks.say(run, text),
+        "report": lambda: Done(report=_report(desk, run)),
+        "edit": lambda: Done(tab="train", recipe=_again(settings, run)),
+        "chat": lambda: Done(tab="chat", run=run),
+        "export": lambda: Done(tab="export", run=run),
+    }
     if what not in doing:
         raise HalftuneError("the board has no such button", where=what)
-    doing[what](run)
-    return None
+    done = doing[what]()
+    desk.look_again()
+    return done or Done()
+
+
+def _only(_: None) -> Done:
+    return Done()
+
+
+def _again(settings: Settings, run: Path) -> str:
+    """A run's recipe for another try, into its own folder where nothing was trained in there."""
+    text = recipe_of(settings, run)
+    folder = launch.free_beside(run) if launch.is_in_use(settings, run) else run
+    return set_value(text, ("training", "output_dir"), name_of(folder, settings.roots[0]))
+
+
+def _delete(desk: Desk, run: Path) -> None:
+    launch.delete(desk.settings, run)
+    desk.marks.forget(run)
+
+
+def _delete_ticked(desk: Desk, view: View) -> Done:
+    """Deletes what is ticked and does not work; says how many are left."""
+    left = []
+    for run in view.opened:
+        try:
+            _delete(desk, launch.find(desk.settings, str(run)))
+        except HalftuneError:
+            left.append(run)
+    view.show([run for run in left if run.is_dir()])
+    desk.look_again()
+    return Done(said=desk.words("runs.not_deleted", n=len(view.opened)) if view.opened else "")
 
 
 def _without(view: View, run: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 from halftune.core.files import open_file
 from halftune.core.process import send
 from halftune.core.status import NAME, read_status
+from halftune.train.folder import holds_results
 from halftune.train.lock import locked
 from halftune_webui.paths import inside
 from halftune_webui.runs import queue
@@ -24,6 +25,9 @@ from halftune_webui.runs.started import CONFIG, Process, folder_of, note_job, no
 from halftune_webui.runs.state import FINISHED, is_live, is_run, look
 from halftune_webui.runs.stored import command, working_folder
 from halftune_webui.settings import Settings
+
+_PLACE = "training.output_dir"
+_STARTING = "starting"  # of two pages that start into one folder, one can
 
 
 def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
@@ -46,40 +50,60 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
     try:
         write_text(draft, recipe)
         loaded = load_config(draft)
-        run = inside(settings.roots, loaded.run.training.output_dir)
-        _check_new(run, loaded)
-        _take(run, loaded)
-        config = folder_of(run) / CONFIG
-        shutil.move(draft, config)
+        with queue.locked(settings.runs, _STARTING):
+            run = check_place(settings, loaded)
+            shutil.rmtree(folder_of(run), ignore_errors=True)  # notes of a run that never made a step
+            _take(run)
+            shutil.move(draft, folder_of(run) / CONFIG)
+            _remember(settings, run)
+            _begin(settings, run, wait=wait)
     except OSError as error:
         raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(error.filename)) from error
     finally:
         draft.unlink(missing_ok=True)
-    _remember(settings, run)
-    _begin(settings, run, wait=wait)
     return run
 
 
-def _take(run: Path, loaded: LoadedConfig) -> None:
+def check_place(settings: Settings, loaded: LoadedConfig) -> Path:
+    """The folder of a new run: free, or that of a run which ended before its first step and left no result.
+
+    Raises:
+        HalftuneError: it lies outside the board's folders, or holds a run or other things already.
+    """
+    run = inside(settings.roots, loaded.run.training.output_dir)
+    holds_something = run.is_dir() and any(run.iterdir())  # asked first: what another page puts there now is a run
+    if is_run(run) or folder_of(run).is_dir():
+        if is_in_use(settings, run):
+            raise _taken(run)
+    elif holds_something:
+        raise ConfigError("the folder holds other things", where=_PLACE, remedy="choose another training.output_dir")
+    return run
+
+
+def _take(run: Path) -> None:
     """Makes the folder of the notes, which makes it a run: of two pages that start the same recipe, one can."""
     try:
         folder_of(run).mkdir(parents=True)
     except FileExistsError:
-        raise _taken(run, loaded) from None
+        raise _taken(run) from None
 
 
-def _taken(run: Path, loaded: LoadedConfig) -> ConfigError:
-    free = next(f"{run}-{number}" for number in itertools.count(2) if not Path(f"{run}-{number}").exists())
-    what, remedy = "there is a run in this folder already", f"training.output_dir: {os.path.relpath(free)}"
-    return ConfigError(what, where=loaded.run.training.output_dir, remedy=f"{remedy} is free; or resume that run")
+def _taken(run: Path) -> ConfigError:
+    remedy = f"training.output_dir: {os.path.relpath(free_beside(run))} is free; or resume that run"
+    return ConfigError("there is a run in this folder already", where=_PLACE, remedy=remedy)
 
 
-def _check_new(run: Path, loaded: LoadedConfig) -> None:
-    holds_something = run.is_dir() and any(run.iterdir())  # asked first: what another page puts there now is a run
-    if is_run(run) or folder_of(run).is_dir():
-        raise _taken(run, loaded)
-    if holds_something:
-        raise ConfigError("the folder holds other things", where=str(run), remedy="choose another training.output_dir")
+def free_beside(run: Path) -> Path:
+    """A folder that is not there yet, called like a run with the next free number."""
+    stem, dash, number = run.name.rpartition("-")
+    stem = stem if dash and number.isdigit() and len(number) < 3 else run.name
+    names = (run.with_name(f"{stem}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not os.path.lexists(path))
+
+
+def is_in_use(settings: Settings, run: Path) -> bool:
+    """Whether a run works, waits, or has left a result; one that never made a step and is over leaves its folder."""
+    return is_live(run) or run in queue.waiting(settings.runs) or holds_results(run)
 
 
 def _remember(settings: Settings, run: Path) -> None:

@@ -3,52 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from halftune.core.files import read_text
 from halftune.core.status import NAME, STARTED
-from halftune_webui.runs.log_tail import METRICS
-from halftune_webui.runs.state import FINISHED, PLAN, RESOLVED, RunState, is_run, look
+from halftune_webui.runs.state import RunState, is_run, look
 
 _DEPTH = 3  # folders below the folder of runs
-_WATCHED = (
-    NAME,
-    FINISHED,
-    PLAN,
-    RESOLVED,
-    METRICS,
-    *(f"{STARTED}/{name}.json" for name in ("job", "process", "exit", "stop")),
-)
+# What is looked at to see whether a run that nobody works on has changed: the folder, whose time changes when a file in
+# it is replaced, the notes on its process, and its status, which on a full disk is written over in place.
+_WATCHED = ("", f"/{STARTED}", f"/{NAME}")
 ELSEWHERE = Path(".board") / "elsewhere.txt"  # run folders that lie elsewhere, one a line
+_Marks = tuple[int | None, ...]
 
 
 def run_folders(runs: Path) -> list[Path]:
     """Every run folder below ``runs``, and those that the board has started elsewhere."""
-    found = list(_below(runs, _DEPTH))
+    return list(map(Path, _folders(runs, ())))
+
+
+def _folders(runs: Path, known: Container[str]) -> list[str]:
+    """The same as text; ``known`` ones were runs before, and are not looked into."""
+    found = list(_below(str(runs), _DEPTH, known))
     try:
         listed = read_text(runs / ELSEWHERE, root=runs).splitlines()
     except OSError:
         listed = []
-    return [*found, *(Path(name) for name in dict.fromkeys(listed) if name and is_run(Path(name)))]
+    return [*found, *(name for name in dict.fromkeys(listed) if name and (name in known or is_run(Path(name))))]
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _below(folder: str, depth: int, known: Container[str]) -> Iterator[str]:
     try:
-        entries = sorted(
-            (entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)), key=lambda entry: entry.name
-        )
+        with os.scandir(folder) as found:
+            names = sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False))
     except OSError:
         return
-    for entry in entries:
-        if entry.name.startswith("."):
+    for name in names:
+        if name.startswith("."):
             continue
-        path = Path(entry.path)
-        if is_run(path):
+        path = f"{folder}/{name}"
+        if path in known or is_run(Path(path)):
             yield path
         elif depth > 1:
-            yield from _below(path, depth - 1)
+            yield from _below(path, depth - 1, known)
 
 
 @dataclass
@@ -60,25 +59,29 @@ class Listing:
     """
 
     runs: Path
-    _known: dict[Path, tuple[tuple[tuple[int, int] | None, ...], RunState]] = field(default_factory=dict)
+    _known: dict[str, tuple[_Marks, RunState]] = field(default_factory=dict)
 
     def look(self, waiting: list[Path]) -> list[RunState]:
         """Every run: the living first, then those that wait in their order, then the latest."""
         queue = {path: place for place, path in enumerate(waiting)}
-        states = [self._state(folder, folder in queue) for folder in run_folders(self.runs)]
-        self._known = {state.folder: self._known[state.folder] for state in states if state.folder in self._known}
-        states = _with_dependencies(states)
+        known: dict[str, tuple[_Marks, RunState]] = {}
+        waits = set(map(str, waiting))
+        for name in _folders(self.runs, self._known):
+            if (found := self._state(name, name in waits)) is not None:
+                known[name] = found
+        self._known = known
+        states = _with_places(_with_dependencies([state for _, state in known.values()]), queue)
         return sorted(states, key=lambda one: (not one.live, queue.get(one.folder, len(queue)), -one.began))
 
-    def _state(self, folder: Path, waits: bool) -> RunState:
-        marks = tuple(_mark(folder / name) for name in _WATCHED)
-        before = self._known.get(folder)
+    def _state(self, name: str, waits: bool) -> tuple[_Marks, RunState] | None:
+        marks = tuple(_mark(f"{name}{part}") for part in _WATCHED)
+        before = self._known.get(name)
         # a living run may have died, and one that is not in the queue any more is started or stopped: looked at anew
         if before is not None and before[0] == marks and not before[1].live and (before[1].state == "queued") == waits:
-            return before[1]
-        state = look(folder, waits=waits)
-        self._known[folder] = (marks, state)
-        return state
+            return before
+        if before is not None and not is_run(Path(name)):
+            return None
+        return marks, look(Path(name), waits=waits)
 
 
 def _with_dependencies(states: list[RunState]) -> list[RunState]:
@@ -92,9 +95,20 @@ def _with_dependencies(states: list[RunState]) -> list[RunState]:
     ]
 
 
-def _mark(path: Path) -> tuple[int, int] | None:
+def _with_places(states: list[RunState], queue: dict[Path, int]) -> list[RunState]:
+    """A run that waits says its place in the queue, from 1, and the run that it waits for."""
+    living = [state.folder for state in states if state.live]
+    ahead = [*living[:1], *queue]
+    return [
+        replace(state, place=(place := queue[state.folder]) + 1, behind=ahead[place] if living else None)
+        if state.state == "queued"
+        else state
+        for state in states
+    ]
+
+
+def _mark(path: str) -> int | None:
     try:
-        found = path.stat()
+        return os.stat(path).st_mtime_ns
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size

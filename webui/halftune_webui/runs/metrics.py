@@ -51,15 +51,18 @@ class Metrics:
 
     Attributes:
         series: one for each of ``COLUMNS``.
+        tokens, seconds: over the same steps as the loss: tokens fed, and seconds of training, since the first step.
         last: the last line that has a loss.
+        version: counts the looks that found something new.
     """
 
     def __init__(self, run: Path) -> None:
-        self.path = run / METRICS
+        self.path, self.version = run / METRICS, 0
         self._begin()
 
     def _begin(self) -> None:
         self.series = {name: Series() for name in COLUMNS}
+        self.tokens, self.seconds = Series(), Series()
         self.last: dict[str, Any] = {}
         self._alarms: dict[str, tuple[int, int]] = {}
         self._offset, self._inode, self._seen = 0, 0, b""
@@ -72,7 +75,13 @@ class Metrics:
         ]
 
     def update(self) -> bool:
-        """Reads what is new; whether anything was.
+        """Reads what is new; whether anything was."""
+        changed = self._update()
+        self.version += changed
+        return changed
+
+    def _update(self) -> bool:
+        """Reads on.
 
         A run that goes on from a checkpoint cuts the file back: the end of what has been read is compared, and where it
         is not there any more, the file is read anew.
@@ -121,6 +130,9 @@ class Metrics:
         if "loss" not in entry:
             return
         self.last = entry
+        for name, total in (("tokens", self.tokens), ("seconds", self.seconds)):
+            more = entry[name] if is_number(entry.get(name)) else 0
+            total.add(step, (total.values[-1] if total.values else 0) + more)
         for name in ("loss", "learning_rate", "grad_norm"):
             if name in entry:
                 self.series[name].add(step, entry[name])

@@ -42,13 +42,13 @@ def waiting(runs: Path) -> list[Path]:
 
 def add(runs: Path, run: Path) -> None:
     """Puts a run, whose job has been noted, at the end of the queue."""
-    with _locked(runs):
+    with locked(runs):
         _write(runs, [*(one for one in waiting(runs) if one != run), run])
 
 
 def remove(runs: Path, run: Path) -> bool:
     """Takes a run out of the queue; whether it was in there."""
-    with _locked(runs):
+    with locked(runs):
         listed = waiting(runs)
         _write(runs, [one for one in listed if one != run])
     return run in listed
@@ -59,7 +59,7 @@ def start_next(settings: Settings) -> Path | None:
     runs = settings.runs
     if not waiting(runs):
         return None
-    with _locked(runs):
+    with locked(runs):
         listed = waiting(runs)
         if any(is_live(run) for run in run_folders(runs)):
             return None
@@ -100,9 +100,10 @@ def _refuse(settings: Settings, run: Path, error: HalftuneError) -> None:
 
 
 @contextmanager
-def _locked(runs: Path) -> Iterator[None]:
+def locked(runs: Path, name: str = _LOCK) -> Iterator[None]:
+    """Holds the lock of that name among all boards of a folder of runs."""
     (runs / BOARD).mkdir(parents=True, exist_ok=True)
-    with open_file(runs / BOARD / _LOCK, "ab", root=runs) as file:
+    with open_file(runs / BOARD / name, "ab", root=runs) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -18,44 +20,109 @@ REPORT = "report.html"
 
 def name_of(run: Path, runs: Path) -> str:
     """How a run is called: its path below the folder of runs, else its whole path."""
-    return str(run.relative_to(runs)) if run.is_relative_to(runs) else str(run)
+    path, before = str(run), f"{runs}{os.sep}"  # as text: a list asks this for a thousand runs
+    return path.removeprefix(before)
 
 
-def run_list(states: Sequence[RunState], opened: Collection[Path], runs: Path, words: Words) -> str:
-    """The table of all runs."""
+@dataclass(frozen=True)
+class Mark:
+    """What somebody said of a run: a name to show, tags, a note, and whether it stands first."""
+
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    pinned: bool = False
+
+
+def run_list(
+    states: Sequence[RunState],
+    opened: Sequence[Path],
+    runs: Path,
+    words: Words,
+    *,
+    mark: Callable[[Path], Mark] = lambda run: Mark(),
+    total: int = 0,
+    ticked: int = 0,
+) -> str:
+    """The table of runs.
+
+    Args:
+        states: the runs to list.
+        opened: those whose curves are shown, in the order of their colours.
+        runs: the folder of runs.
+        words: the labels.
+        mark: what was said of a run.
+        total: how many there are with those that are not listed; 0 for none but these.
+        ticked: how many are ticked, listed or not.
+    """
     if not states:
-        return f'<p class="empty">{escape(words("runs.none", folder=runs))}</p>'
+        return f'<p class="empty">{escape(words("runs.no_match" if total else "runs.none", folder=runs))}</p>'
     head = "".join(
         f"<th{' class=n' if name in ('loss', 'left') else ''}>{escape(words(f'runs.{name}'))}</th>"
         for name in ("name", "state", "progress", "loss", "left", "started")
     )
-    rows = "".join(_row(state, state.folder in opened, runs, words) for state in states)
-    return f'<div class="list"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    rows = "".join(_row(state, opened, runs, words, mark(state.folder)) for state in states)
+    table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    foot = []
+    if total > len(states):
+        foot.append(f"<span>{escape(words('runs.shown', n=len(states), total=f'{total:,}'))}</span>")
+        foot.append(f'<button data-act="more">{escape(words("runs.acts.more"))}</button>')
+    if ticked > 1:
+        ask = f'data-ask="{escape(words("runs.ask_delete_ticked", n=ticked))}"'
+        label = escape(words("runs.acts.delete_ticked", n=ticked))
+        foot.append(f'<button data-act="untick">{escape(words("runs.acts.untick"))}</button>')
+        foot.append(f'<button data-act="delete_ticked" class="bad" {ask}>{label}</button>')
+    below = f'<div class="foot">{"".join(foot)}</div>' if foot else ""
+    return f'<div class="list" data-keep="list" data-from="top" tabindex="0">{table}</div>{below}'
 
 
-def _row(state: RunState, opened: bool, runs: Path, words: Words) -> str:
-    name, path = escape(name_of(state.folder, runs)), escape(str(state.folder))
-    what = " · ".join(part for part in (state.model, state.precision) if part)
+def _row(state: RunState, opened: Sequence[Path], runs: Path, words: Words, mark: Mark) -> str:
+    name, path = name_of(state.folder, runs), escape(str(state.folder))
+    place = opened.index(state.folder) + 1 if state.folder in opened else 0
+    what = " · ".join(part for part in (mark.name and name, state.model, state.precision) if part)
     why = _why(ending(state, words)) if state.state in ("died", "unreadable") else ""
+    if state.place:
+        why = _sub(_waits_for(state, runs, words))
     tick = (
-        f'<input type="checkbox" data-act="tick" data-run="{path}" {"checked" if opened else ""} '
-        f'aria-label="{escape(words("runs.show", name=name_of(state.folder, runs)))}">'
+        f'<input type="checkbox" id="tick-{path}" data-act="tick" data-run="{path}" '
+        f'class="{f"l{place}" if place else ""}" {"checked" if place else ""} '
+        f'aria-label="{escape(words("runs.show", name=name))}">'
     )
+    pin = f'<span class="pin" title="{escape(words("runs.pinned"))}">★</span> ' if mark.pinned else ""
+    tags = "".join(f'<span class="tag">{escape(tag)}</span>' for tag in mark.tags)
     left = "" if state.seconds_left is None else clock(state.seconds_left)
     cells = [
         f"<td>{tick}</td>",
-        f'<td><button class="name" data-act="open" data-run="{path}">{name}</button>{_sub(what)}{why}</td>',
+        f'<td>{pin}<button class="name" id="open-{path}" data-act="open" data-run="{path}">'
+        f"{escape(mark.name or name)}</button>{tags}{_sub(what)}{why}</td>",
         f"<td>{_badge(state, words)}</td>",
         f'<td class="how">{_bar(state) if state.live else ""}{_sub(_steps(state, runs, words))}</td>',
         f'<td class="n quiet">{_loss(state, words)}</td>',
         f'<td class="n quiet">{escape(left)}</td>',
         f'<td class="quiet">{_when(state.began)}</td>',
     ]
-    return f'<tr class="{"open" if opened else ""}">{"".join(cells)}</tr>'
+    return f'<tr class="{"open" if place else ""}">{"".join(cells)}</tr>'
 
 
-def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, words: Words, *, output: str = "") -> str:
-    """One run: what it does, how far it is, what is odd, why it ended, what can be done.
+def _waits_for(state: RunState, runs: Path, words: Words) -> str:
+    """Its place in the queue, and the run before it."""
+    if state.behind is None:
+        return words("runs.place", n=state.place)
+    return words("runs.place_behind", n=state.place, name=name_of(state.behind, runs))
+
+
+def run_card(
+    state: RunState,
+    alarms: Sequence[Alarm],
+    log: str,
+    runs: Path,
+    words: Words,
+    *,
+    output: str = "",
+    mark: Mark | None = None,
+    more: str = "",
+) -> str:
+    """One run: why it ended, what it does, how far it is, what is odd, what can be done.
 
     Args:
         state: how it stands.
@@ -64,21 +131,24 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
         runs: the folder of runs.
         words: the labels.
         output: of an export: the folder that it writes. There is nothing to resume then.
+        mark: what somebody said of it.
+        more: HTML that stands before the log.
     """
+    mark = mark or Mark()
     name = name_of(Path(output), Path.cwd()) if output else name_of(state.folder, runs)
-    acts = f'<span class="acts">{_acts(state, name, words, resumes=not output)}</span>'
-    parts = [f"<header><h3>{escape(name)}</h3>{_badge(state, words)}{acts}</header>"]
-    if state.live:
-        parts.append(_bar(state))
-    parts.append(f'<div class="facts">{_facts(state, output or str(state.folder), runs, words)}</div>')
-    parts += [f'<p class="alarm" role="alert">{escape(_alarm(alarm, words))}</p>' for alarm in alarms]
-    if state.casts:
-        parts.append(f'<p class="alarm">{escape(words("runs.casts", n=f"{state.casts:,}"))}</p>')
+    acts = f'<span class="acts">{_acts(state, name, words, mark, export=bool(output))}</span>'
+    parts = [f"<header><h3>{escape(mark.name or name)}</h3>{_badge(state, words)}{acts}</header>"]
     if reason := ending(state, words):
         calm = " calm" if state.state == "stopped" else ""
         parts.append(f'<p class="cause{calm}">{escape(reason)}</p>')
-    if state.state == "finished" and (state.folder / FINAL).is_dir():
-        parts.append(f'<p class="help">{escape(words("runs.next"))}</p>')
+    if state.live:
+        parts.append(_bar(state))
+    parts.append(f'<div class="facts">{_facts(state, output or str(state.folder), runs, words)}</div>')
+    parts += [f'<p class="note">{escape(mark.note)}</p>'] if mark.note else []
+    parts += [f'<p class="alarm" role="alert">{escape(_alarm(alarm, words))}</p>' for alarm in alarms]
+    if state.casts:
+        parts.append(f'<p class="alarm">{escape(words("runs.casts", n=f"{state.casts:,}"))}</p>')
+    parts.append(more)
     if log:
         key = escape(f"log {state.folder}")
         opened = " open" if state.state == "died" or output else ""  # an export says there what was checked
@@ -86,6 +156,13 @@ def run_card(state: RunState, alarms: Sequence[Alarm], log: str, runs: Path, wor
         summary = f"<summary>{escape(words('runs.log'))}</summary>"
         parts.append(f'<details data-keep="{key}"{opened}>{summary}{text}</details>')
     return f'<section class="card" data-card="{escape(str(state.folder))}">{"".join(parts)}</section>'
+
+
+def command_line(command: str, words: Words) -> str:
+    """A command of the command line, with a button that copies it."""
+    label = escape(words("runs.command"))
+    copy = f'<button type="button" data-copy="{escape(command)}">{escape(words("runs.copy"))}</button>'
+    return f'<div class="command"><span>{label}</span><code>{escape(command)}</code>{copy}</div>'
 
 
 def ending(state: RunState, words: Words) -> str:
@@ -137,6 +214,7 @@ def _phase(state: RunState, runs: Path, words: Words) -> str:
 
 def _facts(state: RunState, folder: str, runs: Path, words: Words) -> str:
     facts = [("phase", _phase(state, runs, words) if state.live and state.phase else "")]
+    facts += [("queue", _waits_for(state, runs, words))] if state.place else []
     if state.step or state.total:
         facts.append(("step", f"{state.step:,}" + (f" / {state.total:,}" if state.total else "")))
     facts += [
@@ -164,7 +242,7 @@ def _alarm(alarm: Alarm, words: Words) -> str:
     return words(f"runs.alarms.{alarm.kind}", step=f"{alarm.step:,}", n=f"{alarm.count:,}")
 
 
-def _acts(state: RunState, name: str, words: Words, *, resumes: bool) -> str:
+def _acts(state: RunState, name: str, words: Words, mark: Mark, *, export: bool) -> str:
     acts: list[tuple[str, str, str]] = []  # what, label, question
     if state.state == "queued":
         acts += [("now", "now", ""), ("stop", "unqueue", "")]
@@ -172,17 +250,23 @@ def _acts(state: RunState, name: str, words: Words, *, resumes: bool) -> str:
         twice = state.state == "stopping"
         what = "stop_at_once" if twice else "stop"
         acts.append((what, what, words("runs.ask_stop_at_once") if twice else ""))
-    if state.state in ("stopped", "died") and resumes:
+    if state.state in ("stopped", "died") and not export:
         acts.append(("resume", "resume", ""))
+    if state.state == "finished" and not export and (state.folder / FINAL).is_dir():
+        acts += [("chat", "chat", ""), ("export", "export", "")]
+    if not export:
+        acts.append(("edit", "edit", ""))
     if (state.folder / REPORT).is_file():
         acts.append(("report", "report", ""))
+    if not export:
+        acts.append(("pin", "unpin" if mark.pinned else "pin", ""))
     if not state.live and state.state != "queued":
-        label = "delete" if resumes else "forget"
+        label = "forget" if export else "delete"
         acts.append(("delete", label, words(f"runs.ask_{label}", name=name)))
     path = escape(str(state.folder))
     bad = ("stop", "stop_at_once", "delete")
     return "".join(
-        f'<button data-act="{act}" data-run="{path}" class="{"bad" if act in bad else ""}"'
+        f'<button id="{act}-{path}" data-act="{act}" data-run="{path}" class="{"bad" if act in bad else ""}"'
         f"{f' data-ask={_quoted(question)}' if question else ''}>{escape(words(f'runs.acts.{label}'))}</button>"
         for act, label, question in acts
     )

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from halftune.config.reading.yaml_source import parse, read_text
+from halftune.config.shape import child
+from halftune.core.errors import ConfigError
 from halftune.core.process import identity
 from halftune.core.status import NAME, Status, read_json, read_status
 from halftune_webui.runs.log_tail import last_metrics, root_cause
-from halftune_webui.runs.started import Started, read_started
+from halftune_webui.runs.started import CONFIG, Started, folder_of, read_started
 
 State = Literal["queued", "starting", "running", "stopping", "finished", "stopped", "died", "unreadable"]
 LIVE = ("starting", "running", "stopping")
@@ -43,6 +46,8 @@ class RunState:
         board: whether the board started it.
         worker: number and identity of its process; empty where none works.
         first: the run that it depends on, and that its process trains before it.
+        place: where it stands in the queue, from 1; 0 where it does not wait.
+        behind: the run that it waits for: the one before it in the queue, or the one that runs.
     """
 
     folder: Path
@@ -62,6 +67,8 @@ class RunState:
     board: bool = False
     worker: tuple[int, str] | None = None
     first: Path | None = None
+    place: int = 0
+    behind: Path | None = None
 
     @property
     def live(self) -> bool:
@@ -97,7 +104,7 @@ def look(folder: Path, *, waits: bool = False) -> RunState:
     plan = _json(folder / PLAN)
     common: dict[str, Any] = {
         "folder": folder,
-        "model": str((plan or {}).get("model", "")),
+        "model": str((plan or {}).get("model", "")) or _asked_model(folder),
         "precision": _value(plan or {}, "precision", "compute"),
         "board": started is not None,
     }
@@ -186,6 +193,19 @@ def _alive(status: Status) -> bool:
     if status.host and status.host != socket.gethostname():
         return status.state == "running" and time.time() - status.updated < _SILENT
     return bool(status.process) and identity(status.pid) == status.process
+
+
+def _asked_model(folder: Path) -> str:
+    """The model that the recipe of a run names which has no plan yet."""
+    file = folder_of(folder) / CONFIG
+    if not file.is_file() or file.is_symlink():
+        return ""
+    try:
+        recipe = parse(read_text(file), CONFIG).values
+    except ConfigError:
+        return ""
+    name = child(child(recipe, "model"), "name_or_path")
+    return name if isinstance(name, str) else ""
 
 
 def _json(path: Path) -> dict[str, Any] | None:

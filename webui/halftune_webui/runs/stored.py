@@ -8,7 +8,7 @@ from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.sections.generation import GenerationSection
 from halftune.config.shape import child
 from halftune.core.errors import ConfigError
-from halftune_webui.paths import check_links
+from halftune_webui.paths import check_links, inside
 from halftune_webui.recipe import outside
 from halftune_webui.runs.started import CONFIG, folder_of, read_started
 from halftune_webui.runs.state import RESOLVED
@@ -30,6 +30,25 @@ def command(settings: Settings, run: Path) -> list[str]:
         raise ConfigError("nothing says what this run is", where=str(run), remedy="start it again from its recipe")
     _check(settings, run, file, working_folder(settings, run))
     return [*settings.program, "train", *how]
+
+
+def recipe_of(settings: Settings, run: Path) -> str:
+    """The recipe of a run as text, for another run: as it was written where the board has it, else with every key.
+
+    Raises:
+        HalftuneError: there is none, or it lies outside the board's folders.
+    """
+    for file in (folder_of(run) / CONFIG, run / RESOLVED):
+        if file.is_file():
+            return read_text(inside(settings.roots, str(file)))
+    raise ConfigError("nothing says what this run is", where=str(run), remedy="start it again from its recipe")
+
+
+def words_of(run: Path) -> list[str]:
+    """The command line that does what a run does."""
+    config = folder_of(run) / CONFIG
+    how = ["--config", str(config)] if config.is_file() else ["--rerun", str(run)]
+    return ["halftune", "train", *how]
 
 
 def working_folder(settings: Settings, run: Path) -> Path:

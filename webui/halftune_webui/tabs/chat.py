@@ -17,7 +17,6 @@ from halftune.core.errors import HalftuneError
 from halftune_webui.context import Context
 from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
-from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import check_model, generation_of
 from halftune_webui.tabs.choose import chooser
@@ -74,9 +73,9 @@ class _Parts:
 
 def build(context: Context) -> None:
     """The model, both conversations, the question, and how answers are chosen."""
-    words, settings = context.words, context.settings
+    words = context.words
     with gr.Row(elem_id="chat-model", elem_classes="ht-row"):
-        run = chooser(context, Listing(settings.runs), "chat-run")
+        run = chooser(context, "chat-run")
         load = gr.Button(words("chat.load"), variant="primary", elem_id="chat-load")
         free = gr.Button(words("chat.free"), elem_id="chat-free")
     loaded = live("chat-loaded")

@@ -12,12 +12,12 @@ from halftune.core.errors import HalftuneError
 from halftune_webui.calls import told
 from halftune_webui.context import Context
 from halftune_webui.runs import export, launch
-from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.show import run_card
 from halftune_webui.settings import Settings
 from halftune_webui.tabs.choose import chooser
-from halftune_webui.tabs.runs import EVERY, live
+from halftune_webui.tabs.live import live, only_while_shown
+from halftune_webui.tabs.runs import EVERY
 
 _OWN = "own"
 
@@ -25,10 +25,9 @@ _OWN = "own"
 def build(context: Context) -> None:
     """Which run, where to, in which format; below what is being exported and what has been."""
     words, settings = context.words, context.settings
-    listing = Listing(settings.runs)
     gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("export.what"))}</p></div>', js_on_load=None)
     with gr.Row(elem_id="exporting", elem_classes="ht-row"):
-        run = chooser(context, listing, "export-run")
+        run = chooser(context, "export-run")
         output = gr.Textbox(label=words("export.output"), info=words("export.output_help"), elem_id="export-output")
         formats = [(words("export.own"), _OWN), *((name, name) for name in export.DTYPES)]
         info = words("export.dtype_help")
@@ -66,7 +65,9 @@ def build(context: Context) -> None:
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     button.click(start, [run, output, dtype, force], shown, **quiet)
     shown.submit(acted, None, shown, **quiet)
-    gr.Timer(EVERY).tick(cards, None, shown, **quiet)
+    clock = gr.Timer(EVERY, active=False)
+    clock.tick(cards, None, shown, **quiet, queue=False)
+    only_while_shown(context, clock, "export")
 
 
 def _act(settings: Settings, job: Path, what: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 import gradio as gr
@@ -13,42 +12,52 @@ from gradio.context import Context as Blocks
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import told
 from halftune_webui.context import Context
-from halftune_webui.runs.desk import Desk, View, act, refresh, start
+from halftune_webui.labels import Words
+from halftune_webui.runs.desk import FILTERS, Desk, Done, View, act, refresh, start
+from halftune_webui.tabs.choose import CHOOSERS, chosen
+from halftune_webui.tabs.live import live, only_while_shown, script
 
 EVERY = 1.5  # seconds between two looks at the disk
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-
-
-def live(elem_id: str) -> gr.HTML:
-    """An area of HTML that keeps scrolling and folding when it is written anew; ``submit`` tells of its buttons."""
-    script = files("halftune_webui").joinpath("assets", "live.js").read_text(encoding="utf-8")
-    return gr.HTML(html_template='<div class="ht-live"></div>', js_on_load=script, elem_id=elem_id)
+_AT_ONCE: dict[str, Any] = {**_QUIET, "queue": False}  # one request, past Gradio's queue; but no message can be shown
 
 
 def build(context: Context) -> None:
-    """The list, the open runs, their curves, a report."""
-    desk, words = Desk(context.settings, context.words), context.words
+    """Search, the list, the curves and cards of the runs that are ticked, a report."""
+    desk, words = Desk(context.settings, context.words, context.listing, fresh=EVERY / 2), context.words
     view = gr.State(View())  # each page has its own, and changes it: an event never writes back one that it read before
-    listed, cards = live("run-list"), live("run-cards")
-    curves = gr.HTML(
-        html_template='<div class="ht-charts"></div>',
-        js_on_load=files("halftune_webui").joinpath("assets", "charts.js").read_text(encoding="utf-8"),
-        elem_id="curves",
-        words=json.dumps(words.below("curves")),
-    )
-    report = live("run-report")
-    areas = [listed, cards, curves]
+    query, kind = _search(words)
+    gpus = live("gpus")
+    listed = live("run-list")
+    curves = _charts(words)
+    cards, report = live("run-cards"), live("run-report")
+    areas, lists = [listed, cards, curves, gpus], [context.choosers[name] for name in CHOOSERS.values()]
 
     def looked(seen: View) -> list[Any]:
         return [gr.skip() if area is None else area for area in refresh(desk, seen)]
 
+    def searched(seen: View, text: str | None, state: str | None) -> list[Any]:
+        seen.search(text or "", state or "")
+        return looked(seen)
+
     def acted(seen: View, event: gr.EventData) -> list[Any]:
-        shown, (what, run, on) = None, told(event, act=str, run=str, on=bool)
+        done, (what, run, on, text) = Done(), told(event, act=str, run=str, on=bool, text=str)
         try:
-            shown = act(desk, seen, what, run, on)
+            done = act(desk, seen, what, run, on, text)
         except HalftuneError as error:
             gr.Warning(escape(str(error)))
-        return [*looked(seen), gr.skip() if shown is None else shown]
+        if done.said:
+            gr.Info(escape(done.said))
+        return [
+            *looked(seen),
+            gr.skip() if done.report is None else done.report,
+            gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
+            gr.skip() if done.recipe is None else done.recipe,
+            *(
+                chosen(str(done.run), desk.states(), context.settings, words) if tab == done.tab else gr.skip()
+                for tab in CHOOSERS
+            ),
+        ]
 
     def started(text: str | None, seen: View) -> list[Any]:
         try:
@@ -58,11 +67,35 @@ def build(context: Context) -> None:
             return [gr.skip() for _ in (context.tabs, *areas)]
         return [gr.Tabs(selected="runs"), *looked(seen)]
 
-    gr.Timer(EVERY).tick(looked, view, areas, **_QUIET)
+    clock = gr.Timer(EVERY, active=False)
+    clock.tick(looked, view, areas, **_AT_ONCE)
+    only_while_shown(context, clock, "runs")
     for area in (listed, cards, report):
         # "multiple": a click while another one is being answered counts, too
-        area.submit(acted, view, [*areas, report], trigger_mode="multiple", **_QUIET)
+        area.submit(
+            acted, view, [*areas, report, context.tabs, context.recipe, *lists], trigger_mode="multiple", **_QUIET
+        )
+    query.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
+    kind.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
-    board = Blocks.root_block
-    assert board is not None
-    board.load(looked, view, areas, **_QUIET)
+    tab = Blocks.block
+    assert isinstance(tab, gr.Tab)
+    tab.select(looked, view, areas, **_AT_ONCE)
+
+
+def _search(words: Words) -> tuple[gr.Textbox, gr.Dropdown]:
+    """What is looked for, and the states that are shown."""
+    with gr.Row(elem_id="run-search", elem_classes="ht-row"):
+        query = gr.Textbox(label=words("runs.search"), elem_id="run-query")
+        kinds = [(words("runs.all"), ""), *((words(f"runs.kinds.{name}"), name) for name in FILTERS)]
+        return query, gr.Dropdown(kinds, value="", label=words("runs.state"), elem_id="run-kind")
+
+
+def _charts(words: Words) -> gr.HTML:
+    labels = {**words.below("curves"), "axes": words.below("curves.axes")}
+    return gr.HTML(
+        html_template='<div class="ht-charts"></div>',
+        js_on_load=script("charts"),
+        elem_id="curves",
+        words=json.dumps(labels),
+    )

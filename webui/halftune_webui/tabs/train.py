@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.context import Context as Blocks
 
 from halftune.config.shipped import recipes
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
+from halftune_webui.before_start import obstacles
 from halftune_webui.calls import told
 from halftune_webui.context import Context
 from halftune_webui.dependencies import needless
@@ -22,11 +23,13 @@ from halftune_webui.form import as_json, form
 from halftune_webui.hints import hints
 from halftune_webui.labels import Words
 from halftune_webui.plan_panel import plan_panel
-from halftune_webui.planning import HERE, Outlook, machines, outlook
-from halftune_webui.recipe import Examined, examine, shipped
+from halftune_webui.planning import HERE, machines, outlook
+from halftune_webui.recipe import examine, shipped
+from halftune_webui.runs.show import command_line
 from halftune_webui.state import form_state
+from halftune_webui.tabs.live import live, script
 
-FIRST = "quickstart.yaml"
+FIRST, OWN = "own_data.yaml", "own"
 RESTORE = """(text, machine) => {
   try { return [localStorage.getItem('halftune-recipe') || text, machine]; } catch (error) { return [text, machine]; }
 }"""
@@ -39,8 +42,8 @@ DOWNLOAD = """(text) => {
 }"""
 # A recipe of somebody's own is replaced only when they say so. (The editor leaves out the last line break.)
 PICK = """(name, text, machine) => {
-  const kept = name && text.trim() && !SHIPPED.includes(text.trim()) && !window.confirm(QUESTION);
-  return [kept ? null : name, text, machine];
+  const kept = name && name !== 'OWN' && text.trim() && !SHIPPED.includes(text.trim()) && !window.confirm(QUESTION);
+  return [kept ? 'OWN' : name, text, machine];
 }"""
 OPEN = """(text) => new Promise((done) => {
   const input = document.createElement('input');
@@ -72,11 +75,12 @@ def build(context: Context) -> None:
     problems = gr.HTML(elem_id="problems")
     with gr.Row(elem_id="workbench"):
         with gr.Column(scale=6, min_width=320):
-            drawn = _form(words)
+            drawn = _form(context)
         with gr.Column(scale=5, min_width=320, elem_id="side"):
             machine = gr.Dropdown(_machines(words), value=HERE, label=words("plan.machine"), elem_id="machine")
             plan = gr.HTML(elem_id="plan", js_on_load=None)
             context.recipe.render()
+            live("train-command", command_line("halftune train --config recipe.yaml", words))
     _wire(context, _Parts(drawn, plan, problems), machine, pick)
     download.click(None, context.recipe, None, js=DOWNLOAD)
     opened.click(None, context.recipe, context.recipe, js=OPEN).then(
@@ -88,25 +92,29 @@ def build(context: Context) -> None:
 
 
 def _recipes(words: Words) -> list[tuple[str, str]]:
-    """Each with a sentence about it, where the labels have one."""
+    """Each with a sentence about it, where the labels have one: the one for own data first, the reader's own last."""
     about = words.below("recipes")
-    return [(" · ".join(filter(None, (name, about.get(name.removesuffix(".yaml"))))), name) for name in recipes()]
+    names = sorted(recipes(), key=lambda name: name != FIRST)
+    listed = [(" · ".join(filter(None, (name, about.get(name.removesuffix(".yaml"))))), name) for name in names]
+    return [*listed, (words("train.own"), OWN)]
 
 
-def _form(words: Words) -> gr.HTML:
+def _form(context: Context) -> gr.HTML:
+    words = context.words
     labels = {
         **words.below("form"),
         "groups": words.below("groups"),
         "fields": words.below("fields"),
         "help": words.below("help"),
+        "files": words.below("files"),
     }
     return gr.HTML(
         html_template='<div class="ht-form"></div>',
-        js_on_load=files("halftune_webui").joinpath("assets", "form.js").read_text(encoding="utf-8"),
+        js_on_load=script("files") + script("form"),
         elem_id="form",
         schema=json.dumps(as_json(form())),
         words=json.dumps(labels),
-        hints=json.dumps(hints()),
+        hints=json.dumps(hints(context.settings)),
     )
 
 
@@ -127,8 +135,8 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     known = {shipped(name).strip(): name for name in recipes()}
 
     def name_of(text: str | None) -> str | None:
-        """The recipe of ``configs/`` that this is; none as soon as it says anything else than that one."""
-        return known.get((text or "").strip())
+        """The recipe of ``configs/`` that this is; the reader's own as soon as it says anything else than that one."""
+        return known.get((text or "").strip(), OWN)
 
     def react(text: str, name: str) -> tuple[Any, ...]:
         return name_of(text), *_react(context, text, name)
@@ -139,8 +147,8 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
         return changed, name_of(changed), *_react(context, changed, name, number)
 
     def picked(name: str | None, text: str, machine_name: str) -> tuple[Any, ...]:
-        chosen = shipped(name) if name else text
-        return name, chosen, *_react(context, chosen, machine_name)
+        chosen = shipped(name) if name in recipes() else text
+        return name_of(chosen), chosen, *_react(context, chosen, machine_name)
 
     def loaded(text: str, machine_name: str) -> tuple[Any, ...]:
         text = text or shipped(FIRST)
@@ -148,9 +156,13 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
 
     parts.form.submit(form_changed, [recipe, machine], [recipe, pick, *reactions], trigger_mode="multiple", **quiet)
     recipe.input(react, [recipe, machine], [pick, *reactions], trigger_mode="always_last", **quiet)
+    tab = Blocks.block
+    assert isinstance(tab, gr.Tab)
+    # a run may have taken or left the folder meanwhile, or brought its recipe
+    tab.select(react, [recipe, machine], [pick, *reactions], **quiet)
     machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
     question = json.dumps(context.words("train.replace"))
-    ask = PICK.replace("SHIPPED", json.dumps(list(known))).replace("QUESTION", question)
+    ask = PICK.replace("SHIPPED", json.dumps(list(known))).replace("QUESTION", question).replace("OWN", OWN)
     pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
     context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
 
@@ -164,20 +176,20 @@ def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any
     plan, elsewhere = planned.plan if planned else None, machine != HERE
     unused = [Path(name).name for name in needless(text or "", context.settings)] if first else []
     panel = plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first, unused=unused)
-    ready = not examined.problems and (elsewhere or problem is None)
+    more = obstacles(examined, context.settings)
+    here = problem.problems if problem is not None and not elsewhere else ()  # training starts on this machine
+    found = (*examined.problems, *more, *here)
+    device = machines()[machine].devices[0].name if elsewhere else ""
     return (
-        form_state(examined, planned, context.words, seq, machines()[machine].devices[0].name if elsewhere else ""),
+        form_state(examined, planned, context.words, seq, device, more),
         panel,
-        _problems(context.words, examined, planned),
-        gr.Button(interactive=ready),
+        _problems(context.words, found),
+        gr.Button(interactive=not found),
     )
 
 
-def _problems(words: Words, examined: Examined, planned: Outlook | None) -> str:
-    """All problems in the words and order of the command line; in other languages, as far as they are known."""
-    found: list[HalftuneError] = list(examined.problems)
-    if planned is not None and planned.problem is not None:
-        found += planned.problem.problems
+def _problems(words: Words, found: tuple[HalftuneError, ...]) -> str:
+    """What keeps training from starting, in the order of the command line; in other languages, as far as known."""
     if not found:
         return '<div class="ht-problems fine"></div>'
     count = words("train.problems" if len(found) > 1 else "train.problem", n=len(found))

@@ -1,0 +1,136 @@
+"""Data files for the page: what lies under the board's folders, and what a browser uploads into ``data/``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halftune.config.rules.files import DATA_ENDINGS
+from halftune.core.errors import ConfigError, HalftuneError
+from halftune_webui.hints import hints
+from halftune_webui.paths import inside
+from halftune_webui.settings import Settings
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+PREFIX = "/halftune/"
+UPLOADS = f"{PREFIX}upload/"
+LARGE = {UPLOADS: 8 * 2**30}  # bytes of a request under that path
+FOLDER = "data"  # below the working directory
+MOST = 500  # names of a folder that are listed
+
+
+def listing(settings: Settings, folder: str) -> dict[str, Any]:
+    """What a folder holds for training.
+
+    Args:
+        settings: limits of the board.
+        folder: a path of the browser; empty for the working directory.
+
+    Returns:
+        ``folder`` (as a recipe names it), ``up`` (the folder above, None where that is not allowed), ``roots``,
+        ``folders`` and ``files`` (each with ``name``, ``path``, ``bytes``), ``more`` (whether there are more).
+
+    Raises:
+        ConfigError: it lies outside the roots, or cannot be read.
+    """
+    place = inside(settings.roots, folder or str(settings.roots[0]))
+    folders, found = [], []
+    try:
+        with os.scandir(place) as entries:
+            for entry in itertools.islice(sorted(entries, key=lambda one: one.name), 20 * MOST):
+                path = Path(entry.path)
+                if entry.name.startswith(".") or not _allowed(settings, path):
+                    continue
+                if entry.is_dir():
+                    folders.append({"name": entry.name, "path": named(settings, path)})
+                elif is_data(entry.name) and entry.is_file():
+                    size = entry.stat().st_size
+                    found.append({"name": entry.name, "path": named(settings, path), "bytes": size})
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=folder, remedy="choose another folder") from None
+    return {
+        "folder": named(settings, place),
+        "up": named(settings, place.parent) if _allowed(settings, place.parent) else None,
+        "roots": [named(settings, root) for root in settings.roots],
+        "folders": folders[:MOST],
+        "files": found[:MOST],
+        "more": max(len(folders), len(found)) > MOST,
+    }
+
+
+def named(settings: Settings, path: Path) -> str:
+    """A path as a recipe names it: relative to the working directory where it lies below it."""
+    home = settings.roots[0]
+    return os.path.relpath(path, home) if path.is_relative_to(home) else str(path)
+
+
+def is_data(name: str) -> bool:
+    """Whether a file of that name can hold training data."""
+    return name.lower().removesuffix(".gz").endswith(DATA_ENDINGS)
+
+
+def upload_target(settings: Settings, name: str) -> Path:
+    """Where an uploaded file goes: ``data/NAME`` in the working directory, numbered where that is taken.
+
+    Raises:
+        ConfigError: it is no name of a data file.
+    """
+    if "/" in name or "\0" in name or name.startswith(".") or len(os.fsencode(name)) > 200 or not is_data(name):
+        endings = ", ".join(DATA_ENDINGS)
+        raise ConfigError("is not the name of a data file", where=name[:80], remedy=f"known endings: {endings}")
+    folder = inside(settings.roots, str(settings.roots[0] / FOLDER))
+    stem, dot, ending = name.partition(".")
+    tries = itertools.chain([name], (f"{stem}-{number}{dot}{ending}" for number in itertools.count(2)))
+    return next(folder / one for one in tries if not os.path.lexists(folder / one))
+
+
+def add_routes(outer: Starlette, settings: Settings) -> None:
+    """Serves the listing, the uploads and the suggestions of the form. Who may ask is decided before."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse
+
+    def listed(request: Request) -> Response:
+        try:
+            return JSONResponse(listing(settings, request.query_params.get("folder", "")))
+        except HalftuneError as error:
+            return JSONResponse({"error": str(error)}, 400)
+
+    async def uploaded(request: Request) -> Response:
+        name = str(request.path_params["name"])
+        try:
+            target = upload_target(settings, name)
+            target.parent.mkdir(exist_ok=True)
+            with target.open("xb") as file:
+                try:
+                    async for part in request.stream():
+                        await run_in_threadpool(file.write, part)
+                except (OSError, ClientDisconnect):
+                    target.unlink()
+                    raise
+        except HalftuneError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except OSError as error:
+            return JSONResponse({"error": f"{name}: {error.strerror}"}, 507)
+        except ClientDisconnect:
+            return JSONResponse({"error": f"{name}: the upload was interrupted"}, 400)
+        return JSONResponse({"path": named(settings, target)})
+
+    def suggested(request: Request) -> Response:
+        return JSONResponse(hints(settings))
+
+    outer.add_route(f"{PREFIX}files", listed)
+    outer.add_route(f"{PREFIX}hints", suggested)
+    outer.add_route(UPLOADS + "{name}", uploaded, methods=["PUT"])
+
+
+def _allowed(settings: Settings, path: Path) -> bool:
+    """Whether a path, its links resolved, lies under a root."""
+    real = Path(os.path.realpath(path))
+    return any(real.is_relative_to(root) for root in settings.roots)

@@ -1,0 +1,108 @@
+"""How busy the machine's NVIDIA devices are now, through NVML; nothing where there is none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import pynvml
+
+from halftune_webui.labels import Words
+
+_WATT, _GIB = 1000, 2**30
+
+
+@dataclass(frozen=True)
+class Use:
+    """One device; None where it does not tell.
+
+    Attributes:
+        name: of the device.
+        used, total: memory in bytes.
+        busy: percent of the last moment in which a kernel ran.
+        watts: power.
+        celsius: temperature.
+    """
+
+    name: str
+    used: int | None
+    total: int | None
+    busy: int | None
+    watts: float | None
+    celsius: int | None
+
+
+@dataclass
+class Gpus:
+    """Looks at the devices at most once in ``every`` seconds, whoever asks."""
+
+    every: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+    _seen: list[Use] = field(default_factory=list)
+    _at: float = -float("inf")
+    _there: bool | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def look(self) -> list[Use]:
+        """Every device in NVML's order."""
+        with self._lock:
+            if self._there is None:
+                self._there = _begin()
+            if self._there and self.clock() - self._at >= self.every:
+                self._at, self._seen = self.clock(), _uses()
+            return self._seen
+
+
+def _begin() -> bool:
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount() > 0
+    except pynvml.NVMLError:
+        return False
+
+
+def _uses() -> list[Use]:
+    handles = [_told(lambda at=at: pynvml.nvmlDeviceGetHandleByIndex(at)) for at in range(pynvml.nvmlDeviceGetCount())]
+    return [_use(handle) for handle in handles if handle is not None]
+
+
+def _use(handle: Any) -> Use:
+    name = _told(lambda: pynvml.nvmlDeviceGetName(handle))
+    memory = _told(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    rates = _told(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
+    power = _told(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+    return Use(
+        name=name.decode() if isinstance(name, bytes) else str(name or ""),
+        used=None if memory is None else int(memory.used),
+        total=None if memory is None else int(memory.total),
+        busy=None if rates is None else int(rates.gpu),
+        watts=None if power is None else power / _WATT,
+        celsius=_told(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+    )
+
+
+def _told(ask: Callable[[], Any]) -> Any:
+    """An answer, or None: parts of a device (MIG) and some drivers do not tell everything."""
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return None
+
+
+def gpu_view(uses: list[Use], words: Words) -> str:
+    """A line for each device; empty where there is none."""
+    lines = []
+    for number, use in enumerate(uses):
+        parts = [] if use.busy is None else [words("runs.gpu.busy", n=use.busy)]
+        if use.used is not None and use.total is not None:
+            parts.append(words("runs.gpu.memory", used=f"{use.used / _GIB:.1f}", total=f"{use.total / _GIB:.1f}"))
+        parts += [] if use.watts is None else [f"{use.watts:.0f} W"]
+        parts += [] if use.celsius is None else [f"{use.celsius} °C"]
+        bar = f'<div class="progress"><i style="width:{(use.used or 0) / (use.total or 1):.0%}"></i></div>'
+        said = escape(" · ".join(parts))
+        lines.append(f"<div><b>{number} {escape(use.name)}</b>{bar}<span>{said}</span></div>")
+    return f'<div class="gpus">{"".join(lines)}</div>' if lines else ""

@@ -1,0 +1,44 @@
+"""The part of a page that the server writes as HTML, and the scripts of the page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import gradio as gr
+from gradio.context import Context as Blocks
+
+from halftune_webui.calls import told
+from halftune_webui.context import Context
+
+
+def script(name: str) -> str:
+    """The text of ``assets/<name>.js``."""
+    return files("halftune_webui").joinpath("assets", f"{name}.js").read_text(encoding="utf-8")
+
+
+def live(elem_id: str, value: str = "") -> gr.HTML:
+    """An area of HTML that keeps scrolling and folding when it is written anew; ``submit`` tells of its buttons."""
+    return gr.HTML(value, html_template='<div class="ht-live"></div>', js_on_load=script("live"), elem_id=elem_id)
+
+
+def only_while_shown(context: Context, clock: gr.Timer, tab: str) -> None:
+    """Lets a timer tick only while the tab that is being built is open: a page that shows another one asks for nothing.
+
+    Args:
+        context: of the tab.
+        clock: the timer, made inactive.
+        tab: name of the tab.
+    """
+    label = context.words(f"tabs.{tab}")
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+
+    def switched(event: gr.EventData) -> gr.Timer:
+        (opened,) = told(event, value=str)
+        return gr.Timer(active=opened == label)
+
+    # the tab tells whoever opens it, a click or a program; the row of tabs tells of clicks alone
+    here = Blocks.block
+    assert isinstance(here, gr.Tab)
+    here.select(lambda: gr.Timer(active=True), None, clock, queue=False, **quiet)
+    context.tabs.select(switched, None, clock, queue=False, **quiet)
