@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from halftune import __version__
 from halftune.hardware.probe import probe
 
@@ -69,8 +71,10 @@ def machine() -> str:
     cores = "1 core" if hardware.cpu_cores == 1 else f"{hardware.cpu_cores} cores"
     memory = f"{cores}, {hardware.host_memory_bytes / 2**30:.0f} GiB"
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    # Ratios differ by instruction set, and one name stands for several processors.
+    name = f"{device.name} ({torch.backends.cpu.get_cpu_capability()}{' avx512_bf16' * ('avx512_bf16' in device.features)})"
     return (
-        f"{device.name}, {memory}, {platform.system()}; Python {platform.python_version()}, {versions}; "
+        f"{name}, {memory}, {platform.system()}; Python {platform.python_version()}, {versions}; "
         f"halftune {__version__}{_commit()}"
     )
 

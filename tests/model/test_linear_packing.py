@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_model import because, plan
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -102,7 +103,15 @@ class Double(TorchFunctionMode):
         return func(*args, **named)
 
 
+def since(family: str) -> None:
+    """Skips where the installed transformers is older than a family."""
+    first = {"lfm3": (5, 23)}.get(family, (0, 0))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < first:
+        pytest.skip(f"{family} came with transformers {first[0]}.{first[1]}")
+
+
 def model_of(family: str) -> Any:
+    since(family)
     values = {**SIZES, **{**FAMILIES, **UNPACKED, **LEAKING}[family]}
     with own_architectures():
         config = AutoConfig.for_model(family, **{name: value for name, value in values.items() if value is not None})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_linear_packing import FAMILIES, model_of, relative
+from test_linear_packing import FAMILIES, model_of, relative, since
 from tiny_model import because, plan
 
 from halftune.core.errors import DtypeContractError, ModelError
@@ -40,6 +40,7 @@ def a_plan(linear: str, guard: str = "cast") -> Plan:
 @pytest.mark.parametrize("family", GLOBALS)
 def test_the_globals_exist_in_this_transformers(family: str) -> None:
     """An upgrade that renames one must fail here, not fall back in silence."""
+    since(family)
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     for name in (*GLOBALS[family], "causal_conv1d_fn", "causal_conv1d_update"):
         assert callable(vars(module)[name])
