@@ -72,7 +72,8 @@ def machine() -> str:
     memory = f"{cores}, {hardware.host_memory_bytes / 2**30:.0f} GiB"
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     # Ratios differ by instruction set, and one name stands for several processors.
-    name = f"{device.name} ({torch.backends.cpu.get_cpu_capability()}{' avx512_bf16' * ('avx512_bf16' in device.features)})"
+    vectors = "avx512_bf16" if "avx512_bf16" in device.features else torch.backends.cpu.get_cpu_capability()
+    name = f"{device.name} ({vectors})"
     return (
         f"{name}, {memory}, {platform.system()}; Python {platform.python_version()}, {versions}; "
         f"halftune {__version__}{_commit()}"
