@@ -1,4 +1,4 @@
-"""Hears signals where the main thread cannot, and ends a process of several that does not come to the end of a step.
+"""Receives signals in a thread, and ends a process of several that does not reach the end of its step.
 
 Python runs a signal's handler in the main thread, between two of its own instructions: one that waits inside a library
 for another process (a collective) never gets there.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from halftune.core import alive
 from halftune.core.failures import leave
+from halftune.core.launcher import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.train.checkpoint_list import checkpoints
 from halftune.train.interrupt import SIGNALS, Interrupted, is_echo, say
@@ -44,25 +45,25 @@ class StopWatch:
         self.saved = False
 
     def start(self) -> None:
-        """Listens; called by the main thread, when its handlers are in place."""
-        self.ear, self.mouth = socket.socketpair()
-        self.mouth.setblocking(False)
-        self.before = signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
+        """Starts the thread; called by the main thread once its handlers are set."""
+        self.receiver, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
+        self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
         _listening.add(self)
         threading.Thread(target=self._listen, name="stop watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Listens no more."""
+        """Ends the thread."""
         signal.set_wakeup_fd(self.before)
         _listening.discard(self)
-        self.mouth.close()  # which ends the thread
+        self.sender.close()  # which ends the thread
 
     def _listen(self) -> None:
         first, heard = None, 0.0
-        with self.ear:
+        with self.receiver:
             while True:
-                if select.select([self.ear], [], [], None if first is None else _POLL)[0]:
-                    if not (numbers := self.ear.recv(64)):
+                if select.select([self.receiver], [], [], None if first is None else _POLL)[0]:
+                    if not (numbers := self.receiver.recv(64)):
                         return
                     for number in map(signal.Signals, filter(SIGNALS.__contains__, numbers)):
                         if first is None:
@@ -81,7 +82,7 @@ class StopWatch:
         if (pulse := current()) is not None:
             pulse.confess(error)  # some may wait where they look for failures
         leave(error, str(error))
-        if os.environ.get("RANK", "0") == "0":  # it speaks for all, as after a save
+        if this_process().main:  # the main process reports for all
             self._write(str(error))
             say(f"halftune train: {error}\n")
         os._exit(error.exit_code)
@@ -98,20 +99,20 @@ class StopWatch:
 _listening: set[StopWatch] = set()
 
 
-def _hold() -> None:
+def _block_signals() -> None:
     if _listening:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _let_go() -> None:
+def _unblock_signals() -> None:
     if _listening:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _deaf() -> None:
+def _reset_in_child() -> None:
     if _listening:
         signal.set_wakeup_fd(-1)
-        _let_go()
+        _unblock_signals()
 
 
-os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_deaf)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_in_child)
