@@ -14,9 +14,9 @@ def test_its_files_exist_and_it_parses() -> None:
     text = SCRIPT.read_text()
     named = re.findall(r"\b(?:tests|scripts|configs)/[\w/]+\.(?:py|sh|yaml)", text)
     recipes = re.findall(r'^ +trains \S+ \d+ "?([\w${}]+\.yaml)', text, re.MULTILINE)
-    models = re.findall(r"for model in ([^;]+);", text)[0].split()
+    models = re.findall(r'^hybrids="([^"]+)"', text, re.MULTILINE)[0].split()
     assert len(named) > 5
-    assert len(recipes) == 4
+    assert len(recipes) == 7
     named += [f"configs/{recipe.replace('${model}', model)}" for recipe in recipes for model in models]
     assert [name for name in named if not (REPOSITORY / name).is_file()] == []
     subprocess.run(["bash", "-n", SCRIPT], check=True)

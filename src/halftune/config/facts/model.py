@@ -50,15 +50,8 @@ WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "decoder_
 VOCABULARY = ("vocab_size",)
 PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-FORMATS = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-    "float64": "fp64",
-    "double": "fp64",
-}
+FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+FORMATS |= {"float64": "fp64", "double": "fp64"}
 SINKS = {"gpt_oss", "mimo_v2_flash"}
 # Families with state-space, convolution or linear-attention layers whose config may not list the layers' types.
 NOT_ONLY_SOFTMAX = {
