@@ -13,10 +13,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from halftune.config.sections.model import ModelSection
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.manifest import MARKER, seal
 from halftune.model import identity
-from halftune.model.identity import model_identity
+from halftune.model.identity import model_identity, tokenizer_identity
+from halftune.train.checkpoint_list import flaw
 from halftune.train.trainer import train
 
 SETTINGS = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.cache=false")
@@ -212,6 +213,35 @@ def test_a_long_weight_file_is_sampled(small_model: Path, tmp_path: Path, monkey
         assert model_identity(model)["files"][weights.name]["digest"] != before["digest"], name
     save_file(tensors, weights, metadata={"format": "np"})
     assert model_identity(model)["files"][weights.name]["digest"] != before["digest"], "the header"
+
+
+def test_the_code_of_a_tokenizer_in_a_folder_of_its_own(small_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small_model, tmp_path / "tokenizer"))
+    trusted = ModelSection(name_or_path=str(small_model), tokenizer=str(folder), trust_remote_code=True)
+    (folder / "code.py").write_text("a = 1")
+    before = tokenizer_identity(trusted)
+    (folder / "code.py").write_text("a = 2")
+    assert {name for name, digest in tokenizer_identity(trusted).items() if digest != before[name]} == {"code.py"}
+    untrusted = trusted.model_copy(update={"trust_remote_code": False})
+    assert "code.py" not in tokenizer_identity(untrusted)
+
+
+def test_nothing_is_moved_through_a_link(recipe, place: Place, tmp_path: Path) -> None:
+    (place["run"] / "set-aside").symlink_to(tmp_path)
+    shutil.copytree(place["run"] / "checkpoint-2", place["run"] / "checkpoint-3")
+    (place["run"] / "checkpoint-3" / "state.json").unlink()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(TrainingError, match="symbolic link"):
+        train(*recipe(*settings(place)))
+    assert sorted(tmp_path.iterdir()) == before
+    assert (place["run"] / "checkpoint-3").is_dir()
+
+
+@pytest.mark.parametrize("number", ["9" * 12, "x"])
+def test_a_file_name_does_not_say_how_many_parts_there_are(place: Place, number: str) -> None:
+    checkpoint = place["run"] / "checkpoint-2"
+    (checkpoint / f"trainable-00000-of-{number}.safetensors").write_text("")
+    assert flaw(checkpoint, thorough=True) == ""
 
 
 def test_lost_metrics_are_noticed(recipe, place: Place) -> None:
