@@ -38,7 +38,7 @@ def model_identity(model: ModelSection) -> dict[str, Any]:
 def tokenizer_identity(model: ModelSection) -> dict[str, str]:
     """File → sha256 of each file of the tokenizer; of tokenizer_config.json without the chat template.
 
-    Of a tokenizer in a folder of its own, also of Python that the config trusts; :func:`model_identity` has the model's.
+    Of a tokenizer in a folder of its own, also of the Python that the config trusts: :func:`model_identity` has the rest.
 
     Raises:
         ModelError: the tokenizer is not there, or a file is damaged.
