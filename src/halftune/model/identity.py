@@ -38,7 +38,7 @@ def model_identity(model: ModelSection) -> dict[str, Any]:
 def tokenizer_identity(model: ModelSection) -> dict[str, str]:
     """File → sha256 of each file of the tokenizer; of tokenizer_config.json without the chat template.
 
-    Of a tokenizer in a folder of its own, also of the Python that the config trusts: :func:`model_identity` has the rest.
+    Of a tokenizer in a folder of its own, also of Python that is trusted; the model's is in :func:`model_identity`.
 
     Raises:
         ModelError: the tokenizer is not there, or a file is damaged.
