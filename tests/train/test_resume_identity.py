@@ -18,6 +18,8 @@ from halftune.core.manifest import MARKER, seal
 from halftune.model import identity
 from halftune.model.identity import model_identity, tokenizer_identity
 from halftune.train.checkpoint_list import flaw
+from halftune.train.folder import finished_at
+from halftune.train.same_run import recorded
 from halftune.train.trainer import train
 
 SETTINGS = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.cache=false")
@@ -227,13 +229,14 @@ def test_the_code_of_a_tokenizer_in_a_folder_of_its_own(small_model: Path, tmp_p
 
 
 def test_nothing_is_moved_through_a_link(recipe, place: Place, tmp_path: Path) -> None:
-    (place["run"] / "set-aside").symlink_to(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (place["run"] / "set-aside").symlink_to(elsewhere)
     shutil.copytree(place["run"] / "checkpoint-2", place["run"] / "checkpoint-3")
     (place["run"] / "checkpoint-3" / "state.json").unlink()
-    before = sorted(tmp_path.iterdir())
     with pytest.raises(TrainingError, match="symbolic link"):
         train(*recipe(*settings(place)))
-    assert sorted(tmp_path.iterdir()) == before
+    assert not list(elsewhere.iterdir())
     assert (place["run"] / "checkpoint-3").is_dir()
 
 
@@ -242,6 +245,23 @@ def test_a_file_name_does_not_say_how_many_parts_there_are(place: Place, number:
     checkpoint = place["run"] / "checkpoint-2"
     (checkpoint / f"trainable-00000-of-{number}.safetensors").write_text("")
     assert flaw(checkpoint, thorough=True) == ""
+
+
+def test_a_recipe_of_a_run_that_is_a_pipe_or_a_bomb(tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="regular"):
+        recorded(path)
+    path.unlink()
+    lists = [f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]" for i in range(1, 9)]
+    path.write_text("b0: &b0 [1]\n" + "\n".join(lists))
+    with pytest.raises(ConfigError, match="alias"):
+        recorded(path)
+
+
+def test_a_last_step_that_is_no_number_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "finished.json").write_text('{"step": 1e400}')
+    assert finished_at(tmp_path) is None
 
 
 def test_lost_metrics_are_noticed(recipe, place: Place) -> None:

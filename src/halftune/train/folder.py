@@ -191,7 +191,7 @@ def _finished(path: Path) -> tuple[int, str | None] | None:
         return int(facts["step"]), facts.get("result")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         log.warning("%s cannot be read: the run is taken as not finished", path / FINISHED)
         return None
 
