@@ -168,6 +168,9 @@ def test_templates_have_limits() -> None:
     assert not excess("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert not excess("{{ raise_exception('no') }}")
     assert "memory" in excess("{{ 'a' * 3000000000 }}")
+    # computed while it compiles, though never rendered
+    assert "memory" in excess("{% if false %}{{ 'a' * 3000000000 }}{% endif %}")
+    assert "memory" in excess("{% if false %}{{ 'a' | center(3000000000) }}{% endif %}")
     assert "characters" in excess(" " * 2_000_000)
 
 

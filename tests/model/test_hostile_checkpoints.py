@@ -141,6 +141,22 @@ def test_code_of_another_repository_is_refused_though_code_is_trusted(where: str
         check_code(folder, section(folder, trust_remote_code=True))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.model",
+     "additional_chat_templates/tools.jinja"],
+)  # fmt: skip
+def test_a_small_file_that_would_fill_the_memory(name: str, folder: Path) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    with (folder / name).open("ab") as file:
+        file.truncate(1 << 28)  # sparse: it takes no place on the disk
+    with pytest.raises(ModelError, match="at most") as caught:
+        load_tokenizer(section(folder))
+    assert caught.value.where == str(folder / name)
+    with pytest.raises(ModelError, match="at most"):
+        check_weights(folder)
+
+
 ATTACKS = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.system('touch FILE') }}",

@@ -13,10 +13,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from halftune.config.sections.model import ModelSection
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.manifest import MARKER, seal
 from halftune.model import identity
-from halftune.model.identity import model_identity
+from halftune.model.identity import model_identity, tokenizer_identity
+from halftune.train.checkpoint_list import flaw
+from halftune.train.folder import finished_at
+from halftune.train.same_run import recorded
 from halftune.train.trainer import train
 
 SETTINGS = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.cache=false")
@@ -212,6 +215,53 @@ def test_a_long_weight_file_is_sampled(small_model: Path, tmp_path: Path, monkey
         assert model_identity(model)["files"][weights.name]["digest"] != before["digest"], name
     save_file(tensors, weights, metadata={"format": "np"})
     assert model_identity(model)["files"][weights.name]["digest"] != before["digest"], "the header"
+
+
+def test_the_code_of_a_tokenizer_in_a_folder_of_its_own(small_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small_model, tmp_path / "tokenizer"))
+    trusted = ModelSection(name_or_path=str(small_model), tokenizer=str(folder), trust_remote_code=True)
+    (folder / "code.py").write_text("a = 1")
+    before = tokenizer_identity(trusted)
+    (folder / "code.py").write_text("a = 2")
+    assert {name for name, digest in tokenizer_identity(trusted).items() if digest != before[name]} == {"code.py"}
+    untrusted = trusted.model_copy(update={"trust_remote_code": False})
+    assert "code.py" not in tokenizer_identity(untrusted)
+
+
+def test_nothing_is_moved_through_a_link(recipe, place: Place, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (place["run"] / "set-aside").symlink_to(elsewhere)
+    shutil.copytree(place["run"] / "checkpoint-2", place["run"] / "checkpoint-3")
+    (place["run"] / "checkpoint-3" / "state.json").unlink()
+    with pytest.raises(TrainingError, match="symbolic link"):
+        train(*recipe(*settings(place)))
+    assert not list(elsewhere.iterdir())
+    assert (place["run"] / "checkpoint-3").is_dir()
+
+
+@pytest.mark.parametrize("number", ["9" * 12, "x"])
+def test_a_file_name_does_not_say_how_many_parts_there_are(place: Place, number: str) -> None:
+    checkpoint = place["run"] / "checkpoint-2"
+    (checkpoint / f"trainable-00000-of-{number}.safetensors").write_text("")
+    assert flaw(checkpoint, thorough=True) == ""
+
+
+def test_a_recipe_of_a_run_that_is_a_pipe_or_a_bomb(tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="regular"):
+        recorded(path)
+    path.unlink()
+    lists = [f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]" for i in range(1, 9)]
+    path.write_text("b0: &b0 [1]\n" + "\n".join(lists))
+    with pytest.raises(ConfigError, match="alias"):
+        recorded(path)
+
+
+def test_a_last_step_that_is_no_number_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "finished.json").write_text('{"step": 1e400}')
+    assert finished_at(tmp_path) is None
 
 
 def test_lost_metrics_are_noticed(recipe, place: Place) -> None:

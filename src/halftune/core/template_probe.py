@@ -11,7 +11,10 @@ import resource
 import subprocess
 import sys
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 MEMORY, SECONDS, LENGTH = 1 << 30, 5, 1 << 20  # bytes of address space, of CPU time, characters of a template
 _TOO_LARGE, _WAIT = 3, 120.0  # exit code; seconds of wall time, for a machine with much else to do
@@ -49,6 +52,22 @@ def _conversations() -> list[dict[str, Any]]:
     ]
 
 
+def _folds_too_much(tree: nodes.Template) -> bool:
+    """Whether a constant expression takes more memory than there is.
+
+    Jinja computes constants while it compiles, also in branches that are never rendered, and ignores those that fail.
+    """
+    from jinja2 import nodes
+
+    for node in tree.find_all(nodes.Expr):
+        try:
+            node.as_const()
+        except nodes.Impossible as error:
+            if isinstance(error.__cause__, MemoryError):
+                return True
+    return False
+
+
 def _main() -> int:
     import re
 
@@ -70,6 +89,8 @@ def _main() -> int:
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
     for conversation in _conversations():
         try:
+            if _folds_too_much(environment.parse(source)):
+                return _TOO_LARGE
             environment.from_string(source).render(bos_token="<s>", eos_token="</s>", **conversation)
         except MemoryError:
             return _TOO_LARGE

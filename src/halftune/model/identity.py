@@ -38,12 +38,16 @@ def model_identity(model: ModelSection) -> dict[str, Any]:
 def tokenizer_identity(model: ModelSection) -> dict[str, str]:
     """File → sha256 of each file of the tokenizer; of tokenizer_config.json without the chat template.
 
+    Of a tokenizer in a folder of its own, also of Python that is trusted; the model's is in :func:`model_identity`.
+
     Raises:
         ModelError: the tokenizer is not there, or a file is damaged.
     """
     folder = locate_tokenizer(model)
     paths = sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()})
-    found = {path.name: _sha256(path.read_bytes()) for path in paths}
+    if model.trust_remote_code and model.tokenizer is not None:
+        paths += sorted(folder.rglob("*.py"))
+    found = {path.relative_to(folder).as_posix(): _sha256(path.read_bytes()) for path in paths}
     if (config := folder / "tokenizer_config.json").is_file():
         settings = {key: value for key, value in read_json(config).items() if key != "chat_template"}
         found[config.name] = _sha256(json.dumps(settings, sort_keys=True).encode())

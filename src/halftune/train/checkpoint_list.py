@@ -33,7 +33,7 @@ def part_name(name: str, rank: int, processes: int) -> str:
 def parts(checkpoint: Path, name: str) -> list[str]:
     """The files of a checkpoint that together hold what one process would have written as ``name``."""
     stem, _, suffix = name.rpartition(".")
-    first = next(checkpoint.glob(f"{stem}-00000-of-*.{suffix}"), None)
+    first = next(checkpoint.glob(f"{stem}-00000-of-{'[0-9]' * 5}.{suffix}"), None)  # a longer number is no file of ours
     if first is None:
         return [name]
     processes = int(first.stem.rpartition("-")[2])

@@ -191,7 +191,7 @@ def _finished(path: Path) -> tuple[int, str | None] | None:
         return int(facts["step"]), facts.get("result")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         log.warning("%s cannot be read: the run is taken as not finished", path / FINISHED)
         return None
 
@@ -248,6 +248,9 @@ def set_aside(path: Path, why: str) -> None:
     if not path.exists():
         return
     place = path.parent / ASIDE / path.name
+    if place.parent.is_symlink():
+        remedy = "remove the link, or choose another training.output_dir"
+        raise TrainingError("is a symbolic link: nothing is moved through it", where=str(place.parent), remedy=remedy)
     place.parent.mkdir(exist_ok=True)
     number = 1
     while place.exists():

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
+from halftune.core.files import MOST_JSON, open_file
 
 # Keys that may change between two sittings of one run: they do not touch what is computed.
 LENGTH = ("training.num_train_epochs", "training.max_steps")
@@ -54,7 +55,11 @@ def recorded(resolved: Path) -> dict[str, object]:
         ConfigError: it cannot be read.
     """
     try:
-        tree = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+        with open_file(resolved) as file:
+            text = file.read(MOST_JSON).decode()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make a giant tree
+            raise _unreadable(resolved, "it has an alias (*name)")
+        tree = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unreadable(resolved, str(error).splitlines()[0]) from error
     if not isinstance(tree, dict):

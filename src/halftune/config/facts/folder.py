@@ -12,13 +12,31 @@ from typing import Any
 from halftune.config.facts.safetensors_headers import read_header, read_headers
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
-from halftune.core.files import read_limited
+from halftune.core.files import MOST_JSON, read_limited
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Files that hold a vocabulary, in every format that transformers reads.
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "sentencepiece*")
 CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+# Files beside the weights that libraries read whole.
+_SMALL = (
+    *(*VOCABULARIES, *CONFIGS, "merges.txt", "generation_config.json", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template.*", "additional_chat_templates/*"),
+)
+
+
+def _check_sizes(folder: Path) -> None:
+    """Makes sure that no small file of a checkpoint fills the memory.
+
+    Raises:
+        ModelError: one is larger than any real one.
+    """
+    for path in (path for pattern in _SMALL for path in folder.glob(pattern)):
+        if path.is_file() and (size := path.stat().st_size) > MOST_JSON:
+            what = f"has {size:,} bytes, at most {MOST_JSON:,} are accepted"
+            raise ModelError(what, where=str(path), remedy="the file is damaged: copy or download it again")
 
 
 def check_weights(folder: Path) -> None:
@@ -37,6 +55,7 @@ def check_weights(folder: Path) -> None:
         what = "holds an adapter beside the model, and transformers would load the base model that the adapter names"
         remedy = "move adapter_config.json elsewhere, or name the folder of the model alone"
         raise ModelError(what, where=where, remedy=remedy)
+    _check_sizes(folder)
     if read_headers(folder):
         return
     if pickles := pickles_in(folder):
@@ -104,6 +123,7 @@ def check_tokenizer(folder: Path) -> None:
     if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         remedy = "copy the tokenizer's files there, or name another one in model.tokenizer"
         raise ModelError("the folder has no tokenizer", where=str(folder), remedy=remedy)
+    _check_sizes(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             read_json(folder / name)
