@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import yaml
 
 from halftune.cli import main
+from halftune.config import convert
 from halftune.config.convert.convert import convert_file, report
 from halftune.config.load import load_config
+from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
 
 LLAMAFACTORY = """\
@@ -370,6 +373,18 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
         ("relora: true", "refused"),
         ("neftune_noise_alpha: 5", "refused"),
         ("reinit_weights: true", "refused"),
+        ("chat_template_jinja: x.jinja", "approximate"),
+        ("loss_watchdog_threshold: 5.0", "approximate"),
+        ("special_tokens: {pad_token: x}", "same"),
+        ("special_tokens: {additional_special_tokens: [<x>]}", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, train_on_eos: turn}]", "same"),
+        ("datasets: [{path: a/b, type: chat_template, train_on_eos: none}]", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, train_on_eot: all}]", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, message_field_training: train}]", "same"),
+        ("datasets: [{path: a/b, type: chat_template, message_field_training: learn}]", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, message_field_training_detail: parts}]", "refused"),
+        ("datasets: [{path: a/b, type: input_output}]", "refused"),
+        ("datasets: [{path: a/b, type: null}]", "refused"),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "same"),
         ("adapter: qlora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "refused"),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\npeft: {loftq_config: {loftq_bits: 4}}", "refused"),
@@ -386,7 +401,8 @@ def test_the_status_says_whether_the_same_is_learned(more: str, status: str) -> 
 @pytest.mark.parametrize(
     "more",
     ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_muon: true", "pissa_init: true",
-     "image_max_pixels: 262144", "adapter_name_or_path: saves/x", "moe_aux_loss_coef: 0.1", "optim: lion_8bit"],
+     "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
+     "adapter_name_or_path: saves/x", "moe_aux_loss_coef: 0.1", "optim: lion_8bit"],
 )  # fmt: skip
 def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
     Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + more + "\n")
@@ -394,6 +410,33 @@ def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
     off = more.replace(more.split(": ")[1], "null")
     Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + off + "\n")
     assert convert_file(Path("old.yaml")).status == "approximate"
+
+
+@pytest.mark.parametrize("more", ["do_train: false", "do_predict: true"])
+def test_a_config_of_llamafactory_that_trains_nothing_is_refused(more: str) -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY.replace("do_train: true\n", "") + more + "\n")
+    assert [note.key for note in convert_file(Path("old.yaml")).of("refused")] == ["do_train"]
+
+
+def test_thinking_switched_off_in_llamafactory_is_kept() -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY + "enable_thinking: false\n")
+    assert convert_file(Path("old.yaml")).values["model"]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_the_column_of_tools_is_kept() -> None:
+    Path("old.yaml").write_text(SAME.replace("chat_template}]", "chat_template, field_tools: functions}]"))
+    converted = convert_file(Path("old.yaml"), "axolotl")
+    assert converted.values["data"]["train"][0]["columns"] == {"tools": "functions"}
+    assert converted.status == "same"
+
+
+def test_reasons_name_options_that_exist() -> None:
+    schema = RunConfig.model_json_schema()
+    options = {name for made in schema["$defs"].values() for name in made.get("properties", {})}
+    texts = "".join(path.read_text() for path in Path(convert.__file__).parent.glob("*.py"))
+    named = set(re.findall(rf"\b(?:{'|'.join(schema['properties'])})\.([a-z0-9_]+)", texts))
+    assert len(named) > 50
+    assert not named - options
 
 
 def test_media_of_llamafactory_are_refused() -> None:

@@ -22,6 +22,9 @@ TEXT = {"model_type": "qwen2", "num_hidden_layers": 2}
         ({**TEXT, "layer_types": ["full_attention"]}, "layer_types"),
         ({**TEXT, "layer_types": ["full_attention", "wide_attention"]}, "layer_types"),
         ({"text_config": {**TEXT, "layer_types": ["conv"]}}, "text_config.layer_types"),
+        ({**TEXT, "hidden_act": "sillu"}, "hidden_act"),
+        ({"model_type": "gpt2", "activation_function": "gelu_old"}, "activation_function"),
+        ({"text_config": {"model_type": "gemma3_text", "hidden_activation": "gelus"}}, "text_config.hidden_activation"),
     ],
     ids=str,
 )
@@ -42,6 +45,9 @@ def test_what_transformers_refuses(raw: dict[str, Any], named: str) -> None:
         {**TEXT, "layer_types": ["sliding_attention", "linear_attention"]},
         {**TEXT, "model_type": "deepseek_v4", "layer_types": ["its own"]},
         {"layer_types": ["conv"]},
+        {**TEXT, "hidden_act": "gelu_pytorch_tanh"},
+        {"model_type": "gemma3_text", "hidden_act": "its own", "hidden_activation": None},
+        {"model_type": "not_there", "hidden_act": "its own"},
     ],
     ids=str,
 )

@@ -66,10 +66,9 @@ FLAGS = {
 }
 # What is read of an entry of `datasets`; each other key of it is named in the report.
 READ = {
-    *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "roles_to_train"),
-    *("message_property_mappings", "message_field_role", "message_field_content"),
+    *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "field_tools"),
+    *("message_property_mappings", "message_field_role", "message_field_content", *keys.LABELS),
 }
-_ASSISTANT = (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"])
 SPEAKERS = (("role", "content"), ("from", "value"))
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
@@ -103,6 +102,8 @@ def convert(draft: Draft, folder: Path) -> None:
     tokens = draft.left.get("special_tokens")
     if isinstance(tokens, dict) and tokens.keys() <= {"pad_token"}:
         draft.none("special_tokens", "padding is masked by position, whatever its token")
+    elif isinstance(tokens, dict) and tokens.get("additional_special_tokens"):
+        draft.left["additional_special_tokens"] = True
     if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
         for key in ("model_quantization_config", "model_quantization_config_kwargs"):
             draft.none(key, "weights are widened on load")
@@ -179,9 +180,7 @@ def _data(draft: Draft) -> None:
             draft.changed(name, ours, sources, "; ".join(dict.fromkeys(notes)))
         else:
             draft.translated(name, ours, sources)
-    entries = [entry for entry in draft.source.get("datasets") or [] if isinstance(entry, dict)]
-    if any(entry.get("roles_to_train") not in (None, *_ASSISTANT) for entry in entries):
-        draft.refused("roles_to_train", "other turns than the assistant's would not be trained")
+    _labels(draft)
     if len(kinds) > 1:
         why = "some sources are type completion, where every token is trained, and some hold conversations"
         raise draft.refuse("datasets", f"{why}; halftune trains one kind in a run: make a recipe of each")
@@ -200,6 +199,19 @@ def _data(draft: Draft) -> None:
     draft.default("data.max_length", 512, "sequence_len")
     draft.default("data.packing", False, "sample_packing")
     grouping(draft)
+
+
+def _labels(draft: Draft) -> None:
+    """Refuses data sets whose trained tokens would be others here."""
+    entries = [entry for entry in draft.source.get("datasets") or [] if isinstance(entry, dict)]
+    for key, (here, why) in keys.LABELS.items():
+        if any(entry.get(key) not in (None, *here) for entry in entries):
+            draft.refused(key, why)
+    kinds = [entry.get("type") for entry in entries]
+    if not all(kinds):
+        draft.refused("type", "a data set without a type holds tokens and labels; halftune reads texts only")
+    elif "input_output" in kinds:
+        draft.refused("type", "input_output marks parts of a text; halftune trains whole answers")
 
 
 def _template(draft: Draft) -> None:
@@ -241,6 +253,8 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
         source["columns"] = {"text": entry["field"]}
     elif field and field not in ("messages", "conversations"):
         source["columns"] = {"messages": field}
+    if entry.get("field_tools") not in (None, "tools"):
+        source.setdefault("columns", {})["tools"] = entry["field_tools"]
     return source, "; ".join([*changes, *_left_out(entry)])
 
 
@@ -249,8 +263,7 @@ def _left_out(entry: dict[str, Any]) -> list[str]:
     said = entry.get("message_property_mappings") or {}
     role = said.get("role") or entry.get("message_field_role") or "role"
     content = said.get("content") or entry.get("message_field_content") or "content"
-    kept = {"train_on_eos": "turn"}  # so it is here
-    unread = [key for key, value in entry.items() if key not in READ and value not in (None, False, kept.get(key))]
+    unread = [key for key, value in entry.items() if key not in READ and value not in (None, False)]
     turns = "messages hold role and content, or from and value, here"
     left = [] if (role, content) in SPEAKERS else [f"{role}, {content}: {turns}"]
     return left + ([f"{', '.join(unread)}: not taken over"] if unread else [])

@@ -5,9 +5,12 @@ _KERNEL, _CHUNKS = "faster kernels with the same result", "the loss is computed 
 _EPOCH, _SHOWN = "packing looks at the whole epoch", "nothing that is learned depends on it"
 _RELORA, _LISA = "ReLoRA is not supported yet", "training layers by turns (LISA) is not supported yet"
 _MEDIA = "images and audio are not supported yet: only texts would be trained"
+_FINITE = "a high loss stops nothing; one that is not finite does (training.on_non_finite)"
+_ENDS, _MARKS = "the end of each answer is always trained", "messages are marked by train or weight only"
 _EAFT = "the EAFT loss is not supported yet"
 _RESTART, _RATES = "restarts of the schedule are not supported yet", "learning rates by module are not supported yet"
 _INIT, _LAYERS = "another initialisation of the adapter is not supported yet", "LoRA by layers is not supported yet"
+_NEW = "add tokens to the tokenizer and name it in model.tokenizer"
 _SIZE = "the model's own settings hold: another model would be trained"
 _QUANT = "a base quantised in this way is not supported yet"
 _RL = "halftune has supervised fine-tuning and pre-training today"
@@ -90,15 +93,11 @@ NONE = {
     "eval_table_size": _SHOWN,
     "eval_max_new_tokens": "generation.max_new_tokens",
     "save_first_step": _SHOWN,
-    "loss_watchdog_threshold": "training.nonfinite and halftune's own checks watch the loss",
-    "loss_watchdog_patience": "training.nonfinite and halftune's own checks watch the loss",
     "auto_resume_from_checkpoints": "always: an interrupted run resumes by itself",
     "resume_from_checkpoint": "an interrupted run resumes by itself",
     "eval_causal_lm_metrics": "evaluation is the loss",
     "do_causal_lm_eval": "evaluation is the loss",
     "do_bench_eval": "evaluation is the loss",
-    "chat_template_jinja": "write the template to a file and name it in model.chat_template",
-    "train_on_eos": "the end of an answer is always trained",
     "eot_tokens": "the end of an answer is always trained",
     "full_finetune": "adapter: none",
     "resize_token_embeddings_to_32x": "embeddings keep their size",
@@ -133,6 +132,9 @@ PARTS = {
     "kd_": "the distillation plugin",
 }
 CHANGED = {
+    "chat_template_jinja": "write the template to a file and name it in model.chat_template",
+    "loss_watchdog_threshold": _FINITE,
+    "loss_watchdog_patience": _FINITE,
     "sample_packing_sequentially": _EPOCH,
     "curriculum_sampling": "data is shuffled every epoch",
     "shuffle_before_merging_datasets": "data is shuffled every epoch",
@@ -202,8 +204,20 @@ REFUSED = {
     "overrides_of_model_config": _SIZE,
     "overrides_of_model_kwargs": _SIZE,
     "reinit_weights": "training begins from the checkpoint's weights, never from random ones",
-    "tokens": "add tokens to the tokenizer and name it in model.tokenizer",
-    "added_tokens_overrides": "add tokens to the tokenizer and name it in model.tokenizer",
+    "tokens": _NEW,
+    "added_tokens_overrides": _NEW,
+    "additional_special_tokens": _NEW,
+}
+# Keys of an entry of `datasets` that say which tokens are trained → (the values that hold here, why others do not).
+LABELS = {
+    "roles_to_train": (
+        (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
+        "other turns than the assistant's would not be trained",
+    ),
+    "train_on_eos": (("turn",), _ENDS),
+    "train_on_eot": (("turn",), _ENDS),
+    "message_field_training": (("train",), _MARKS),
+    "message_field_training_detail": ((), "parts of a message cannot be marked"),
 }
 # Plugins whose loss changes nothing that is learned; each other one may.
 PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "ExpertParallelPlugin", "SwanLabPlugin",

@@ -46,6 +46,8 @@ def convert(draft: Draft, folder: Path) -> None:
         raise draft.refuse("stage", why)
     if is_off(draft.left.get("dataset")):
         raise draft.refuse("dataset", "there is nothing to train on: chat and export need no recipe")
+    if not draft.left.get("do_train", draft.left.get("do_predict") is not True):
+        raise draft.refuse("do_train", "it trains nothing: chat and evaluation need no recipe")
     draft.translated("stage", "method.type", METHODS[stage])
     draft.rename(MODEL)
     precision(draft, default="fp32")
@@ -66,8 +68,9 @@ def convert(draft: Draft, folder: Path) -> None:
 
 def drop_keys(draft: Draft) -> None:
     """The keys of LLaMA-Factory without an equivalent."""
-    if draft.left.get("freeze_vision_tower") is False:
-        draft.refused("freeze_vision_tower", "training a vision tower is not supported yet")
+    for key, part in (("freeze_vision_tower", "a vision tower"), ("freeze_multi_modal_projector", "a projector")):
+        if draft.left.get(key) is False:
+            draft.refused(key, f"training {part} is not supported yet")
     draft.drop(keys.NONE)
     draft.drop(keys.CHANGED, "changed")
     draft.drop(keys.REFUSED, "refused")
@@ -113,6 +116,8 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     if draft.has("template"):
         why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
         draft.changed("template", "", draft.take("template"), why)
+    if draft.left.get("enable_thinking") is False:
+        draft.translated("enable_thinking", "model.chat_template_kwargs", {"enable_thinking": False})
     if stage == "sft":
         _labels(draft)
 

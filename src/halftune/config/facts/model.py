@@ -226,8 +226,7 @@ def facts_from_config(
     tensors = named_within(tensors_of(model_type, text, sizes), headers or {}, multimodal)
     quantization = _quantization(text, headers or {}, where)
     counted = count_parameters(headers, tied=sizes.tied) if headers and not quantization else 0
-    window = _window(text, where)
-    experts = _number(text, EXPERTS, where) or 0
+    window, experts = _window(text, where), _number(text, EXPERTS, where) or 0
     return ModelFacts(
         name_or_path=name,
         model_type=str(raw.get("model_type")),
@@ -333,10 +332,7 @@ def _check_said(text: dict[str, Any], where: str) -> None:
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": () if _layer_kinds(text) else LAYERS, "vocab_size": VOCABULARY}
     unsaid = [name for name, keys in sizes.items() if keys and _first(text, keys, None) is None]
     if unsaid and text.get("auto_map"):
-        remedy = (
-            f"the model's own code has a default or another name for it: write {' and '.join(unsaid)} into config.json"
-            " with the value that its configuration class takes"
-        )
+        remedy = f"write {' and '.join(unsaid)} into config.json: the model's own code has a default or another name"
         raise ModelError(f"{', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing", where=where, remedy=remedy)
 
 
@@ -382,9 +378,8 @@ def _window_layers(text: dict[str, Any], layers: int) -> int:
 
 def _count_linear(model_type: str, text: dict[str, Any], layers: int) -> int:
     found = len(linear_layers(text, layers))
-    if found or model_type not in NOT_ONLY_SOFTMAX or text.get("layer_types"):
-        return found
-    return layers  # it has some; which ones its config tells in a way of its own
+    some = model_type in NOT_ONLY_SOFTMAX and not text.get("layer_types")  # its config tells which in a way of its own
+    return layers if some and not found else found
 
 
 def _estimate(text: dict[str, Any], sizes: Sizes) -> int:

@@ -13,11 +13,12 @@ from halftune.core.table import did_you_mean
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DTYPE = re.compile(r"(torch\.)?(auto|bfloat16|half|double|bool|float(16|32|64|8_\w+)?|complex\d+|u?int\d+)")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def check_values(raw: dict[str, Any], *, where: str, own_code: bool) -> None:
-    """Refuses a dtype that torch does not have, and ``layer_types`` that transformers does not take.
+    """Refuses a dtype that torch does not have, and layers or activations that transformers does not have.
 
     Args:
         raw: the parsed config.json.
@@ -36,6 +37,7 @@ def check_values(raw: dict[str, Any], *, where: str, own_code: bool) -> None:
                 raise ModelError(f"{place}{key} is {value!r}, which is no dtype of torch", where=where, remedy=remedy)
         if not own_code:
             _check_layers(part, place, where)
+            _check_activation(part, place, where)
 
 
 def _check_layers(part: dict[str, Any], place: str, where: str) -> None:
@@ -51,6 +53,23 @@ def _check_layers(part: dict[str, Any], place: str, where: str) -> None:
         raise ModelError(what, where=where, remedy="correct config.json, or fetch it again")
 
 
+def _check_activation(part: dict[str, Any], place: str, where: str) -> None:
+    """Only where the family's code looks the name up in transformers' table: others have names of their own."""
+    code, known = _family_source(part, "modeling"), _activations()
+    for key in _ACTIVATIONS:
+        name = part.get(key)
+        if isinstance(name, str) and known and name not in known and f"ACT2FN[config.{key}]" in code:
+            what = f"{place}{key} is {name!r}, which is no activation of transformers"
+            raise ModelError(what, where=where, remedy=did_you_mean(name, known))
+
+
+@cache
+def _activations() -> frozenset[str]:
+    """The activations of transformers; empty where its source cannot be read."""
+    table = re.search(r"^ACT2CLS = \{\n(.*?)^\}", _source("activations.py"), re.M | re.S)
+    return frozenset(re.findall(r'^\s+"(\w+)":', table[1], re.M)) if table else frozenset()
+
+
 @cache
 def _layer_types() -> frozenset[str]:
     """What transformers takes, of old names too; empty where its source cannot be read."""
@@ -63,10 +82,13 @@ def _layer_types() -> frozenset[str]:
 
 def _checks_itself(part: dict[str, Any]) -> bool:
     """Whether the family's own configuration class says which layers it takes."""
+    return "def validate_layer_type" in _family_source(part, "configuration")
+
+
+def _family_source(part: dict[str, Any], kind: str) -> str:
+    """The family's ``configuration`` or ``modeling`` file in transformers; "" where there is none."""
     name = str(part.get("model_type")).replace("-", "_").removesuffix("_text")
-    if not name.isidentifier():
-        return False
-    return "def validate_layer_type" in _source(f"models/{name}/configuration_{name}.py")
+    return _source(f"models/{name}/{kind}_{name}.py") if name.isidentifier() else ""
 
 
 @cache
