@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import gradio as gr
@@ -22,6 +23,7 @@ class Context:
         recipe: the YAML text of the Train tab; an input for whoever needs the recipe as it stands.
         start: the button under the recipe; the Train tab shows it, the Runs tab gives it its work. Before anything is
             started or read, ``recipe.examine(text, settings)`` says whether the recipe may be.
+        address: with ``js=kept(name)`` in an event: what the page's address keeps under that name.
     """
 
     settings: Settings
@@ -30,3 +32,15 @@ class Context:
     tabs: gr.Tabs
     recipe: gr.Code
     start: gr.Button
+    address: gr.Textbox
+
+
+def kept(name: str, before: int = 0) -> str:
+    """JavaScript for an event: what the address keeps under ``name``, one a line, after the values of other inputs.
+
+    Args:
+        name: see ``assets/page.js``.
+        before: inputs that come before :attr:`Context.address`.
+    """
+    found = f"new URLSearchParams(location.hash.slice(1)).getAll({json.dumps(name)}).join('\\n')"
+    return f"(...values) => [...values.slice(0, {before}), {found}]"

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.core.startup import quick_imports
+from halftune_webui.labels import load_words
 from halftune_webui.origin import SameOrigin, Scope
 from halftune_webui.settings import Settings, check_address
+from halftune_webui.sign_in import SignIn
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
@@ -49,10 +51,10 @@ def serve(
         from fastapi import FastAPI
         from gradio import mount_gradio_app
 
-        from halftune_webui.app import STYLES, build, theme
+        from halftune_webui.app import STYLES, build, script, theme
 
     port = listener.getsockname()[1]
-    board = build(settings)
+    board = build(settings, sign_out=auth is not None)
     outer = FastAPI(openapi_url=None)
     mount_gradio_app(
         outer,
@@ -65,12 +67,16 @@ def serve(
         ssr_mode=False,
         theme=theme(),
         css_paths=STYLES,
+        js=script(settings.language),
         show_error=True,
         max_file_size=MAX_UPLOAD,
     )
     mounted = _mounted(outer)
     _refuse_unknown(mounted)
-    guarded = SameOrigin(outer, host, _signed_in(mounted)) if auth else SameOrigin(outer, host)
+    guarded = SameOrigin(outer, host)
+    if auth:
+        known = _signed_in(mounted)
+        guarded = SameOrigin(SignIn(outer, known, load_words(settings.language)), host, known)
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     uvicorn.Server(config).run(sockets=[listener])

@@ -28,7 +28,7 @@ def build(context: Context) -> None:
     listing = Listing(settings.runs)
     gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("export.what"))}</p></div>', js_on_load=None)
     with gr.Row(elem_id="exporting", elem_classes="ht-row"):
-        run = chooser(context, listing, "export-run")
+        run = chooser(context, listing, "export", "export-run")
         output = gr.Textbox(label=words("export.output"), info=words("export.output_help"), elem_id="export-output")
         formats = [(words("export.own"), _OWN), *((name, name) for name in export.DTYPES)]
         info = words("export.dtype_help")

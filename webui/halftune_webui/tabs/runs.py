@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -12,8 +13,8 @@ from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import told
-from halftune_webui.context import Context
-from halftune_webui.runs.desk import Desk, View, act, refresh, start
+from halftune_webui.context import Context, kept
+from halftune_webui.runs.desk import MOST, Desk, View, act, refresh, start
 
 EVERY = 1.5  # seconds between two looks at the disk
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -58,6 +59,11 @@ def build(context: Context) -> None:
             return [gr.skip() for _ in (context.tabs, *areas)]
         return [gr.Tabs(selected="runs"), *looked(seen)]
 
+    def restored(seen: View, names: str) -> list[Any]:
+        if names:
+            seen.show([Path(name) for name in names.splitlines()[:MOST]])
+        return looked(seen)
+
     gr.Timer(EVERY).tick(looked, view, areas, **_QUIET)
     for area in (listed, cards, report):
         # "multiple": a click while another one is being answered counts, too
@@ -65,4 +71,4 @@ def build(context: Context) -> None:
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
     board = Blocks.root_block
     assert board is not None
-    board.load(looked, view, areas, **_QUIET)
+    board.load(restored, [view, context.address], areas, js=kept("open", 1), **_QUIET)
