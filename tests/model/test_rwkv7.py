@@ -29,7 +29,9 @@ from halftune.model.merge import merge_adapter
 from halftune.model.packing_check import packing_verdict
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
-from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM, mixing, modeling
+from halftune.model.rwkv7 import mixing, modeling
+from halftune.model.rwkv7.configuration import RWKV7Config
+from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
 from halftune.model.rwkv7.row import describe_row
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer

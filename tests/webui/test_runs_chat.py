@@ -11,6 +11,7 @@ import pytest
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.runs import ask, chat
+from halftune_webui.runs.ask import Asks
 from halftune_webui.runs.chat import Chat
 
 SCRIPT = Path(__file__).with_name("stand_in_chat.py")
@@ -91,11 +92,11 @@ def test_a_verb_that_fails_speaks_for_itself(tmp_path: Path, monkeypatch: pytest
         "sys.exit(2 if 'bad' in sys.argv else 1)\n"
     )
     monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
-    assert ask.ask("doctor", good=(0, 1)) == {}
+    assert Asks().ask("page", "doctor", good=(0, 1)) == {}
     with pytest.raises(HalftuneError, match="ended with code 1"):
-        ask.ask("doctor")
+        Asks().ask("page", "doctor")
     with pytest.raises(HalftuneError, match=r"^rows\.jsonl: no such file · name one$"):
-        ask.ask("data", "bad")
+        Asks().ask("page", "data", "bad")
 
 
 def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +109,6 @@ def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatc
     )
     monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
     with ask.recipe_file(tmp_path, "model: 3") as file:
-        assert ask.ask("doctor", recipe=file) == {"where": "recipe.yaml"}
+        assert Asks().ask("page", "doctor", recipe=file) == {"where": "recipe.yaml"}
         with pytest.raises(HalftuneError, match=r"^recipe\.yaml:3: too small$"):
-            ask.ask("data", "bad", recipe=file)
+            Asks().ask("page", "data", "bad", recipe=file)

@@ -82,7 +82,7 @@ def export_run(
         ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
         TrainingError: ``output`` cannot be written (a full disk …).
     """
-    check_output(run, output, force=force)
+    check_output(run.folder, run.final, output, force=force)
     own = main_format(read_headers(locate(run.result)))
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
     source = "as asked" if dtype else _source(run, own)

@@ -19,10 +19,24 @@
     if (link) document.querySelector(link.dataset.goto)?.scrollIntoView({behavior: 'smooth', block: 'start'});
   });
 
-  let before = '';
+  document.addEventListener('click', async (event) => {
+    const button = event.target.closest?.('[data-copy]');
+    if (!button) return;
+    try { await navigator.clipboard.writeText(button.dataset.copy); } catch (error) {  // a page without https may not
+      window.getSelection().selectAllChildren(button.previousElementSibling);
+    }
+  });
+  window.addEventListener('hashchange', () => location.reload());  // by a link, or by hand
+
+  let before = '', asked = new URLSearchParams(location.hash.slice(1)).get('tab');
   const settle = () => {
     const tab = selected();
     if (!tab) return;
+    if (asked) {
+      const wanted = document.getElementById(`tab-${asked}-button`);
+      asked = '';
+      if (wanted && wanted !== tab) { wanted.click(); return; }
+    }
     const name = tab.id.replace(/^tab-|-button$/g, '');
     if (before && name !== before) {
       keep('tab', [name]);
@@ -37,6 +51,10 @@
   const drawn = {};
   const look = () => {
     settle();
+    for (const report of document.querySelectorAll('[data-of]')) {
+      const now = window.halftuneRecipe;
+      report.classList.toggle('old', now !== undefined && now.trim() !== report.dataset.of.trim());
+    }
     for (const [area, [name, what, key]] of Object.entries(areas)) {
       const found = [...document.querySelectorAll(`${area} ${what}`)].map((one) => one.dataset[key]);
       if (!found.length && !drawn[area]) continue;  // not drawn yet: what the address says still holds
