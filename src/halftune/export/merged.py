@@ -101,7 +101,7 @@ def export_run(
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
                 save_tokenizer(load_tokenizer(run.result), partial)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
-        remedy = f"{first_aid(error)}, or choose another --output"
+        remedy = f"{first_aid(error)}, or choose another output folder"
         raise TrainingError(f"cannot write: {error}", where=str(output), remedy=remedy) from error
     return Export(output, stored, source, merge)
 

@@ -123,7 +123,7 @@ def _source(source: dict[str, Any], rows: dict[str, str], words: Words) -> str:
 
 def _sample(number: int, sample: dict[str, Any], words: Words) -> str:
     title = words("data.sample", number=number, tokens=f"{sample['tokens']:,}", trained=f"{sample['trained']:,}")
-    where = f'<span class="help">{escape(sample.get("where", ""))}</span>'
+    where = f'<span class="help">{escape(words.said(sample["where"]))}</span>'
     pieces = []
     for piece in sample["pieces"]:
         kinds = " ".join(name for name, on in (("t", piece["trained"]), ("c", piece["control"])) if on)

@@ -16,7 +16,7 @@ from gradio.context import Context as Blocks
 
 from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import HalftuneError
-from halftune_webui.calls import told
+from halftune_webui.calls import refused, told
 from halftune_webui.context import Context
 from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
@@ -99,6 +99,8 @@ def _wire(context: Context, run: gr.Dropdown, chat: gr.HTML, system: gr.Textbox,
         act, number, name, conversations = told(event, act=str, number=int, run=str, conversations=dict)
         start = [{"role": "system", "content": prompt}] if prompt and prompt.strip() else []
         chosen = {key: int(value) if key in _WHOLE else value for key, value in zip(_SAMPLING, values, strict=True)}
+        if not all(isinstance(said, list) for said in conversations.values()):
+            raise refused("a conversation that is no list")
         talks = {side: [*start, *said] for side, said in conversations.items() if side in _SIDES and act == "ask"}
         yield from _serve(context, chats, str(request.session_hash), _Asked(act, number, name, talks, chosen))
 
