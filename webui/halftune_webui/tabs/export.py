@@ -81,7 +81,7 @@ def _card(state: RunState, settings: Settings, words: Words) -> str:
     path, whole = escape(output), escape(size(export.size_of(Path(output))))
     run = quote(export.run_of(state.folder), safe="")
     acts = (
-        f'<span>{whole} · <code>{path}</code></span> '
+        f"<span>{whole} · <code>{path}</code></span> "
         f'<button data-copy="{path}">{escape(words("export.copy"))}</button> '
         f'<a class="button" href="#tab=chat&amp;chat={run}">{escape(words("export.chat"))}</a>'
     )
