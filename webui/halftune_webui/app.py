@@ -13,7 +13,7 @@ from gradio.themes import Base, Color, colors, sizes
 
 from halftune.core.table import load
 from halftune_webui.calls import Board
-from halftune_webui.context import Context, kept
+from halftune_webui.context import Context
 from halftune_webui.labels import load_words
 from halftune_webui.settings import Settings
 from halftune_webui.tabs import TABS
@@ -22,6 +22,13 @@ STYLES = [Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) f
 # Fonts of the reader's system: the page asks no other server for anything.
 SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]
+
+
+# assets/page.js opens the tab that the address keeps by its button; on a narrow screen the button may not be there.
+HIDDEN_TAB = """() => {
+  const name = new URLSearchParams(location.hash.slice(1)).get('tab') || '';
+  return [document.getElementById(`tab-${name}-button`) ? '' : name];
+}"""
 
 
 def build(settings: Settings, *, sign_out: bool = False) -> gr.Blocks:
@@ -57,7 +64,7 @@ def build(settings: Settings, *, sign_out: bool = False) -> gr.Blocks:
                     load(TABS, name, kind="tab")(context)
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
         board.load(
-            lambda name: gr.Tabs(selected=name) if name in TABS else gr.skip(), address, tabs, js=kept("tab"), **quiet
+            lambda name: gr.Tabs(selected=name) if name in TABS else gr.skip(), address, tabs, js=HIDDEN_TAB, **quiet
         )
     for function in board.fns.values():
         function.api_visibility = "private"  # the board is for people; programs have the command line

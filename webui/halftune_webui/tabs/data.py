@@ -77,8 +77,7 @@ def _wire(
 ) -> None:
     words, asks, reports = context.words, Asks(), Reports()
     look, drawn, stop = buttons
-    tab, board = Blocks.block, Blocks.root_block
-    assert isinstance(tab, gr.Tab)
+    board = Blocks.root_block
     assert board is not None
 
     def looked(page: str, text: str, number: float, find: str | None, *options: str) -> Iterator[list[Any]]:
@@ -114,10 +113,17 @@ def _wire(
     drawn.click(at_random, inputs, [report, stop], **_QUIET)
     stop.click(stopped, None, None, queue=False, api_visibility="private")
     report.submit(turned, None, report, queue=False, **_QUIET)
-    for event in (tab.select, board.load):
-        event(lambda text: subject_of(text or "", words), context.recipe, subject, queue=False, **_QUIET)
     # assets/page.js marks a report of another recipe
-    context.recipe.change(None, context.recipe, None, js="(text) => { window.halftuneRecipe = text; }")
+    remember = "(text) => { window.halftuneRecipe = text; return [text]; }"
+    context.recipe.change(
+        lambda text: subject_of(text or "", words),
+        context.recipe,
+        subject,
+        js=remember,
+        trigger_mode="always_last",
+        queue=False,
+        **_QUIET,
+    )
     board.load(restored, context.address, report, js=kept("data"), queue=False, **_QUIET)
     board.unload(stopped)
 
