@@ -138,6 +138,11 @@ class View:
         self.turn += 1
         self.opened = runs
 
+    def restore(self, runs: list[Path]) -> None:
+        """The address of a page that was loaded again keeps these runs; no run where it keeps none."""
+        if runs:
+            self.show(runs[:MOST])
+
     def search(self, query: str, state: str) -> None:
         """The reader wants to see the runs of a kind in the list."""
         self.turn += 1
@@ -340,6 +345,7 @@ def _report(desk: Desk, run: Path) -> str:
         raise HalftuneError(f"cannot be read: {error.strerror}", where=REPORT) from error
     title, close = escape(f"{name_of(run, desk.settings.runs)} · {REPORT}"), escape(desk.words("runs.acts.close"))
     head = f'<header><h3>{title}</h3><span class="acts"><button data-act="close">{close}</button></span></header>'
+    page = page.replace('href="#', 'href="about:srcdoc#')  # in the frame, # alone is a place of the board
     alone = escape(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{page}')
     frame = f'<iframe sandbox title="{title}" srcdoc="{alone}"></iframe>'
     return f'<section class="card" data-show="{title}">{head}{frame}</section>'
