@@ -189,7 +189,7 @@ def refresh(desk: Desk, view: View) -> list[str | None]:
     many = {"total": len(found) or len(states), "ticked": len(ticked)}
     cards = [differences(opened, desk.settings, words)]
     for run in opened:
-        more = details(run, marks.of(run), desk.settings, words)
+        more = details(run, marks.of(run), words)
         alarms = metrics[run].alarms
         cards.append(run_card(states[run], alarms, log_tail(run), runs, words, mark=marks.of(run), more=more))
     areas = (
