@@ -192,6 +192,12 @@ def test_every_sentence_is_known() -> None:
     assert not left, f"labels/reasons.{LANGUAGE}.yaml has no sentence for these (text: as told)"
 
 
+def test_no_sentence_is_taken_for_one_that_stands_before_it() -> None:
+    said, filled = table(), {english: re.sub(r"\{[a-z]+\}", "x1", english) for english in table().table}
+    wanted = {english: re.sub(r"\{[a-z]+\}", "x1", theirs) for english, theirs in said.table.items()}
+    assert [english for english, text in filled.items() if said(text) != wanted[english]] == []
+
+
 def test_no_sentence_is_left_of_what_is_not_said_any_more() -> None:
     """What was not said above stands in the program: its own words between the pieces do, all of them."""
     beside = strings([*WEBUI.rglob("*.py"), *(file for room in BESIDE for file in (SOURCE / room).rglob("*.py"))])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 def test_a_wrong_password_is_told_and_the_name_stays(
     start_board: Callable[..., Any], open_page: Callable[..., Any]
 ) -> None:
-    board = start_board("--host", "0.0.0.0", "--lang", "zh", HALFTUNE_WEBUI_AUTH="me:right")
+    board = start_board("--host", "0.0.0.0", "--lang", "zh", HALFTUNE_WEBUI_AUTH="me:right-one")
     page = open_page(board.url.replace("0.0.0.0", "127.0.0.1"))
     assert page.locator("h1").inner_text() == "halftune"
     assert page.evaluate("[document.documentElement.lang, document.activeElement.id]") == ["zh", "username"]
@@ -26,7 +26,7 @@ def test_a_wrong_password_is_told_and_the_name_stays(
     page.wait_for_function("document.querySelector('#wrong').textContent")
     page.wait_for_function("document.activeElement.id === 'password'")
     assert page.locator("#username").input_value() == "me"
-    page.keyboard.type("right")  # over the wrong one, which is selected
+    page.keyboard.type("right-one")  # over the wrong one, which is selected
     page.keyboard.press("Enter")
     page.wait_for_selector(".ht-plan .memory")
     assert page.evaluate("document.documentElement.lang") == "zh"

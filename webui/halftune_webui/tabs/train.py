@@ -190,8 +190,13 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     recipe.input(react, [recipe, machine], [pick, *reactions], trigger_mode="always_last", **quiet)
     tab = Blocks.block
     assert isinstance(tab, gr.Tab)
+
+    def opened(text: str | None, name: str) -> tuple[Any, ...]:
+        # the page opens this tab before it has brought back its recipe: no recipe is none to look at, or to keep
+        return react(text, name) if text else tuple(gr.skip() for _ in (pick, *reactions))
+
     # a run may have taken or left the folder meanwhile, or brought its recipe
-    tab.select(react, [recipe, machine], [pick, *reactions], **quiet)
+    tab.select(opened, [recipe, machine], [pick, *reactions], **quiet)
     machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
     question = json.dumps(context.words("train.replace"))
     ask = PICK.replace("SHIPPED", json.dumps(list(known))).replace("QUESTION", question).replace("OWN", OWN)
