@@ -49,16 +49,7 @@ def build(context: Context) -> None:
             gr.Warning(escape(str(error)))
         if done.said:
             gr.Info(escape(done.said))
-        return [
-            *looked(seen),
-            gr.skip() if done.report is None else done.report,
-            gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
-            gr.skip() if done.recipe is None else done.recipe,
-            *(
-                chosen([str(done.run)], desk.states(), context.settings, words) if tab == done.tab else gr.skip()
-                for tab in context.choosers
-            ),
-        ]
+        return [*looked(seen), *_after(context, desk, done)]
 
     def started(text: str | None, seen: View) -> list[Any]:
         try:
@@ -87,6 +78,20 @@ def build(context: Context) -> None:
     tab = Blocks.block
     assert isinstance(tab, gr.Tab)
     tab.select(looked, view, areas, **_AT_ONCE)
+
+
+def _after(context: Context, desk: Desk, done: Done) -> list[Any]:
+    """What a button does beside the lists: to the report, the open tab, the recipe, and the run chosen in that tab."""
+    opened = {done.tab: [str(done.run)]}
+    return [
+        gr.skip() if done.report is None else done.report,
+        gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
+        gr.skip() if done.recipe is None else done.recipe,
+        *(
+            chosen(opened[tab], desk.states(), context.settings, context.words) if tab in opened else gr.skip()
+            for tab in context.choosers
+        ),
+    ]
 
 
 def _search(words: Words) -> tuple[gr.Textbox, gr.Dropdown]:
