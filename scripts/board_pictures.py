@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="rows to train on (default: eight capitals)")
     parser.add_argument("--folder", type=Path, help="where the board works; kept, and its runs are used again")
     parser.add_argument("--lang", nargs="+", choices=("en", "zh"), default=["en", "zh"])
-    parser.add_argument("--width", nargs="+", type=int, default=[1280, 390])
+    parser.add_argument("--width", nargs="+", type=int, default=[1440, 768, 390])
     parser.add_argument("--scheme", nargs="+", choices=("light", "dark"), default=["light", "dark"])
     parser.add_argument("--only", nargs="+", choices=tuple(TABS), default=list(TABS))
     return parser.parse_args()
@@ -268,9 +268,8 @@ def _chat(page: Any, shoot: Shoot) -> None:
     shoot(page, "chat-empty")
     page.locator("#chat-run input").click()
     page.get_by_role("option", name="answers").click()
-    page.locator("#chat-load").click()
     page.locator("#chat-ready").wait_for()
-    page.locator("#chat-text textarea").fill(QUESTION)
+    page.locator("#chat-message").fill(QUESTION)
     page.locator("#chat-send").click()
     for side in ("#trained", "#base"):
         page.locator(f"{side} p.assistant").wait_for()
@@ -293,14 +292,10 @@ def _export(page: Any, shoot: Shoot) -> None:
     shoot(page, "export")
 
 
-def _machine(page: Any, shoot: Shoot) -> None:
-    page.locator("#machine-facts table").first.wait_for()
-    shoot(page, "machine")
-
-
 def _doctor(page: Any, shoot: Shoot) -> None:
+    page.locator("#machine-facts table").first.wait_for()
     page.locator("#doctor-start").click()
-    page.locator("#doctor-found table").wait_for()
+    page.locator("#doctor-found table").first.wait_for()
     shoot(page, "doctor")
 
 
@@ -310,7 +305,6 @@ TABS: dict[str, Callable[[Any, Shoot], None]] = {
     "runs": _runs,
     "chat": _chat,
     "export": _export,
-    "machine": _machine,
     "doctor": _doctor,
 }
 

@@ -343,3 +343,27 @@ def test_pieces_for_a_program_are_the_sample_and_its_labels(tokenizer, make_conf
     assert [piece["text"] for piece in shown["pieces"] if piece["trained"]] == ["你好，世界。", "<|im_end|>"]
     control = [piece["text"] for piece in shown["pieces"] if piece["control"]]
     assert control == ["<|im_start|>", "<|im_end|>"] * 3  # of a system prompt by the template, too
+
+
+def test_samples_are_drawn_at_random_and_found_by_their_text(tokenizer, make_config, write):
+    from halftune.data.preview import pick
+
+    rows = [{"prompt": f"Number {n}?", "completion": f"It is {n}."} for n in range(30)]
+    split = prepare(make_config(write(rows)), tokenizer).train
+    assert pick(split, tokenizer, 3) == [0, 1, 2]
+    drawn = pick(split, tokenizer, 3, seed=1)
+    assert drawn == pick(split, tokenizer, 3, seed=1)
+    assert drawn != pick(split, tokenizer, 3, seed=2)
+    found = pick(split, tokenizer, 9, seed=1, text="NUMBER 17")
+    assert [split.where([number]).rpartition(" ")[2] for number in found] == ["18"]
+    assert pick(split, tokenizer, 9, text="nowhere") == []
+
+
+def test_rows_that_the_report_lists_are_shown_as_they_stand(tokenizer, make_config, write):
+    from halftune.data.preview import listed_rows
+
+    rows = [{"prompt": "Number?", "completion": "One."}, {"prompt": "Empty?", "completion": ""}]
+    config = make_config(write(rows))
+    report = prepare(config, tokenizer).report.train[0]
+    listed = listed_rows(config.data.train[0], report)
+    assert {place: json.loads(row) for place, row in listed.items()} == {"2": rows[1]}

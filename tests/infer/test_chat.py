@@ -292,6 +292,7 @@ def test_a_program_talks_in_lines_of_json(adapter_run: Path) -> None:
     for number, end in ends.items():
         pieces = [event["text"] for event in events if event["event"] == "text" and event["id"] == number]
         assert "".join(pieces).strip() == end["answer"]
+        assert end["tokens"] == len(session.tokenizer(end["answer"], add_special_tokens=False).input_ids)
     for number, tuned in ((1, True), (2, False)):
         session.generation = session.generation.model_copy(update={"max_new_tokens": {1: 6, 2: 2}[number]})
         assert session.reply(asked, tuned=tuned) == ends[number]["answer"]

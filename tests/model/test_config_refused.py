@@ -11,7 +11,7 @@ from tiny_model import checkpoint, section
 
 from halftune.core.errors import ModelError
 from halftune.model.architectures import read_config
-from halftune.model.rwkv7 import RWKV7Config
+from halftune.model.rwkv7.configuration import RWKV7Config
 from halftune.model.tokenizer import load_tokenizer
 
 

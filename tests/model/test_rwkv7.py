@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +31,9 @@ from halftune.model.merge import merge_adapter
 from halftune.model.packing_check import packing_verdict
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
-from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM, mixing, modeling
+from halftune.model.rwkv7 import mixing, modeling
+from halftune.model.rwkv7.configuration import RWKV7Config
+from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
 from halftune.model.rwkv7.row import describe_row
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer
@@ -290,3 +294,10 @@ def test_the_check_before_packing_sees_a_leak(changes: dict[str, Any], monkeypat
     assert packing_verdict(config, made).value
     monkeypatch.setattr(modeling, "describe_row", lambda x, mask, _: describe_row(x, mask, {}))
     assert "packed samples see each other in rwkv7" in packing_verdict(config, made).reason
+
+
+def test_whoever_reads_no_rwkv7_imports_none() -> None:
+    """Its model takes seconds to import, and a look at data wants a tokenizer only."""
+    program = "import sys, halftune.model.tokenizer; print([one for one in sys.modules if 'rwkv7.modeling' in one])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -48,13 +48,17 @@ class Board:
 
 @pytest.fixture(scope="module")
 def start_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Board]]:
-    """``start_board(*arguments, folder=None, **variables)`` → a board on a free port; stopped after the test file."""
+    """``start_board(*arguments, folder=None, before="", **variables)`` → a board on a free port.
+
+    It is stopped after the test file. ``before`` is Python that its process runs first.
+    """
     pytest.importorskip("gradio", reason="the web board's package is not installed")
     boards: list[Board] = []
 
-    def start(*arguments: str, folder: Path | None = None, **variables: str) -> Board:
+    def start(*arguments: str, folder: Path | None = None, before: str = "", **variables: str) -> Board:
         folder = folder or tmp_path_factory.mktemp("board")
-        command = [sys.executable, "-m", "halftune", "webui", "--port", "0", *arguments]
+        program = ["-c", f"{before}\nfrom halftune.cli import main\nmain()"] if before else ["-m", "halftune"]
+        command = [sys.executable, *program, "webui", "--port", "0", *arguments]
         environment = {**os.environ, "LANG": "C.UTF-8", **variables}
         terminal = tmp_path_factory.mktemp("terminal") / "stderr.txt"
         with terminal.open("w") as errors:
@@ -122,7 +126,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("request", lambda request: seen.requests.append(request.url))
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         contexts.append(context)
-        pages.append((url, seen))
+        pages.append((url.partition("#")[0], seen))
         page.seen = seen
         page.set_default_timeout(PATIENCE)
         page.goto(url)

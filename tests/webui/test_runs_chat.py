@@ -11,48 +11,15 @@ import pytest
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.runs import ask, chat
+from halftune_webui.runs.ask import Asks
 from halftune_webui.runs.chat import Chat
 
-STAND_IN = """
-import json, sys, threading, queue
-say = lambda **values: print(json.dumps(values), flush=True)
-if "broken" in sys.argv[2]:
-    print("I loading", file=sys.stderr)
-    sys.exit("halftune chat: runs/x: the run has no result yet")
-print("a library prints what it likes")
-say(event="ready", base="tiny", storage="fp32", compute="fp32", device="cpu")
-requests, stop = queue.Queue(), threading.Event()
-def read():
-    for line in sys.stdin:
-        request = json.loads(line)
-        stop.set() if "stop" in request else requests.put(request)
-    requests.put(None)
-threading.Thread(target=read, daemon=True).start()
-while (request := requests.get()) is not None:
-    stop.clear()
-    words, text = request["messages"][-1]["content"].split(), ""
-    if words == ["die"]:
-        sys.exit("halftune chat: the memory of the GPU is full")
-    if words == ["wrong"]:
-        say(event="error", id=request["id"], message="generation.top_p: too big")
-        continue
-    words = words if words != ["long"] else ["on"] * 10**6
-    for word in ["tuned" if request["adapter"] else "base", *words]:
-        if stop.is_set():
-            break
-        text += word + " "
-        say(event="text", id=request["id"], text=word + " ")
-        if len(words) > 1000:
-            stop.wait(0.002)
-    say(event="end", id=request["id"], answer=text.strip(), stopped=stop.is_set(), seconds=0.1)
-"""
+SCRIPT = Path(__file__).with_name("stand_in_chat.py")
 
 
 @pytest.fixture(autouse=True)
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
-    monkeypatch.setattr(chat, "HALFTUNE", (sys.executable, str(script)))
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "HALFTUNE", (sys.executable, str(SCRIPT)))
 
 
 @pytest.fixture
@@ -125,11 +92,11 @@ def test_a_verb_that_fails_speaks_for_itself(tmp_path: Path, monkeypatch: pytest
         "sys.exit(2 if 'bad' in sys.argv else 1)\n"
     )
     monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
-    assert ask.ask("doctor", good=(0, 1)) == {}
+    assert Asks().ask("page", "doctor", good=(0, 1)) == {}
     with pytest.raises(HalftuneError, match="ended with code 1"):
-        ask.ask("doctor")
+        Asks().ask("page", "doctor")
     with pytest.raises(HalftuneError, match=r"^rows\.jsonl: no such file · name one$"):
-        ask.ask("data", "bad")
+        Asks().ask("page", "data", "bad")
 
 
 def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +109,6 @@ def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatc
     )
     monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
     with ask.recipe_file(tmp_path, "model: 3") as file:
-        assert ask.ask("doctor", recipe=file) == {"where": "recipe.yaml"}
+        assert Asks().ask("page", "doctor", recipe=file) == {"where": "recipe.yaml"}
         with pytest.raises(HalftuneError, match=r"^recipe\.yaml:3: too small$"):
-            ask.ask("data", "bad", recipe=file)
+            Asks().ask("page", "data", "bad", recipe=file)

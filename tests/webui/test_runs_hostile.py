@@ -15,7 +15,7 @@ from halftune.core.process import identity
 from halftune.core.status import Status, read_json, read_status
 from halftune_webui.labels import load_words
 from halftune_webui.runs import launch, queue
-from halftune_webui.runs.desk import Desk, View, act
+from halftune_webui.runs.desk import Desk, View, act, refresh
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail, root_cause
 from halftune_webui.runs.metrics import Metrics
@@ -216,6 +216,25 @@ def test_no_file_of_a_run_is_read_through_a_link(settings: Settings, tmp_path: P
     if name == "report.html":
         with pytest.raises(HalftuneError):
             act(Desk(settings, load_words("en")), View(), "report", str(run), True)
+
+
+@pytest.mark.parametrize("name", ["x/samples.json", "x/resolved.yaml", ".board"])
+def test_cards_show_nothing_through_a_link(settings: Settings, name: str) -> None:
+    desk, view = Desk(settings, load_words("en")), View()
+    other = settings.roots[0] / "other"  # a folder that the board may use, and yet not this run's
+    other.mkdir()
+    answers = {"samples": [{"prompt": "a", "before": "b", "after": "7777"}]}
+    (other / "samples.json").write_text(json.dumps(answers))
+    (other / "resolved.yaml").write_text("training: {seed: 7777}\n")
+    (other / "marks.json").write_text('{"x": {"name": "7777"}}')
+    (settings.runs / "y").mkdir()
+    for run in ("x", "y"):
+        (settings.runs / run / "resolved.yaml").write_text("training: {seed: 1}\n")
+    link = settings.runs / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(other / link.name if link.suffix else other)
+    view.show([settings.runs / "x", settings.runs / "y"])
+    assert "7777" not in str(refresh(desk, view))
 
 
 def test_the_notes_of_a_run_are_not_written_through_a_link(settings: Settings, tmp_path: Path) -> None:

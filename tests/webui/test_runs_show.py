@@ -13,7 +13,7 @@ import pytest
 
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune_webui.labels import load_words
-from halftune_webui.machine_panel import OPTIONAL, machine_view
+from halftune_webui.machine_panel import OPTIONAL, Free, machine_view
 from halftune_webui.runs.gpus import Gpus, Use, gpu_view
 from halftune_webui.runs.metrics import Alarm
 from halftune_webui.runs.samples import data_view
@@ -129,25 +129,27 @@ def test_samples_show_what_is_trained() -> None:
         "eval": [],
         "train_samples": 1,
         "eval_samples": 0,
+        "rows": [{"7": EVIL}],
         "efficiency": {"padded": 0.5, "packed": 0.9, "packed_rows": 3},
         "samples": [sample],
     }
     html = data_view(report, load_words("en"))
     tags = Tags(html).found
     assert "img" not in [tag for tag, _ in tags]
-    assert [
-        attributes["class"]
-        for tag, attributes in tags
-        if tag == "span" and attributes.get("class") in ("t", "c", "t c")
-    ][2:] == ["c", "t", "t c"]
+    assert [attributes["class"] for tag, attributes in tags if tag == "bdi" and attributes["class"]] == [
+        "c",
+        "t",
+        "t c",
+    ]
     assert "rows.jsonl:3" in html
     assert "n fail" in html  # nothing is trained: in red
-    assert "0, 1, 2, 3, 4, 5, 6, 7, …" in html
+    rows = re.findall(r"<summary>Row (\d)</summary>", html)
+    assert rows == [*"01234567", *"01234567"]  # of the dropped ones and of the shortened ones
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_machine_is_shown(name: str) -> None:
-    html = machine_view(lookup(name, {}), load_words("en"))
+    html = machine_view(lookup(name, {}), Free(2**30, 2**30, Path("/r")), load_words("en"))
     Tags(html)
     assert lookup(name, {}).devices[0].name in html
     assert all(re.search(rf"<b>{package}</b>", html) for package in OPTIONAL)

@@ -152,6 +152,18 @@ def test_text_comes_back_after_reload(board: Any, open_page: Callable[..., Any])
     written(page, "runs/mine")
 
 
+def test_a_page_that_opens_never_forgets_the_recipe(board: Any, open_page: Callable[..., Any]) -> None:
+    page = open_page(board.url)
+    page.add_init_script(
+        "const set = Storage.prototype.setItem; window.kept = []; Storage.prototype.setItem = function (key, text) {"
+        "if (key === 'halftune-recipe') window.kept.push(text); return set.call(this, key, text); }"
+    )
+    page.reload()
+    written(page, "output_dir:")
+    page.wait_for_function("window.kept.length")
+    assert all(page.evaluate("window.kept"))
+
+
 def test_nothing_is_wider_than_the_window(board: Any, open_page: Callable[..., Any]) -> None:
     page = opened(open_page, board, color_scheme="dark")
     page.wait_for_function("document.body.classList.contains('dark')")

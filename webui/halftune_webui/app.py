@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 from gradio.themes import Base, Color, colors, sizes
@@ -26,11 +28,25 @@ SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]
 
 
-def build(settings: Settings) -> gr.Blocks:
-    """The page for these settings; nothing is started or listened on."""
+# assets/page.js opens the tab that the address keeps by its button; on a narrow screen the button may not be there.
+HIDDEN_TAB = """() => {
+  const name = new URLSearchParams(location.hash.slice(1)).get('tab') || '';
+  return [document.getElementById(`tab-${name}-button`) ? '' : name];
+}"""
+
+
+def build(settings: Settings, *, sign_out: bool = False) -> gr.Blocks:
+    """The page for these settings; nothing is started or listened on.
+
+    Args:
+        settings: limits of the board.
+        sign_out: whether there is a password, and so a link that ends the visit.
+    """
     words = load_words(settings.language)
     with Board(title=words("board.title"), analytics_enabled=False, fill_width=True) as board:
-        head = f"<b>{escape(words('board.title'))}</b><span>{escape(words('board.tagline'))}</span>"
+        head = f"<h1>{escape(words('board.title'))}</h1><span>{escape(words('board.tagline'))}</span>"
+        if sign_out:
+            head += f'<a href="logout">{escape(words("board.sign_out"))}</a>'
         gr.HTML(f'<header class="ht-head">{head}</header>', js_on_load=None)
         recipe = gr.Code(
             language="yaml",
@@ -44,20 +60,36 @@ def build(settings: Settings) -> gr.Blocks:
             wrap_lines=True,
         )
         start = gr.Button(words("train.start"), variant="primary", render=False, elem_id="start")
+        address = gr.Textbox(visible=False)
         with gr.Tabs(elem_id="tabs") as tabs:
             listing = Listing(settings.runs)
-            context = Context(settings, words, board, tabs, recipe, start, listing, choosers(words))
+            context = Context(settings, words, board, tabs, recipe, start, address, listing, choosers(words))
             for name in TABS:
-                with gr.Tab(words(f"tabs.{name}"), id=name, elem_id=f"tab-{name}"):
+                with gr.Tab(title := words(f"tabs.{name}"), id=name, elem_id=f"tab-{name}"):
+                    gr.HTML(f'<h2 class="ht-hidden">{escape(title)}</h2>', js_on_load=None)
                     load(TABS, name, kind="tab")(context)
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+        board.load(
+            lambda name: gr.Tabs(selected=name) if name in TABS else gr.skip(), address, tabs, js=HIDDEN_TAB, **quiet
+        )
     for function in board.fns.values():
         function.api_visibility = "private"  # the board is for people; programs have the command line
     return board
 
 
+def script(language: str) -> str:
+    """What the page runs once it is there."""
+    text = files("halftune_webui").joinpath("assets", "page.js").read_text(encoding="utf-8")
+    return text[text.index("() =>") :].replace("LANGUAGE", json.dumps(language))
+
+
 # The accent of assets/board.css in every strength that Gradio asks for.
 _SHADES = ("f1f7f6", "dcebe9", "bcd9d6", "93c2bd", "6cc0b8", "4a938d", "397d78", "2f6f6b", "265a57", "1f4946", "143230")
 ACCENT = Color(*(f"#{shade}" for shade in _SHADES), name="halftune")
+
+
+# Nothing on the page is smaller than 13 pixels.
+TEXT = sizes.Size(name="halftune", xxs="13px", xs="13px", sm="13px", md="14px", lg="16px", xl="22px", xxl="26px")
 
 
 def theme() -> Base:
@@ -66,7 +98,7 @@ def theme() -> Base:
         primary_hue=ACCENT,
         neutral_hue=colors.gray,
         spacing_size=sizes.spacing_sm,
-        text_size=sizes.text_md,
+        text_size=TEXT,
         font=SANS,
         font_mono=MONO,
     ).set(
@@ -76,7 +108,8 @@ def theme() -> Base:
         button_primary_background_fill_hover_dark="*primary_600",
         button_primary_text_color="white",
         block_label_text_size="*text_sm",
-        body_text_color_subdued="*neutral_500",  # readable on white
+        body_text_color_subdued="*neutral_600",  # readable on white and on every tint
+        body_text_color_subdued_dark="*neutral_300",
         color_accent="*primary_700",  # of the chosen tab, ticks and sliders
         slider_color="*primary_700",
         slider_color_dark="*primary_400",

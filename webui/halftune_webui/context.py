@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import gradio as gr
@@ -23,8 +24,9 @@ class Context:
         recipe: the YAML text of the Train tab; an input for whoever needs the recipe as it stands.
         start: the button under the recipe; the Train tab shows it, the Runs tab gives it its work. Before anything is
             started or read, ``recipe.examine(text, settings)`` says whether the recipe may be.
+        address: with ``js=kept(name)`` in an event: what the page's address keeps under that name.
         listing: the runs, as every tab sees them; what it remembers is read once for all.
-        choosers: lists of runs with a result by their ``elem_id``, see ``tabs/choose.py``.
+        choosers: each tab's list of runs with a result, see ``tabs/choose.py``.
     """
 
     settings: Settings
@@ -33,5 +35,17 @@ class Context:
     tabs: gr.Tabs
     recipe: gr.Code
     start: gr.Button
+    address: gr.Textbox
     listing: Listing
     choosers: dict[str, gr.Dropdown]
+
+
+def kept(name: str, before: int = 0) -> str:
+    """JavaScript for an event: what the address keeps under ``name``, one a line, after the values of other inputs.
+
+    Args:
+        name: see ``assets/page.js``.
+        before: inputs that come before :attr:`Context.address`.
+    """
+    found = f"new URLSearchParams(location.hash.slice(1)).getAll({json.dumps(name)}).join('\\n')"
+    return f"(...values) => [...values.slice(0, {before}), {found}]"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+
+import psutil
 
 from halftune.core.optional import pip_line, version_of
 from halftune.hardware.facts import Hardware
@@ -13,19 +18,41 @@ from halftune_webui.labels import Words
 OPTIONAL = ("flash-attn", "flash-linear-attention", "causal-conv1d", "triton", "tensorboard", "wandb")
 
 
-def machine_view(machine: Hardware, words: Words) -> str:
-    """Devices, memory, notes, and the optional packages with the command that adds them."""
+@dataclass(frozen=True)
+class Free:
+    """What is free now.
+
+    Attributes:
+        memory: of the main memory, bytes.
+        disk: where runs are written, bytes.
+        folder: that place.
+    """
+
+    memory: int
+    disk: int
+    folder: Path
+
+
+def free_of(runs: Path) -> Free:
+    """Memory, and disk at the folder of runs, which need not exist yet."""
+    folder = next(place for place in (runs, *runs.parents) if place.is_dir())
+    return Free(psutil.virtual_memory().available, shutil.disk_usage(folder).free, folder)
+
+
+def machine_view(machine: Hardware, free: Free, words: Words) -> str:
+    """Devices, memory, disk, notes, and the optional packages with the command that adds them."""
     facts = [(words("machine.kind"), words(f"machine.kinds.{machine.kind}"))]
     for number, device in enumerate(machine.devices):
         name = words("machine.device") + (f" {number}" if len(machine.devices) > 1 else "")
-        parts = [device.name, size(device.memory_bytes)]
+        parts = [device.name] if machine.kind == "cpu" else [device.name, size(device.memory_bytes)]
         if device.capability is not None:
             parts.append(words("machine.capability", n=".".join(map(str, device.capability))))
         facts.append((name, " · ".join([*parts, *filter(None, [device.arch]), *sorted(device.features)])))
     facts += [
-        (words("machine.memory"), size(machine.host_memory_bytes)),
+        (words("machine.memory"), words("machine.free", free=size(free.memory), all=size(machine.host_memory_bytes))),
+        (words("machine.disk"), words("machine.free_at", free=size(free.disk), folder=free.folder)),
         (words("machine.cores"), str(machine.cpu_cores)),
-        *machine.packages,
+        *((name, version) for name, version in machine.packages if name not in OPTIONAL),
     ]
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts)
     notes = "".join(f'<p class="alarm">{escape(words.said(note))}</p>' for note in machine.notes)

@@ -40,7 +40,8 @@ def plan_panel(
         note += f'<p class="warning">{escape(words("plan.unused", names=", ".join(unused)))}</p>'
     if problem is not None:
         said = "<br>".join(escape(words.problem(each)) for each in problem.problems)
-        return f'<div class="ht-plan">{note}<p class="problem" role="alert">{said}</p></div>'
+        brief = _brief("wrong", words("plan.impossible"))
+        return f'<div class="ht-plan">{note}<p class="problem" role="alert">{said}</p>{brief}</div>'
     if plan is None:
         return f'<div class="ht-plan"><p class="help">{escape(words("plan.none"))}</p></div>'
     return (
@@ -49,8 +50,18 @@ def plan_panel(
         f"{_memory(plan.memory, words)}"
         f"{''.join(_warning(words.said(text)) for text in plan.warnings)}"
         f"{_table('formats', _formats(plan), words)}{_table('attention', _attention(plan), words)}"
-        f"{_table('rest', _rest(plan), words, folded=True)}</div>"
+        f"{_table('rest', _rest(plan), words, folded=True)}{_verdict(plan, words)}</div>"
     )
+
+
+def _verdict(plan: Plan, words: Words) -> str:
+    state, compute = plan.memory.verdict.value.replace(" ", "-"), plan.precision.compute.value
+    return _brief(state, f"{words(f'memory.{state}')} · {compute}")
+
+
+def _brief(state: str, text: str) -> str:
+    """The plan in a line, which stays in view on a screen that has no room for the plan beside the form."""
+    return f'<button type="button" class="ht-brief {state}" data-goto="#plan">{escape(text)} ↓</button>'
 
 
 def _formats(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -98,7 +109,7 @@ def _table(name: str, rows: Iterator[tuple[str, str, str]], words: Words, *, fol
     table = f"<table><tbody>{body}</tbody></table>"
     if folded:
         return f"<details><summary>{escape(words(f'plan.{name}'))}</summary>{table}</details>"
-    return f"<h4>{escape(words(f'plan.{name}'))}</h4>{table}"
+    return f"<h3>{escape(words(f'plan.{name}'))}</h3>{table}"
 
 
 def _warning(text: str) -> str:

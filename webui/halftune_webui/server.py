@@ -12,8 +12,10 @@ from halftune.core.log import get_logger
 from halftune.core.startup import quick_imports
 from halftune_webui import files
 from halftune_webui.gate import Gate
+from halftune_webui.labels import load_words
 from halftune_webui.origin import Application, Receive, SameOrigin, Scope, Send
 from halftune_webui.settings import Settings, check_address
+from halftune_webui.sign_in import SignIn
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
@@ -53,10 +55,10 @@ def serve(
         from fastapi import FastAPI
         from gradio import mount_gradio_app
 
-        from halftune_webui.app import STYLES, build, theme
+        from halftune_webui.app import STYLES, build, script, theme
 
     port = listener.getsockname()[1]
-    board = build(settings)
+    board = build(settings, sign_out=auth is not None)
     outer = FastAPI(openapi_url=None)
     files.add_routes(outer, settings)
     mount_gradio_app(
@@ -70,12 +72,14 @@ def serve(
         ssr_mode=False,
         theme=theme(),
         css_paths=STYLES,
+        js=script(settings.language),
         show_error=True,
     )
     mounted = _mounted(outer)
     _refuse_unknown(mounted)
     signed_in = _signed_in(mounted) if auth else None
-    resting = Resting(Gate(outer, signed_in, files.LARGE), board._queue)
+    page = SignIn(outer, signed_in, load_words(settings.language)) if signed_in else outer
+    resting = Resting(Gate(page, signed_in, files.LARGE), board._queue)
     guarded = SameOrigin(resting, host, signed_in or (lambda scope: True))
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")

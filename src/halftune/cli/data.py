@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``halftune data``."""
     add_config_arguments(parser)
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default 3)")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="show samples drawn at random, not the first ones")
+    parser.add_argument("--find", metavar="TEXT", default="", help="show samples whose text contains this")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, the samples in pieces of text")
 
 
@@ -37,19 +39,22 @@ def run(args: argparse.Namespace) -> int:
     from rich.rule import Rule
 
     from halftune.data.pipeline import prepare
-    from halftune.data.preview import as_data, preview
+    from halftune.data.preview import as_data, listed_rows, pick, preview
     from halftune.data.sample import NO_LABEL
     from halftune.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(section)
     prepared = prepare(config, tokenizer)
-    shown = range(min(max(args.samples, 0), len(prepared.train)))
+    shown = pick(prepared.train, tokenizer, args.samples, seed=args.shuffle, text=args.find)
     if args.json:
         samples = [
             {"where": prepared.train.where([number]), **as_data(prepared.train.sample(number), tokenizer)}
             for number in shown
         ]
-        print(json.dumps({**prepared.report.to_dict(), "samples": samples}, indent=2, ensure_ascii=False))
+        report = prepared.report.to_dict()
+        sources, reports = (*config.data.train, *config.data.eval), (*prepared.report.train, *prepared.report.eval)
+        rows = [listed_rows(*pair) for pair in zip(sources, reports, strict=True)]
+        print(json.dumps({**report, "samples": samples, "rows": rows}, indent=2, ensure_ascii=False))
         return 0
     console = Console()
     console.print(prepared.report.render())

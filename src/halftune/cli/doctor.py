@@ -101,9 +101,8 @@ def _machine(name: str | None, here: Hardware) -> tuple[Hardware, list[str]]:
         return lookup(name, {}), []
     if here.kind != "cpu":
         return here, []
-    return lookup(WITHOUT_GPU, {}), [
-        f"This machine has no accelerator: traced for {lookup(WITHOUT_GPU, {}).name} (--hardware NAME for another)."
-    ]
+    name = lookup(WITHOUT_GPU, {}).devices[0].name
+    return lookup(WITHOUT_GPU, {}), [f"this machine has no accelerator: the trace is for {name}"]
 
 
 def _data(checks: list[Checked], examination: Examination | None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
             finished = open_checkpoint(target, args.overrides, Path(room) / "final")
         else:
             finished = open_run(args.run, args.overrides)
-        check_output(finished, output, force=args.force)
+        check_output(finished.folder, finished.final, output, force=args.force)
 
         with quick_imports():
             from halftune.export.merged import export_run

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from halftune.config.sections.data import SourceSection
+from halftune.data.report import SourceReport
 from halftune.data.sample import NO_LABEL, Sample
+from halftune.data.sources import open_source
+from halftune.data.split import TokenizedSplit
 
 TRAINED, CONTROL = "green", "reverse"
+LONGEST_ROW = 2000  # characters of a row that is shown as it stands
 OPEN, CLOSE = "⟦", "⟧"  # stand around trained tokens, so that a pipe without colour shows them too
 
 
@@ -28,6 +36,47 @@ class Piece:
     text: str
     trained: bool
     control: bool
+
+
+def pick(
+    samples: TokenizedSplit, tokenizer: PreTrainedTokenizerBase, count: int, *, seed: int | None = None, text: str = ""
+) -> list[int]:
+    """Numbers of samples to show.
+
+    Args:
+        samples: to pick from.
+        tokenizer: reads them.
+        count: at most so many.
+        seed: of their order; as they stand where it is None.
+        text: what each must contain, in capitals or not; empty for anything.
+    """
+    order = range(len(samples)) if seed is None else np.random.default_rng(seed).permutation(len(samples)).tolist()
+    found = (
+        number
+        for number in order
+        if not text or text.casefold() in str(tokenizer.decode(samples.sample(number).input_ids)).casefold()
+    )
+    return list(islice(found, max(count, 0)))
+
+
+def listed_rows(section: SourceSection, report: SourceReport) -> dict[str, str]:
+    """The rows that a report lists as dropped, shortened or odd: place → the row as JSON, or its beginning."""
+    wanted = {
+        place
+        for kind in (report.dropped, report.truncated, report.notes)
+        for one in kind.values()
+        for place in one.rows
+    }
+    if not wanted:
+        return {}
+    rows = open_source(section).read()
+    all_rows, found = rows.all(), dict[str, str]()
+    for index in range(len(rows)):
+        if (place := rows.place(index)) in wanted:
+            found[place] = json.dumps(all_rows[index], ensure_ascii=False, default=str)[:LONGEST_ROW]
+            if len(found) == len(wanted):
+                break
+    return found
 
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:

@@ -84,7 +84,7 @@ def export_run(
         ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
         TrainingError: ``output`` cannot be written (a full disk …).
     """
-    check_output(run, output, force=force)
+    check_output(run.folder, run.final, output, force=force)
     headers = read_headers(locate(run.result))
     own = main_format(headers)
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
@@ -105,7 +105,7 @@ def export_run(
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
                 save_tokenizer(load_tokenizer(run.result), partial)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
-        remedy = f"{first_aid(error)}, or choose another --output"
+        remedy = f"{first_aid(error)}, or choose another output folder"
         raise TrainingError(f"cannot write: {error}", where=str(output), remedy=remedy) from error
     return Export(output, stored, source, merge)
 

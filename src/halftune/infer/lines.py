@@ -4,8 +4,8 @@ In: ``{"id": 1, "messages": [{"role": "user", "content": "…"}], "adapter": tru
 ``{"stop": true}`` ends the answer that is being given; the end of input ends the chat when all is answered.
 
 Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` as it comes, and
-``{"event": "end", "id": 1, "answer": "…", "stopped": false, "seconds": 1.2}`` or ``{"event": "error", "id": 1,
-"message": "…"}``.
+``{"event": "end", "id": 1, "answer": "…", "stopped": false, "seconds": 1.2, "tokens": 9}`` or ``{"event": "error",
+"id": 1, "message": "…"}``. ``tokens`` counts those of the answer.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _answer(
     except _Stopped:
         answer, stopped = "".join(said), True
     seconds = round(time.perf_counter() - began, 3)
-    _say(events, event="end", id=number, answer=answer, stopped=stopped, seconds=seconds)
+    tokens = len(session.tokenizer.encode(answer, add_special_tokens=False))
+    _say(events, event="end", id=number, answer=answer, stopped=stopped, seconds=seconds, tokens=tokens)
 
 
 def _messages(request: Request) -> list[dict[str, str]]:

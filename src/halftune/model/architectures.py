@@ -8,17 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from halftune.config.facts.model_types import OWN, multimodal_class
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.damage import first_line
-from halftune.model.rwkv7 import RWKV7Config, RWKV7ForCausalLM
+from halftune.model.rwkv7.configuration import RWKV7Config
 
-# The class is the key here, and it is ours alone: nothing of anybody else's is replaced.
-AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
 _CONFIGS: dict[str, type[PreTrainedConfig]] = {"rwkv7": RWKV7Config}
 assert set(_CONFIGS) == OWN
 

@@ -127,7 +127,7 @@ function draw(row, path, into) {
   const reset = make('button', 'reset', '↺');
   reset.type = 'button'; reset.title = words.reset; reset.setAttribute('aria-label', `${words.reset}: ${path}`);
   reset.addEventListener('click', () => send({op: 'set', field: path, value: ''}));
-  head.append(label, reset);
+  head.append(label);
   const input = control(row, path, id), help = prose('p', words.help[path.replace(/\[\d+\]/g, '')] || row.help);
   help.id = `${id}-help`;
   help.title = row.expects;
@@ -135,7 +135,7 @@ function draw(row, path, into) {
   const problem = make('p', 'problem'); problem.id = `${id}-problem`; problem.setAttribute('role', 'alert');
   const why = make('details', 'why'); why.hidden = true;
   const outcome = make('p', 'outcome'); outcome.hidden = true;
-  node.append(head, input, outcome, problem, why, help);
+  node.append(head, input, reset, outcome, problem, why, help);
   into.append(node);
   rows.set(path, {row, path, node, control: input, problem, why, outcome, reset});
 }

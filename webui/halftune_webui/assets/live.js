@@ -25,18 +25,7 @@ const draw = () => {
   if (focus) { const again = document.getElementById(focus); if (again) again.focus(); }
 };
 
-async function copied(button) {
-  try { await navigator.clipboard.writeText(button.dataset.copy); } catch (error) {  // a page without https may not
-    window.getSelection().selectAllChildren(button.previousElementSibling);
-    return;
-  }
-  button.classList.add('done');
-  setTimeout(() => button.classList.remove('done'), 1500);
-}
-
 element.addEventListener('click', (event) => {
-  const copy = event.target.closest('[data-copy]');
-  if (copy) { copied(copy); return; }
   const button = event.target.closest('[data-act]');
   if (!button || button.tagName !== 'BUTTON') return;
   if (button.dataset.ask && !window.confirm(button.dataset.ask)) return;

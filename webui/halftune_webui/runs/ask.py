@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +22,65 @@ from halftune_webui.settings import HALFTUNE
 PATIENCE = 900.0  # seconds
 
 
-def ask(verb: str, *arguments: str, good: Sequence[int] = (0,), recipe: Path | None = None) -> dict[str, Any]:
-    """What ``halftune VERB … --json`` answers.
+class Stopped(HalftuneError):
+    """The reader does not want the answer any more."""
 
-    Args:
-        verb: the verb.
-        arguments: its options.
-        good: exit codes that come with an answer.
-        recipe: a file that holds a recipe of the browser, whose name there says nothing to a reader.
 
-    Raises:
-        HalftuneError: it failed, in its own words, or took longer than a quarter of an hour.
-    """
-    named = [] if recipe is None else ["--config", str(recipe)]
-    try:
-        done = subprocess.run(
-            [*HALFTUNE, verb, *named, *arguments, "--json"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PATIENCE,
-            check=False,
-            env=environment(),
+@dataclass
+class Asks:
+    """Processes that pages wait for, one for each page: a page that asks anew, or is closed, ends the one before."""
+
+    _of: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def stop(self, page: str) -> None:
+        """Ends what a page waits for."""
+        if process := self._of.pop(page, None):
+            process.kill()
+
+    def ask(
+        self, page: str, verb: str, *arguments: str, good: Sequence[int] = (0,), recipe: Path | None = None
+    ) -> dict[str, Any]:
+        """What ``halftune VERB … --json`` answers.
+
+        Args:
+            page: who asks.
+            verb: the verb.
+            arguments: its options.
+            good: exit codes that come with an answer.
+            recipe: a file that holds a recipe of the browser, whose name there says nothing to a reader.
+
+        Raises:
+            Stopped: :meth:`stop` ended it.
+            HalftuneError: it failed, in its own words, or took longer than a quarter of an hour.
+        """
+        self.stop(page)
+        named = [] if recipe is None else ["--config", str(recipe)]
+        command = [*HALFTUNE, verb, *named, *arguments, "--json"]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
         )
-    except subprocess.TimeoutExpired as error:
-        raise HalftuneError(f"halftune {verb} took longer than {PATIENCE / 60:.0f} minutes") from error
-    said, answered = (stream.decode(errors="replace") for stream in (done.stderr, done.stdout))
+        self._of[page] = process
+        try:
+            answered, said = (stream.decode(errors="replace") for stream in process.communicate(timeout=PATIENCE))
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            process.communicate()
+            raise HalftuneError(f"halftune {verb} took longer than {PATIENCE / 60:.0f} minutes") from error
+        if self._of.get(page) is not process:
+            raise Stopped(f"halftune {verb} was stopped")
+        del self._of[page]
+        return _answer(verb, process.returncode, answered, said, good, recipe)
+
+
+def _answer(verb: str, code: int, answered: str, said: str, good: Sequence[int], recipe: Path | None) -> dict[str, Any]:
     if recipe is not None:
         said, answered = (text.replace(str(recipe), LABEL) for text in (said, answered))
     try:
         answer = json.loads(answered)
     except ValueError:
         answer = None
-    if done.returncode not in good or not isinstance(answer, dict):
-        raise HalftuneError(cause_in(said) or f"halftune {verb} ended with code {done.returncode}")
+    if code not in good or not isinstance(answer, dict):
+        raise HalftuneError(cause_in(said) or f"halftune {verb} ended with code {code}")
     return answer
 
 

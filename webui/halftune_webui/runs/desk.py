@@ -138,6 +138,11 @@ class View:
         self.turn += 1
         self.opened = runs
 
+    def restore(self, runs: list[Path]) -> None:
+        """The address of a page that was loaded again keeps these runs; no run where it keeps none."""
+        if runs:
+            self.show(runs[:MOST])
+
     def search(self, query: str, state: str) -> None:
         """The reader wants to see the runs of a kind in the list."""
         self.turn += 1
@@ -184,7 +189,7 @@ def refresh(desk: Desk, view: View) -> list[str | None]:
     many = {"total": len(found) or len(states), "ticked": len(ticked)}
     cards = [differences(opened, desk.settings, words)]
     for run in opened:
-        more = details(run, marks.of(run), desk.settings, words)
+        more = details(run, marks.of(run), words)
         alarms = metrics[run].alarms
         cards.append(run_card(states[run], alarms, log_tail(run), runs, words, mark=marks.of(run), more=more))
     areas = (
@@ -340,6 +345,7 @@ def _report(desk: Desk, run: Path) -> str:
         raise HalftuneError(f"cannot be read: {error.strerror}", where=REPORT) from error
     title, close = escape(f"{name_of(run, desk.settings.runs)} · {REPORT}"), escape(desk.words("runs.acts.close"))
     head = f'<header><h3>{title}</h3><span class="acts"><button data-act="close">{close}</button></span></header>'
+    page = page.replace('href="#', 'href="about:srcdoc#')  # in the frame, # alone is a place of the board
     alone = escape(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{page}')
     frame = f'<iframe sandbox title="{title}" srcdoc="{alone}"></iframe>'
     return f'<section class="card" data-show="{title}">{head}{frame}</section>'

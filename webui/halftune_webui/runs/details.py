@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halftune.config.reading.yaml_source import parse, read_text
-from halftune.core.errors import ConfigError, HalftuneError
+from halftune.config.reading.yaml_source import MAX_BYTES, parse
+from halftune.core.errors import ConfigError
+from halftune.core.files import read_text
 from halftune.core.status import read_json
 from halftune_webui.form import display
 from halftune_webui.labels import Words
-from halftune_webui.paths import inside
 from halftune_webui.runs.show import Mark, command_line, name_of
 from halftune_webui.runs.state import RESOLVED
 from halftune_webui.runs.stored import words_of
@@ -27,15 +27,15 @@ _PROMPTS = 20
 _PLACES = ("training.output_dir",)  # where, not what
 
 
-def details(run: Path, mark: Mark, settings: Settings, words: Words) -> str:
+def details(run: Path, mark: Mark, words: Words) -> str:
     """What stands in the card of a run before its log."""
     command = command_line(shlex.join(words_of(run)), words)
-    return command + _answers(run, settings, words) + _form(run, mark, words)
+    return command + _answers(run, words) + _form(run, mark, words)
 
 
-def _answers(run: Path, settings: Settings, words: Words) -> str:
+def _answers(run: Path, words: Words) -> str:
     """What the model answered to the recipe's prompts before training and after it; empty where it was not asked."""
-    rows = _samples(*_marked(settings, run / SAMPLES))
+    rows = _samples(*_marked(run / SAMPLES))
     if not rows:
         return ""
     head = "".join(f"<th>{escape(words(f'runs.answers.{name}'))}</th>" for name in ("prompt", "before", "after"))
@@ -47,7 +47,7 @@ def _answers(run: Path, settings: Settings, words: Words) -> str:
 @lru_cache(maxsize=64)
 def _samples(path: Path | None, mark: tuple[int, int]) -> tuple[tuple[str, str, str], ...]:
     try:
-        rows = read_json(path)["samples"] if path is not None else []
+        rows = read_json(path, root=path.parent)["samples"] if path is not None else []
         return tuple(
             (str(row.get("prompt") or ""), str(row.get("before") or ""), str(row.get("after") or ""))
             for row in islice(rows, _PROMPTS)
@@ -77,7 +77,7 @@ def differences(opened: Sequence[Path], settings: Settings, words: Words) -> str
     """The keys in which the recipes of the open runs differ, one column for each run; empty below two runs."""
     if len(opened) < 2:
         return ""
-    flats = {run: _flat_recipe(*_marked(settings, run / RESOLVED)) for run in opened}
+    flats = {run: _flat_recipe(*_marked(run / RESOLVED)) for run in opened}
     flats = {run: flat for run, flat in flats.items() if flat}
     keys = dict.fromkeys(key for flat in flats.values() for key in flat)
     rows = []
@@ -100,11 +100,11 @@ def differences(opened: Sequence[Path], settings: Settings, words: Words) -> str
 
 @lru_cache(maxsize=64)
 def _flat_recipe(path: Path | None, mark: tuple[int, int]) -> dict[str, str]:
-    if path is None:
+    if path is None or mark[1] > MAX_BYTES:
         return {}
     try:
-        return dict(_flat(parse(read_text(path), RESOLVED).values, ""))
-    except ConfigError:
+        return dict(_flat(parse(read_text(path, root=path.parent), RESOLVED).values, ""))
+    except (OSError, ConfigError):
         return {}
 
 
@@ -116,12 +116,10 @@ def _flat(tree: Any, prefix: str) -> Any:
             yield f"{prefix}{key}", display(value)
 
 
-def _marked(settings: Settings, path: Path) -> tuple[Path | None, tuple[int, int]]:
-    """A file of a run with what tells that it has changed; None where it is not there, or a link that leads out."""
+def _marked(path: Path) -> tuple[Path | None, tuple[int, int]]:
+    """A file of a run with what tells that it has changed; None where it is not there, or a link."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            return None, (0, 0)
-        return inside(settings.roots, str(path)), (found.st_mtime_ns, found.st_size)
-    except (OSError, HalftuneError):
+        found = path.lstat()
+    except OSError:
         return None, (0, 0)
+    return (path if stat.S_ISREG(found.st_mode) else None), (found.st_mtime_ns, found.st_size)

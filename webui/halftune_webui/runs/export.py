@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 from halftune.core.errors import ConfigError
 from halftune.core.status import NAME
+from halftune.export.output import check_output
 from halftune_webui.paths import inside
 from halftune_webui.runs.detached import launch
 from halftune_webui.runs.queue import BOARD
@@ -24,7 +26,7 @@ def finished(runs: list[RunState]) -> list[Path]:
     return [state.folder for state in runs if (state.folder / FINAL).is_dir() and not state.live]
 
 
-def start(settings: Settings, run: Path, output: str, dtype: str | None, *, force: bool) -> Path:
+def start(settings: Settings, run: Path, output: str, dtype: str | None, *, force: bool, how: str = "") -> Path:
     """Starts an export.
 
     Args:
@@ -33,14 +35,18 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
         output: folder to write, of the browser.
         dtype: one of ``DTYPES``, or None for the base checkpoint's own.
         force: replace an earlier model there.
+        how: what to do where there is one.
 
     Returns:
         the folder of its notes.
 
     Raises:
-        ConfigError: the output lies outside the board's folders, or is being written.
+        HalftuneError: the output lies outside the board's folders, holds something, or is being written.
     """
+    if not output.strip():
+        raise ConfigError("there is no name for the output folder", remedy="choose a folder")
     target = inside(settings.roots, output)
+    check_output(run, run / FINAL, target, force=force, how=how)
     if any(state.live and output_of(state.folder) == str(target) for state in exports(settings)):
         raise ConfigError("is being written by another export", where=output, remedy="wait for it, or stop it")
     check_model(settings, run)
@@ -63,8 +69,26 @@ def exports(settings: Settings) -> list[RunState]:
     return [look(job) for job in jobs[:_SHOWN] if job.is_dir()]
 
 
+def size_of(folder: Path) -> int:
+    """Bytes of a model's files."""
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder) if entry.is_file())
+    except OSError:
+        return 0
+
+
+def run_of(job: Path) -> str:
+    """The run whose result an export writes."""
+    command = _command(job)
+    return command[command.index("export") + 1] if "export" in command[:-1] else ""
+
+
+def _command(job: Path) -> tuple[str, ...]:
+    started = read_started(job)
+    return tuple(started.command) if started is not None else ()
+
+
 def output_of(job: Path) -> str:
     """The folder that an export writes."""
-    started = read_started(job)
-    command = started.command if started is not None else ()
+    command = _command(job)
     return command[command.index("--output") + 1] if "--output" in command[:-1] else job.name

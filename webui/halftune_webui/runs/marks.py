@@ -71,7 +71,7 @@ class Marks:
         try:
             now = path.stat().st_mtime_ns
             if now != self._seen:
-                found = read_json(path)
+                found = read_json(path, root=self.runs)
                 self._marks = {key: _mark(value) for key, value in found.items()} if isinstance(found, dict) else {}
                 self._seen = now
         except (OSError, ValueError):

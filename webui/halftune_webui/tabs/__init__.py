@@ -8,6 +8,5 @@ TABS: dict[str, str] = {
     "data": "halftune_webui.tabs.data:build",
     "chat": "halftune_webui.tabs.chat:build",
     "export": "halftune_webui.tabs.export:build",
-    "machine": "halftune_webui.tabs.machine:build",
     "doctor": "halftune_webui.tabs.doctor:build",
 }

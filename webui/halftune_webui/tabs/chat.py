@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ from gradio.context import Context as Blocks
 
 from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import HalftuneError
+from halftune_webui.calls import refused, told
 from halftune_webui.context import Context
 from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
+from halftune_webui.runs.show import name_of
 from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import check_model, generation_of
 from halftune_webui.tabs.choose import chooser
-from halftune_webui.tabs.data import failed, waiting
-from halftune_webui.tabs.runs import live
+from halftune_webui.tabs.live import script
 
-Messages = list[dict[str, str]]
 _DEFAULTS = GenerationSection().model_dump()
 # Of the run's recipe, for the reader to change: smallest, largest, step.
 _SAMPLING = {
@@ -33,6 +34,9 @@ _SAMPLING = {
     "top_k": (0, 200, 1),
     "repetition_penalty": (0.5, 2, 0.05),
 }
+_EVERY = 0.1  # seconds between two looks of an answer
+_SIDES = ("trained", "base")
+_WHOLE = ("max_new_tokens", "top_k")
 
 
 @dataclass
@@ -41,6 +45,11 @@ class Chats:
 
     of: dict[str, Chat] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, page: str, run: Path) -> Chat | None:
+        """A page's chat, where it is with this run and its process is there."""
+        chat = self.of.get(page)
+        return chat if chat is not None and chat.run == run and chat.alive else None
 
     def open(self, page: str, chat: Chat) -> None:
         """A page's new chat."""
@@ -56,137 +65,141 @@ class Chats:
             chat.close()
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What the events read and write."""
-
-    run: gr.Dropdown
-    loaded: gr.HTML
-    both: gr.Checkbox
-    system: gr.Textbox
-    told: list[gr.State]
-    shown: list[gr.HTML]
-    base_side: gr.Column
-    text: gr.Textbox
-    sampling: list[gr.Slider]
-
-
 def build(context: Context) -> None:
-    """The model, both conversations, the question, and how answers are chosen."""
+    """The model, the conversations, and how answers are chosen."""
     words = context.words
     with gr.Row(elem_id="chat-model", elem_classes="ht-row"):
-        run = chooser(context, "chat-run")
-        load = gr.Button(words("chat.load"), variant="primary", elem_id="chat-load")
-        free = gr.Button(words("chat.free"), elem_id="chat-free")
-    loaded = live("chat-loaded")
-    with gr.Row(elem_id="answers"):
-        with gr.Column(min_width=300):
-            trained = live("trained")
-        with gr.Column(min_width=300) as base_side:
-            base = live("base")
-    text = gr.Textbox(label=words("chat.ask"), lines=2, elem_id="chat-text")
-    with gr.Row(elem_id="asking", elem_classes="ht-row"):
-        send = gr.Button(words("chat.send"), variant="primary", elem_id="chat-send")
-        stop = gr.Button(words("chat.stop"), elem_id="chat-stop")
-        anew = gr.Button(words("chat.anew"), elem_id="chat-new")
+        run = chooser(context, "chat")
+    chat = gr.HTML(
+        html_template='<div class="ht-chat ht-live"></div>',
+        js_on_load=script("chat"),
+        elem_id="chat",
+        words=json.dumps(words.below("chat")),
+        chosen="",
+    )
     with gr.Accordion(words("chat.settings"), open=False, elem_id="chat-settings"):
-        both = gr.Checkbox(value=True, label=words("chat.both"), elem_id="chat-both")
         system = gr.Textbox(label=words("chat.system"), lines=2, elem_id="chat-system")
         with gr.Row():
             sampling = [
                 gr.Slider(low, high, value=_DEFAULTS[name], step=step, label=words(f"chat.{name}"), min_width=300)
                 for name, (low, high, step) in _SAMPLING.items()
             ]
-    parts = _Parts(run, loaded, both, system, [gr.State([]), gr.State([])], [trained, base], base_side, text, sampling)
-    _wire(context, parts, load, free, send, stop, anew)
+    _wire(context, run, chat, system, sampling)
 
 
-def conversation(messages: Messages, title: str, silent: str) -> str:
-    """One conversation as it was written: markup of a model could make the page load pictures from anywhere.
-
-    Args:
-        messages: what was said.
-        title: who answers.
-        silent: stands where an answer ended before its first word.
-    """
-    said = "".join(
-        f'<p class="{message["role"]}">{escape(message["content"])}</p>'
-        if message["content"].strip()
-        else f'<p class="help">{escape(silent)}</p>'
-        for message in messages
-    )
-    name = escape(title)
-    return f'<section class="talk"><h4>{name}</h4><div data-keep="{name}" tabindex="0">{said}</div></section>'
-
-
-def _wire(
-    context: Context, parts: _Parts, load: gr.Button, free: gr.Button, send: gr.Button, stop: gr.Button, anew: gr.Button
-) -> None:
+def _wire(context: Context, run: gr.Dropdown, chat: gr.HTML, system: gr.Textbox, sampling: list[gr.Slider]) -> None:
     chats, quiet = Chats(), dict[str, Any](show_progress="hidden", api_visibility="private")
 
-    def opened(name: str | None, request: gr.Request) -> Iterator[Any]:
-        for shown in _load(context, chats, name, str(request.session_hash)):
-            yield [shown, *(gr.skip() for _ in parts.sampling)]
-        chat = chats.of.get(str(request.session_hash))
-        if chat is not None and chat.alive:
-            yield [gr.skip(), *_sampling(chat.run)]
+    def picked(name: str | None, request: gr.Request) -> Iterator[str]:
+        if name:
+            yield from _serve(context, chats, str(request.session_hash), _Asked("load", 0, name, {}, {}))
 
-    def asked(request: gr.Request, *values: Any) -> Iterator[Any]:
-        yield [gr.skip() for _ in (parts.text, *sides)]  # a question that is not put empties nothing
-        yield from _ask(context, chats.of.get(str(request.session_hash)), *values)
+    def asked(request: gr.Request, event: gr.EventData, prompt: str | None, *values: float) -> Iterator[str]:
+        act, number, name, conversations = told(event, act=str, number=int, run=str, conversations=dict)
+        start = [{"role": "system", "content": prompt}] if prompt and prompt.strip() else []
+        chosen = {key: int(value) if key in _WHOLE else value for key, value in zip(_SAMPLING, values, strict=True)}
+        if not all(isinstance(said, list) for said in conversations.values()):
+            raise refused("a conversation that is no list")
+        talks = {side: [*start, *said] for side, said in conversations.items() if side in _SIDES and act == "ask"}
+        yield from _serve(context, chats, str(request.session_hash), _Asked(act, number, name, talks, chosen))
 
-    def stopped(request: gr.Request) -> None:
-        if chat := chats.of.get(str(request.session_hash)):
-            chat.stop()
-
-    def freed(request: gr.Request) -> str:
-        chats.close(str(request.session_hash))
-        return f'<p class="help">{escape(context.words("chat.freed"))}</p>'
+    def done(request: gr.Request, event: gr.EventData) -> Any:
+        page, (act,) = str(request.session_hash), told(event, act=str)
+        if act == "stop" and (open_chat := chats.of.get(page)):
+            open_chat.stop()
+        if act == "free" and (open_chat := chats.of.get(page)):
+            chats.close(page)
+            return json.dumps({"state": "freed", "run": str(open_chat.run)})
+        return gr.skip()
 
     def closed(request: gr.Request) -> None:
         chats.close(str(request.session_hash))
 
-    titles = [context.words("chat.trained"), context.words("chat.base")]
-    sides = [*parts.told, *parts.shown]
-    inputs = [parts.text, *parts.told, parts.both, parts.system, *parts.sampling]
-
-    def empty() -> list[Any]:
-        return [[], [], *(conversation([], title, "") for title in titles)]
-
-    load.click(opened, parts.run, [parts.loaded, *parts.sampling], concurrency_limit=4, **quiet).then(
-        empty, None, sides, **quiet
-    )
-    free.click(freed, None, parts.loaded, **quiet)
-    gr.on([send.click, parts.text.submit], asked, inputs, [parts.text, *sides], concurrency_limit=8, **quiet)
-    stop.click(stopped, None, None, queue=False, api_visibility="private")
-    anew.click(empty, None, sides, **quiet)
-    parts.both.change(lambda on: gr.Column(visible=on), parts.both, parts.base_side, **quiet)
+    run.change(lambda name: _chosen(context, name), run, [chat, *sampling], **quiet)
+    run.input(picked, run, chat, concurrency_limit=4, **quiet)
+    chat.submit(asked, [system, *sampling], chat, concurrency_limit=8, **quiet)
+    chat.click(done, None, chat, queue=False, **quiet)
     board = Blocks.root_block
     assert board is not None
-    board.load(empty, None, sides, **quiet)
     board.unload(closed)
 
 
-def _load(context: Context, chats: Chats, name: str | None, page: str) -> Iterator[Any]:
-    """Loads the model of a run; the conversations begin anew."""
-    words = context.words
-    if not name:
-        yield failed(words("chat.choose"))
-        return
-    yield waiting(words("chat.loading"))
+@dataclass(frozen=True)
+class _Asked:
+    """What a page wants.
+
+    Attributes:
+        act: ``load`` or ``ask``.
+        number: of the page, which takes an answer for its question by it.
+        run: path of the run, of the browser.
+        talks: of ``_SIDES``: what was said, the question last.
+        generation: how answers are chosen.
+    """
+
+    act: str
+    number: int
+    run: str
+    talks: dict[str, list[dict[str, str]]]
+    generation: dict[str, float]
+
+
+def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator[str]:
+    """Loads the run's model where it is not there, then answers; each piece says everything that is known."""
+    told: dict[str, Any] = {"number": asked.number, "run": asked.run, "answers": {}}
     try:
-        run = launch.find(context.settings, name)
-        if is_live(run):
-            raise HalftuneError(words("chat.live"))
-        check_model(context.settings, run)
-        chat = Chat(run)
-        chats.open(page, chat)
+        run = launch.find(context.settings, asked.run)
+        chat = chats.get(page, run)
+        if chat is None:
+            yield json.dumps({**told, "state": "loading"})
+            chat = _open(context, chats, page, run)
         ready = chat.ready()
     except HalftuneError as error:
-        yield failed(str(error))
+        yield json.dumps({**told, "state": "failed", "error": context.words.problem(error), "over": True})
         return
-    what = words("chat.ready", **{key: ready[key] for key in ("base", "storage", "compute", "device")})
-    yield f'<p class="ok" id="chat-ready">{escape(what)}</p>'
+    told |= {"state": "ready", "base": ready["base"], "said": _ready(context, run, ready)}
+    yield json.dumps({**told, "over": not asked.talks})
+    due = 0.0
+    try:
+        for side, messages in asked.talks.items():
+            for text, end in chat.answer(messages, adapter=side == "trained", generation=asked.generation):
+                told["answers"][side] = {"text": text, "done": end is not None}
+                if end is not None:
+                    told["answers"][side] |= {"seconds": end.get("seconds"), "tokens": end.get("tokens")}
+                elif time.monotonic() < due:  # each one holds the whole answer, and models are faster than readers
+                    continue
+                yield json.dumps(told)
+                due = time.monotonic() + _EVERY
+    except HalftuneError as error:
+        told |= {"error": context.words.problem(error), "state": "ready" if chat.alive else "failed"}
+    yield json.dumps({**told, "over": True})
+
+
+def _open(context: Context, chats: Chats, page: str, run: Path) -> Chat:
+    if is_live(run):
+        raise HalftuneError(context.words("chat.live"))
+    check_model(context.settings, run)
+    chat = Chat(run)
+    chats.open(page, chat)
+    return chat
+
+
+def _chosen(context: Context, name: str | None) -> list[Any]:
+    """Which run the page talks to, and how its recipe chooses answers."""
+    try:
+        folder = launch.find(context.settings, name) if name else None
+    except HalftuneError:
+        folder = None
+    if folder is None:
+        return [gr.HTML(chosen="{}"), *(gr.skip() for _ in _SAMPLING)]
+    which = {"run": str(folder), "name": name_of(folder, context.settings.runs)}
+    return [gr.HTML(chosen=json.dumps(which)), *_sampling(folder)]
+
+
+def _ready(context: Context, run: Path, ready: dict[str, Any]) -> str:
+    words, name = context.words, name_of(run, context.settings.runs)
+    how = "adapter" if ready.get("adapter", True) else "whole"
+    what = words(f"chat.{how}", base=ready["base"])
+    return words("chat.ready", name=name, what=what, **{key: ready[key] for key in ("storage", "compute", "device")})
 
 
 def _sampling(run: Path) -> list[gr.Slider]:
@@ -196,42 +209,3 @@ def _sampling(run: Path) -> list[gr.Slider]:
         gr.Slider(minimum=min(low, values[name]), maximum=max(high, values[name]), value=values[name])
         for name, (low, high, _) in _SAMPLING.items()
     ]
-
-
-def _ask(
-    context: Context,
-    chat: Chat | None,
-    text: str | None,
-    trained: Messages,
-    base: Messages,
-    both: bool,
-    system: str | None,
-    *sampling: float,
-) -> Iterator[Any]:
-    """Streams the answer of the trained model, then that of its base."""
-    if not text or not text.strip():  # a box that was never touched is None
-        return
-    if chat is None or not chat.alive:
-        gr.Warning(context.words("chat.first"))
-        return
-    whole = {"max_new_tokens", "top_k"}
-    generation = {name: int(value) if name in whole else value for name, value in zip(_SAMPLING, sampling, strict=True)}
-    sides = {True: trained, **({False: base} if both else {})}
-    for adapter in sides:
-        sides[adapter] = [*sides[adapter], {"role": "user", "content": text}]
-    for adapter, messages in sides.items():
-        start = [{"role": "system", "content": system}] if system and system.strip() else []
-        try:
-            for answer, _ in chat.answer([*start, *messages], adapter=adapter, generation=generation):
-                sides[adapter] = [*messages, {"role": "assistant", "content": answer}]
-                yield "", *_both(context, sides[True], sides.get(False, base))
-        except HalftuneError as error:
-            gr.Warning(escape(str(error)))
-            return
-
-
-def _both(context: Context, trained: Messages, base: Messages) -> tuple[Any, ...]:
-    """Both conversations, and how they look."""
-    words, silent = context.words, context.words("chat.silent")
-    shown = [conversation(told, words(f"chat.{who}"), silent) for told, who in ((trained, "trained"), (base, "base"))]
-    return trained, base, *shown

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune_webui.context import Context
+from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
 from halftune_webui.runs import queue
 from halftune_webui.runs.export import finished
@@ -18,34 +21,35 @@ CHOOSERS = {"chat": "chat-run", "export": "export-run"}
 
 
 def choosers(words: Words) -> dict[str, gr.Dropdown]:
-    """The lists by their ``elem_id``, not shown yet."""
+    """The lists by their tab, not shown yet."""
     return {
-        name: gr.Dropdown(
+        tab: gr.Dropdown(
             [], value=None, label=words("choose.run"), info=words("choose.help"), elem_id=name, render=False
         )
-        for name in CHOOSERS.values()
+        for tab, name in CHOOSERS.items()
     }
 
 
-def chosen(run: str | None, states: list[RunState], settings: Settings, words: Words) -> gr.Dropdown:
-    """A list of these runs in which one is chosen, the first one where it is not there."""
+def chosen(wanted: Iterable[str | None], states: list[RunState], settings: Settings, words: Words) -> gr.Dropdown:
+    """A list of these runs in which one is chosen: the first one of ``wanted`` that is there, else the newest."""
     found = [(name_of(one, settings.runs), str(one)) for one in finished(states)]
     known = [path for _, path in found]
     info = words("choose.help" if found else "choose.none")
-    return gr.Dropdown(found, value=run if run in known else (known[0] if known else None), info=info)
+    return gr.Dropdown(found, value=next((one for one in (*wanted, *known) if one in known), None), info=info)
 
 
-def chooser(context: Context, elem_id: str) -> gr.Dropdown:
-    """The dropdown; its value is the path of a run folder."""
-    settings, box = context.settings, context.choosers[elem_id]
+def chooser(context: Context, tab: str) -> gr.Dropdown:
+    """The dropdown of a tab, shown here; its value is the path of a run folder, first the one of the page's address."""
+    settings, box = context.settings, context.choosers[tab]
 
-    def again(run: str | None) -> gr.Dropdown:
-        return chosen(run, context.listing.look(queue.waiting(settings.runs)), settings, context.words)
+    def again(run: str | None, asked: str) -> gr.Dropdown:
+        return chosen((run, asked), context.listing.look(queue.waiting(settings.runs)), settings, context.words)
 
     box.render()
-    tab = Blocks.block
-    while not isinstance(tab, gr.Tab):
-        assert tab is not None
-        tab = tab.parent
-    tab.select(again, box, box, show_progress="hidden", api_visibility="private", queue=False)
+    here = Blocks.block
+    while not isinstance(here, gr.Tab):
+        assert here is not None
+        here = here.parent
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+    here.select(again, [box, context.address], box, js=kept(tab, 1), **quiet)
     return box

@@ -5,17 +5,22 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import gradio as gr
 
 from halftune.core.errors import HalftuneError
+from halftune.plan.explain import size
 from halftune_webui.calls import told
 from halftune_webui.context import Context
+from halftune_webui.labels import Words
 from halftune_webui.runs import export, launch
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.show import run_card
+from halftune_webui.runs.state import RunState
 from halftune_webui.settings import Settings
 from halftune_webui.tabs.choose import chooser
+from halftune_webui.tabs.data import failed
 from halftune_webui.tabs.live import live, only_while_shown
 from halftune_webui.tabs.runs import EVERY
 
@@ -27,7 +32,7 @@ def build(context: Context) -> None:
     words, settings = context.words, context.settings
     gr.HTML(f'<div class="ht-live"><p class="help">{escape(words("export.what"))}</p></div>', js_on_load=None)
     with gr.Row(elem_id="exporting", elem_classes="ht-row"):
-        run = chooser(context, "export-run")
+        run = chooser(context, "export")
         output = gr.Textbox(label=words("export.output"), info=words("export.output_help"), elem_id="export-output")
         formats = [(words("export.own"), _OWN), *((name, name) for name in export.DTYPES)]
         info = words("export.dtype_help")
@@ -35,22 +40,20 @@ def build(context: Context) -> None:
     with gr.Row(elem_id="export-go", elem_classes="ht-row"):
         force = gr.Checkbox(label=words("export.force"), elem_id="export-force")
         button = gr.Button(words("export.start"), variant="primary", elem_id="export-start")
-    shown = live("exports")
+    said, shown = live("export-said"), live("exports")
     run.change(lambda name: f"models/{Path(name).name}" if name else "", run, output, show_progress="hidden")
 
     def cards() -> str:
-        found = [(state, export.output_of(state.folder)) for state in export.exports(settings)]
-        return "".join(
-            run_card(state, (), log_tail(state.folder), settings.runs, words, output=output) for state, output in found
-        )
+        return "".join(_card(state, settings, words) for state in export.exports(settings))
 
-    def start(name: str | None, target: str, stored: str, again: bool) -> str:
+    def start(name: str | None, target: str | None, stored: str, again: bool) -> list[str]:
+        how = words("export.tick", label=words("export.force"))
         try:
             found = launch.find(settings, name or "")
-            export.start(settings, found, target, None if stored == _OWN else stored, force=again)
+            export.start(settings, found, target or "", None if stored == _OWN else stored, force=again, how=how)
         except HalftuneError as error:
-            gr.Warning(escape(str(error)))
-        return cards()
+            return [failed(words.problem(error)), cards()]
+        return ["", cards()]
 
     def acted(event: gr.EventData) -> str:
         what, run = told(event, act=str, run=str)
@@ -63,11 +66,27 @@ def build(context: Context) -> None:
         return cards()
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    button.click(start, [run, output, dtype, force], shown, **quiet)
+    button.click(start, [run, output, dtype, force], [said, shown], **quiet)
     shown.submit(acted, None, shown, **quiet)
     clock = gr.Timer(EVERY, active=False)
     clock.tick(cards, None, shown, **quiet, queue=False)
     only_while_shown(context, clock, "export")
+
+
+def _card(state: RunState, settings: Settings, words: Words) -> str:
+    """An export: how it goes, and where its result lies."""
+    output = export.output_of(state.folder)
+    card = run_card(state, (), log_tail(state.folder), settings.runs, words, output=output)
+    if state.state != "finished":
+        return card
+    path, whole = escape(output), escape(size(export.size_of(Path(output))))
+    run = quote(export.run_of(state.folder), safe="")
+    acts = (
+        f"<span>{whole} · <code>{path}</code></span> "
+        f'<button data-copy="{path}">{escape(words("export.copy"))}</button> '
+        f'<a class="button" href="#tab=chat&amp;chat={run}">{escape(words("export.chat"))}</a>'
+    )
+    return f'<div class="exported">{card}<p class="result">{acts}</p></div>'
 
 
 def _act(settings: Settings, job: Path, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -11,10 +12,10 @@ from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import told
-from halftune_webui.context import Context
+from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
 from halftune_webui.runs.desk import FILTERS, Desk, Done, View, act, refresh, start
-from halftune_webui.tabs.choose import CHOOSERS, chosen
+from halftune_webui.tabs.choose import chosen
 from halftune_webui.tabs.live import live, only_while_shown, script
 
 EVERY = 1.5  # seconds between two looks at the disk
@@ -31,7 +32,7 @@ def build(context: Context) -> None:
     listed = live("run-list")
     curves = _charts(words)
     cards, report = live("run-cards"), live("run-report")
-    areas, lists = [listed, cards, curves, gpus], [context.choosers[name] for name in CHOOSERS.values()]
+    areas, lists = [listed, cards, curves, gpus], list(context.choosers.values())
 
     def looked(seen: View) -> list[Any]:
         return [gr.skip() if area is None else area for area in refresh(desk, seen)]
@@ -48,16 +49,7 @@ def build(context: Context) -> None:
             gr.Warning(escape(str(error)))
         if done.said:
             gr.Info(escape(done.said))
-        return [
-            *looked(seen),
-            gr.skip() if done.report is None else done.report,
-            gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
-            gr.skip() if done.recipe is None else done.recipe,
-            *(
-                chosen(str(done.run), desk.states(), context.settings, words) if tab == done.tab else gr.skip()
-                for tab in CHOOSERS
-            ),
-        ]
+        return [*looked(seen), *_after(context, desk, done)]
 
     def started(text: str | None, seen: View) -> list[Any]:
         try:
@@ -66,6 +58,10 @@ def build(context: Context) -> None:
             gr.Warning(escape(str(error)))
             return [gr.skip() for _ in (context.tabs, *areas)]
         return [gr.Tabs(selected="runs"), *looked(seen)]
+
+    def restored(seen: View, names: str) -> list[Any]:
+        seen.restore([Path(name) for name in names.splitlines()])
+        return looked(seen)
 
     clock = gr.Timer(EVERY, active=False)
     clock.tick(looked, view, areas, **_AT_ONCE)
@@ -78,9 +74,24 @@ def build(context: Context) -> None:
     query.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
     kind.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
+    context.board.load(restored, [view, context.address], areas, js=kept("open", 1), **_AT_ONCE)
     tab = Blocks.block
     assert isinstance(tab, gr.Tab)
     tab.select(looked, view, areas, **_AT_ONCE)
+
+
+def _after(context: Context, desk: Desk, done: Done) -> list[Any]:
+    """What a button does beside the lists: to the report, the open tab, the recipe, and the run chosen in that tab."""
+    opened = {done.tab: [str(done.run)]}
+    return [
+        gr.skip() if done.report is None else done.report,
+        gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
+        gr.skip() if done.recipe is None else done.recipe,
+        *(
+            chosen(opened[tab], desk.states(), context.settings, context.words) if tab in opened else gr.skip()
+            for tab in context.choosers
+        ),
+    ]
 
 
 def _search(words: Words) -> tuple[gr.Textbox, gr.Dropdown]:

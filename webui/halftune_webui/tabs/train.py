@@ -14,6 +14,7 @@ from gradio.context import Context as Blocks
 from halftune.config.shipped import recipes
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
+from halftune_webui import hub
 from halftune_webui.before_start import obstacles
 from halftune_webui.calls import told
 from halftune_webui.context import Context
@@ -27,6 +28,7 @@ from halftune_webui.planning import HERE, machines, outlook
 from halftune_webui.recipe import examine, shipped
 from halftune_webui.runs.show import command_line
 from halftune_webui.state import form_state
+from halftune_webui.tabs.data import failed
 from halftune_webui.tabs.live import live, script
 
 FIRST, OWN = "own_data.yaml", "own"
@@ -72,6 +74,10 @@ def build(context: Context) -> None:
         opened = gr.Button(words("train.open"), elem_id="open")
         download = gr.Button(words("train.download"), elem_id="download")
         context.start.render()
+    with gr.Accordion(words("hub.title"), open=False, elem_id="hub"):
+        query = gr.Textbox(label=words("hub.query"), info=words("hub.help"), elem_id="hub-query")
+        model = gr.Dropdown([], label=words("hub.found"), elem_id="hub-found", visible=False)
+        said = live("hub-said")
     problems = gr.HTML(elem_id="problems")
     with gr.Row(elem_id="workbench"):
         with gr.Column(scale=6, min_width=320):
@@ -81,7 +87,9 @@ def build(context: Context) -> None:
             plan = gr.HTML(elem_id="plan", js_on_load=None)
             context.recipe.render()
             live("train-command", command_line("halftune train --config recipe.yaml", words))
-    _wire(context, _Parts(drawn, plan, problems), machine, pick)
+    parts = _Parts(drawn, plan, problems)
+    _wire(context, parts, machine, pick)
+    _find_models(context, parts, machine, query, model, said)
     download.click(None, context.recipe, None, js=DOWNLOAD)
     opened.click(None, context.recipe, context.recipe, js=OPEN).then(
         lambda text, machine: _react(context, text, machine),
@@ -89,6 +97,30 @@ def build(context: Context) -> None:
         [drawn, plan, problems, context.start],
         api_visibility="private",
     )
+
+
+def _find_models(
+    context: Context, parts: _Parts, machine: gr.Dropdown, query: gr.Textbox, model: gr.Dropdown, said: gr.HTML
+) -> None:
+    """A search on the hub, whose finds become the recipe's model."""
+    words, quiet = context.words, dict[str, Any](show_progress="hidden", api_visibility="private")
+
+    def searched(text: str | None) -> list[Any]:
+        try:
+            found = hub.search((text or "").strip())
+        except HalftuneError as error:
+            return [gr.Dropdown([], visible=False), failed(words.problem(error))]
+        nothing = "" if found else f'<p class="help">{escape(words("hub.nothing"))}</p>'
+        return [gr.Dropdown(found, value=None, visible=bool(found)), nothing]
+
+    def taken(name: str | None, text: str, machine_name: str) -> tuple[Any, ...]:
+        edit = {"op": "set", "field": "model.name_or_path", "value": name}
+        changed = edited(text, [edit], context.settings) if name else text
+        return changed, *_react(context, changed, machine_name)
+
+    query.submit(searched, query, [model, said], **quiet)
+    reactions = [context.recipe, parts.form, parts.plan, parts.problems, context.start]
+    model.input(taken, [model, context.recipe, machine], reactions, **quiet)
 
 
 def _recipes(words: Words) -> list[tuple[str, str]]:
@@ -158,8 +190,13 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     recipe.input(react, [recipe, machine], [pick, *reactions], trigger_mode="always_last", **quiet)
     tab = Blocks.block
     assert isinstance(tab, gr.Tab)
+
+    def opened(text: str | None, name: str) -> tuple[Any, ...]:
+        # the page opens this tab before it has brought back its recipe: no recipe is none to look at, or to keep
+        return react(text, name) if text else tuple(gr.skip() for _ in (pick, *reactions))
+
     # a run may have taken or left the folder meanwhile, or brought its recipe
-    tab.select(react, [recipe, machine], [pick, *reactions], **quiet)
+    tab.select(opened, [recipe, machine], [pick, *reactions], **quiet)
     machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
     question = json.dumps(context.words("train.replace"))
     ask = PICK.replace("SHIPPED", json.dumps(list(known))).replace("QUESTION", question).replace("OWN", OWN)

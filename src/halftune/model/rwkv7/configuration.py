@@ -5,7 +5,7 @@
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from halftune.config.facts.rwkv7_shape import Rwkv7Shape, rwkv7_shape
 
@@ -51,6 +51,14 @@ class RWKV7Config(PreTrainedConfig):
     use_l2warp: bool | None = True
     vocab_size: int = 32000
     value_dim: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Makes the model's class known to ``AutoModelForCausalLM``: whoever reads no RWKV-7 imports none."""
+        super().__post_init__(**kwargs)
+        from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
+
+        # The class is the key here, and it is ours alone: nothing of anybody else's is replaced.
+        AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
 
     @property
     def layer_types(self) -> list[str]:

@@ -1,0 +1,139 @@
+"""Every tab by axe-core, by keyboard and on small screens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halftune_webui.tabs import TABS
+
+pytestmark = pytest.mark.slow
+ROWS = [{"prompt": f"Add {n} and {n + 1}.", "completion": f"It is {2 * n + 1}."} for n in range(12)]
+RECIPE = """\
+model: {name_or_path: builtin:qwen2-tiny}
+data: {train: rows.jsonl, max_length: 48}
+training: {output_dir: runs/adder}
+"""
+
+
+@pytest.fixture(scope="module", params=["en", "zh"])
+def filled_board(request: Any, start_board: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A board with data, a finished run with curves, and one that failed."""
+    folder = tmp_path_factory.mktemp("accessible")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, end in (("good", {"state": "finished"}), ("bad", {"state": "failed", "error": "no row is left"})):
+        run = folder / "runs" / name
+        (run / ("final" if name == "good" else "checkpoint-1")).mkdir(parents=True)
+        (run / "resolved.yaml").write_text(RECIPE)
+        steps = [json.dumps({"step": step, "loss": 1 / step, "time": 1.0}) for step in range(1, 9)]
+        (run / "metrics.jsonl").write_text("\n".join(steps) + "\n")
+        (run / "status.json").write_text(json.dumps({"step": 8, "total": 8, **end}))
+        if name == "good":
+            (run / "finished.json").write_text(json.dumps({"step": 8}))
+    board = start_board("--lang", request.param, folder=folder)
+    board.language = request.param
+    return board
+
+
+def opened(open_page: Callable[..., Any], board: Any, **options: Any) -> Any:
+    page = open_page(board.url, recipe=RECIPE, **options)
+    page.wait_for_selector(".ht-plan .memory")
+    page.wait_for_selector('.row[data-path="training.output_dir"].set')
+    return page
+
+
+def to(page: Any, name: str) -> None:
+    """Opens a tab, and waits for what it shows by itself."""
+    page.locator(f"#tab-{name}-button").click()
+    there = {"runs": "#run-cards .card", "data": "#data-subject b", "doctor": "#machine-facts table"}
+    page.locator(there.get(name, f"#tab-{name} h2")).first.wait_for(state="attached")
+    page.wait_for_timeout(400)  # colours change slowly
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_tab_has_a_serious_fault(filled_board: Any, open_page: Callable[..., Any], scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    page = opened(open_page, filled_board, color_scheme=scheme)
+    page.evaluate(Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8"))
+    assert page.evaluate("document.documentElement.lang") == filled_board.language
+    found = []
+    for name in TABS:
+        to(page, name)
+        for one in page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]:
+            if one["impact"] in ("serious", "critical"):
+                found += [(name, one["id"], node["html"][:120]) for node in one["nodes"]]
+    assert not found
+
+
+SMALL = """() => {
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), small = [];
+  while (texts.nextNode()) {
+    const node = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || !node.checkVisibility() || node.closest('script, style')) continue;
+    if (parseFloat(getComputedStyle(node).fontSize) < 13) small.push(texts.currentNode.data.trim().slice(0, 40));
+  }
+  return small;
+}"""
+UNMARKED = """() => [...document.querySelectorAll('input, select, textarea, button, summary, a, [tabindex="0"]')]
+  .filter((node) => {
+    if (!node.checkVisibility() || node.disabled) return false;
+    node.focus({focusVisible: true});
+    const look = getComputedStyle(node.matches('.cm-content') ? node.closest('.cm-editor') : node);
+    return document.activeElement === node && (look.outlineStyle === 'none' || parseFloat(look.outlineWidth) < 2);
+  }).map((node) => node.outerHTML.slice(0, 120))"""
+
+
+def test_every_field_shows_the_focus_and_no_text_is_tiny(filled_board: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_board)
+    for name in TABS:
+        to(page, name)
+        assert page.evaluate(UNMARKED) == [], name
+        assert page.evaluate(SMALL) == [], name
+        assert page.locator("h1:visible, h2:visible").count() == 2, name
+
+
+def test_tab_leaves_the_editor_and_leaves_the_recipe_alone(filled_board: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_board)
+    editor = page.locator("#recipe .cm-content")
+    before = editor.inner_text()
+    editor.focus()
+    page.keyboard.press("Shift+Tab")
+    assert not page.evaluate("Boolean(document.activeElement.closest('.cm-editor'))")
+    editor.focus()
+    page.keyboard.press("Tab")
+    assert not page.evaluate("Boolean(document.activeElement.closest('.cm-editor'))")
+    assert editor.inner_text() == before
+    field = page.locator('.row[data-path="training.output_dir"]')
+    order = field.evaluate("node => [...node.querySelectorAll('input, .reset')].map((one) => one.className)")
+    assert order[-1] == "reset"  # after what it resets
+
+
+def test_small_screens_say_whether_it_fits(filled_board: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_board, width=768)
+    form, plan = (page.locator(one).bounding_box() for one in ("#form", "#plan"))
+    assert plan["y"] > form["y"] + form["height"]
+    page.set_viewport_size({"width": 390, "height": 844})
+    line = page.locator(".ht-brief")
+    for _ in range(2):
+        box = line.bounding_box()
+        assert box["y"] + box["height"] <= 844
+        page.evaluate("window.scrollTo(0, 600)")
+    assert "·" in line.inner_text()
+    line.click()
+    page.wait_for_function("document.querySelector('#plan').getBoundingClientRect().top < 300")
+
+
+def test_the_address_brings_back_tab_and_compared_runs(filled_board: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_board)
+    to(page, "runs")
+    for box in page.locator("#run-list input[type=checkbox]:not(:checked)").all():
+        box.click()
+    page.wait_for_function("document.querySelectorAll('#run-cards [data-card]').length === 2")
+    page.wait_for_function("new URLSearchParams(location.hash.slice(1)).getAll('open').length === 2")
+    page.reload()
+    page.wait_for_function("document.querySelectorAll('#run-cards [data-card]').length === 2")
+    page.wait_for_function("document.querySelector('#tabs [aria-selected=true]').id === 'tab-runs-button'")

@@ -1,0 +1,36 @@
+"""Signing in with a browser: one wrong try costs nothing but the try; and signing out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_wrong_password_is_told_and_the_name_stays(
+    start_board: Callable[..., Any], open_page: Callable[..., Any]
+) -> None:
+    board = start_board("--host", "0.0.0.0", "--lang", "zh", HALFTUNE_WEBUI_AUTH="me:right-one")
+    page = open_page(board.url.replace("0.0.0.0", "127.0.0.1"))
+    assert page.locator("h1").inner_text() == "halftune"
+    assert page.evaluate("[document.documentElement.lang, document.activeElement.id]") == ["zh", "username"]
+    fields = [page.locator(f"#{name}").get_attribute("autocomplete") for name in ("username", "password")]
+    assert fields == ["username", "current-password"]
+    page.keyboard.type("me")
+    page.keyboard.press("Tab")
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('#wrong').textContent")
+    page.wait_for_function("document.activeElement.id === 'password'")
+    assert page.locator("#username").input_value() == "me"
+    page.keyboard.type("right-one")  # over the wrong one, which is selected
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".ht-plan .memory")
+    assert page.evaluate("document.documentElement.lang") == "zh"
+    page.locator(".ht-head a[href=logout]").click()
+    page.wait_for_selector("#password")
+    page.reload()
+    page.wait_for_selector("#password")

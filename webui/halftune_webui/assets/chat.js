@@ -1,0 +1,166 @@
+// A conversation with a run's result, and with its base beside it. Runs once, when the component appears; `element`, `trigger`,
+// `props` and `watch` are Gradio's. What is said stays in this browser tab, by run; the server answers one question at a time.
+// Everything that a model or a person wrote is set as text, never as HTML.
+const words = JSON.parse(props.words), SIDES = ['trained', 'base'], STORE = 'halftune-chat';
+const root = element.querySelector('.ht-chat');
+const read = () => { try { return JSON.parse(sessionStorage.getItem(STORE)) || {}; } catch (error) { return {}; } };
+let chosen = {run: '', name: ''}, model = {state: 'none'}, said = empty(), asked = 0, answering = null, slow = 0;
+
+function empty() { return {trained: [], base: []}; }
+function make(tag, options, ...children) {
+  const node = Object.assign(document.createElement(tag), options);
+  node.append(...children);
+  return node;
+}
+const button = (id, text, act, cls = '') => make('button', {type: 'button', id, textContent: text, className: cls, onclick: act});
+
+const load = button('chat-load', words.load, () => begin('load', {})), free = button('chat-free', words.free, () => trigger('click', {act: 'free'}));
+const status = make('div', {className: 'status'});
+status.setAttribute('role', 'status');
+const picks = make('div', {className: 'picks'}), talks = make('div', {className: 'talks'}), talk = {};
+for (const side of SIDES) {
+  const title = make('h3', {}), box = make('div', {className: 'said', tabIndex: 0}), pick = button(`pick-${side}`, '', () => show(side));
+  box.setAttribute('role', 'log');
+  talk[side] = {title, box, pick, outer: make('section', {className: 'talk', id: side}, title, box)};
+  picks.append(pick);
+  talks.append(talk[side].outer);
+}
+const text = make('textarea', {id: 'chat-message', rows: 2}), hint = make('span', {className: 'help', id: 'chat-hint', textContent: words.enter});
+text.setAttribute('aria-describedby', 'chat-hint');
+const send = button('chat-send', words.send, ask, 'primary'), stop = button('chat-stop', words.stop, () => trigger('click', {act: 'stop'}));
+const again = button('chat-again', words.again, retry), anew = button('chat-new', words.anew, forget);
+const both = make('input', {type: 'checkbox', id: 'chat-both', checked: true, onchange: draw});
+root.append(
+  make('div', {className: 'acts'}, load, free), status, picks, talks,
+  make('div', {className: 'asking', id: 'chat-text'},
+    make('div', {className: 'head'}, make('label', {htmlFor: 'chat-message', textContent: words.ask}), hint), text,
+    make('div', {className: 'acts'}, send, stop, again, anew, make('label', {className: 'both'}, both, words.both))),
+);
+
+text.addEventListener('input', buttons);
+text.addEventListener('keydown', (event) => {
+  if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (!send.disabled) ask();
+});
+
+const sides = () => (both.checked ? SIDES : SIDES.slice(0, 1));
+const latest = (side) => said[side][said[side].length - 1];
+const titled = (side) => (side === 'base' ? [words.base, model.run === chosen.run && model.base].filter(Boolean).join(' · ') : chosen.name || words.trained);
+
+function show(side) { root.dataset.side = side; draw(); }
+
+function begin(what, more) {
+  answering = {number: asked += 1, what};
+  trigger('submit', {act: what, number: asked, run: chosen.run, conversations: {}, ...more});
+  model = {...model, error: ''};
+  draw();
+}
+function question(words) {
+  const conversations = {};
+  for (const side of sides()) {
+    said[side].push({role: 'user', content: words});
+    conversations[side] = said[side].filter((one) => !one.failed).map(({role, content}) => ({role, content}));
+  }
+  begin('ask', {conversations});
+  for (const side of sides()) talk[side].box.scrollTop = talk[side].box.scrollHeight;
+}
+function ask() {
+  const words = text.value;
+  if (!words.trim() || answering) return;
+  text.value = '';
+  question(words);
+}
+// The last question once more, without its answers.
+function retry() {
+  const last = said.trained.findLast((one) => one.role === 'user');
+  for (const side of sides()) {
+    const from = said[side].findLastIndex((one) => one.role === 'user');
+    if (from >= 0 && said[side][from].content === last.content) said[side].splice(from);
+  }
+  question(last.content);
+}
+function forget() { said = empty(); keep(); draw(); text.focus(); }
+
+function keep() {
+  try { sessionStorage.setItem(STORE, JSON.stringify({...read(), [chosen.run]: said})); } catch (error) { /* no room: nothing is kept */ }
+}
+
+async function copy(content, from) {
+  try { await navigator.clipboard.writeText(content); } catch (error) {  // not over plain http
+    const area = make('textarea', {value: content});
+    root.append(area); area.select(); document.execCommand('copy'); area.remove();
+  }
+  from.textContent = words.copied;
+  setTimeout(() => { from.textContent = words.copy; }, 1500);
+}
+
+function message(one) {
+  if (one.role === 'user') return [make('p', {className: 'user', textContent: one.content})];
+  const shown = one.content.trim() ? make('p', {className: 'assistant', textContent: one.content}) : make('p', {className: 'help', textContent: one.done ? words.silent : '…'});
+  const foot = make('div', {className: 'foot'});
+  if (one.done && one.content.trim()) foot.append(button('', words.copy, (event) => copy(one.content, event.target)));
+  if (one.seconds && one.tokens) foot.append(make('span', {className: 'help', textContent: words.speed.replace('{n}', (one.tokens / one.seconds).toPrecision(2)).replace('{tokens}', one.tokens)}));
+  return [shown, foot];
+}
+
+function buttons() {
+  const ready = model.state === 'ready' && model.run === chosen.run;
+  load.disabled = !chosen.run || Boolean(answering) || ready;
+  free.disabled = !['ready', 'loading'].includes(model.state);
+  send.disabled = !chosen.run || Boolean(answering) || !text.value.trim();
+  stop.disabled = answering?.what !== 'ask' || model.state === 'loading';
+  again.disabled = !chosen.run || Boolean(answering) || !said.trained.length;
+  anew.disabled = Boolean(answering) || !said.trained.length;
+}
+
+function draw() {
+  const fits = model.run === chosen.run, state = fits ? model.state : 'none';
+  const line = {none: chosen.run ? words.unloaded : words.choose, freed: words.freed, loading: words.loading, ready: model.said, failed: model.error}[state];
+  const shown = make('p', {className: {ready: 'ok', failed: 'cause'}[state] || 'help', textContent: line});
+  if (state === 'ready') { shown.id = 'chat-ready'; }
+  status.replaceChildren(shown);
+  if (state === 'loading') status.append(make('div', {className: 'progress unknown'}, make('i')));
+  if (fits && state !== 'failed' && model.error) status.append(make('p', {className: 'cause', textContent: model.error}));
+  if (chosen.run) root.dataset.chat = chosen.run; else delete root.dataset.chat;
+  root.dataset.side ||= 'trained';
+  root.classList.toggle('alone', !both.checked);
+  for (const side of SIDES) {
+    const {title, box, pick, outer} = talk[side], end = box.scrollTop + box.clientHeight >= box.scrollHeight - 8;
+    title.textContent = pick.textContent = titled(side);
+    pick.setAttribute('aria-pressed', root.dataset.side === side);
+    outer.classList.toggle('blank', !said[side].length);
+    box.setAttribute('aria-label', titled(side));
+    box.replaceChildren(...said[side].flatMap(message));
+    if (end) box.scrollTop = box.scrollHeight;
+  }
+  buttons();
+}
+
+// What the server says: the model's state, and what the question that is being answered has brought so far.
+watch('value', () => {
+  const told = JSON.parse(props.value || '{}');
+  if (!told.state) return;
+  model = told;
+  if (answering && told.number === answering.number) {
+    for (const [side, answer] of Object.entries(told.answers || {})) {
+      if (latest(side)?.role === 'user') said[side].push({role: 'assistant', content: ''});
+      if (latest(side)) Object.assign(latest(side), {content: answer.text, ...answer});
+    }
+    if (told.over) { answering = null; if (told.number) keep(); }
+  }
+  draw();
+});
+// Which run is chosen above: its conversation comes back.
+const choose = () => {
+  const next = JSON.parse(props.chosen || '{}');
+  if (next.run === chosen.run) return;
+  if (chosen.run) keep();
+  chosen = {run: next.run || '', name: next.name || ''};
+  said = {...empty(), ...read()[chosen.run]};
+  answering = null;
+  draw();
+};
+watch('chosen', choose);
+choose();
+draw();
