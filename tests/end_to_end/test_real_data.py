@@ -22,10 +22,13 @@ SETS = {
 }
 
 
+# In bf16 one set, and few tokens: a processor without bf16 units multiplies up to 100 times slower in it.
+CASES = [*((name, "fp32") for name in SETS), ("alpaca", "bf16")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_it_learns(name: str, adapter: str, precision: str, shared_data: Path, tmp_path: Path) -> None:
     source = {**SETS[name], "path": str(shared_data / SETS[name]["path"])}
     tree = {
@@ -36,7 +39,7 @@ def test_it_learns(name: str, adapter: str, precision: str, shared_data: Path, t
         "training": {
             "output_dir": str(tmp_path / "run"),
             "max_steps": 8,
-            "per_device_train_batch_size": 4 if name == "glaive" else 8,
+            "per_device_train_batch_size": 1 if precision == "bf16" else 4 if name == "glaive" else 8,
             "learning_rate": 3e-3 if adapter == "lora" else 1e-3,
             "warmup_ratio": 0.0,
             "save_steps": "end",
