@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from halftune.core import alive
 from halftune.core.failures import leave
@@ -70,7 +71,7 @@ class StopWatch:
                             first, heard = number, time.monotonic()
                         elif not is_echo(number, first, heard):
                             time.sleep(_HANDLER)
-                            os._exit(128 + number)
+                            self._end(number, time.monotonic() - heard)
                 if first is not None and not self.saved:
                     self._look(first, heard)
 
@@ -78,7 +79,11 @@ class StopWatch:
         limit = max(self.seconds, 2 * alive.longest)
         if min(time.monotonic() - heard, alive.silent()) < limit:
             return
-        error = Interrupted.stuck(number, limit, checkpoints(self.folder))
+        self._end(number, limit)
+
+    def _end(self, number: signal.Signals, seconds: float) -> NoReturn:
+        """Ends the process, with the last checkpoint named."""
+        error = Interrupted.stuck(number, seconds, checkpoints(self.folder))
         if (pulse := current()) is not None:
             pulse.confess(error)  # some may wait where they look for failures
         leave(error, str(error))
