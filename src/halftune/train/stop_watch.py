@@ -27,6 +27,7 @@ from halftune.train.parallel.pulse import current
 
 _POLL = 0.2  # seconds between two looks once a signal has come
 _HANDLER = 1.0  # seconds for the main thread to answer a second signal itself
+_HEAD_START = 3.0  # seconds that the main process has before the others: where one is gone first, its message is lost
 
 
 class StopWatch:
@@ -70,13 +71,13 @@ class StopWatch:
                         if first is None:
                             first, heard = number, time.monotonic()
                         elif not is_echo(number, first, heard):
-                            time.sleep(_HANDLER)
+                            time.sleep(_HANDLER + (0.0 if this_process().main else _HEAD_START))
                             self._end(number, time.monotonic() - heard)
                 if first is not None and not self.saved:
                     self._look(first, heard)
 
     def _look(self, number: signal.Signals, heard: float) -> None:
-        limit = max(self.seconds, 2 * alive.longest)
+        limit = max(self.seconds, 2 * alive.longest) + (0.0 if this_process().main else _HEAD_START)
         if min(time.monotonic() - heard, alive.silent()) < limit:
             return
         self._end(number, limit)
