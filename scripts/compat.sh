@@ -22,12 +22,17 @@ read -ra wanted <<<"${*:-$(floors)}"
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 echo "with ${wanted[*]}"
-# transformers brings the versions of tokenizers and huggingface-hub that it goes with; the others depend on torch.
+# What depends on torch comes without what it depends on; of all else pip chooses one set of versions that fit together.
 install() { python -m pip install --quiet --disable-pip-version-check --only-binary :all: --target "$folder" "$@"; }
+whole=() alone=()
 for package in "${wanted[@]}"; do
-    [[ "$package" == transformers==* ]] && install "$package"
+    case "$package" in
+        torch==* | accelerate==* | peft==*) alone+=("$package") ;;
+        *) whole+=("$package") ;;
+    esac
 done
-install --no-deps --upgrade "${wanted[@]}"
+[ ${#whole[@]} -eq 0 ] || install "${whole[@]}"
+[ ${#alone[@]} -eq 0 ] || install --no-deps "${alone[@]}"
 export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 python -c 'import transformers, peft, accelerate; print("transformers", transformers.__version__, "peft", peft.__version__)'
 # shellcheck disable=SC2086

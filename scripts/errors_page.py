@@ -1,6 +1,6 @@
-"""Makes docs/errors.md: every bad input of the table is tried, and what is said is written down.
+"""Makes docs/reference/errors.md: every bad input of the table is tried, and what is said is written down.
 
-python scripts/errors_page.py > docs/errors.md
+python scripts/errors_page.py > docs/reference/errors.md
 python scripts/errors_page.py --seconds          CPU-seconds of each, in a process of its own
 """
 

@@ -91,7 +91,7 @@ done
 all="pydantic yaml transformers peft accelerate safetensors"
 collected=()
 short="data.max_length=128 training.max_steps=3 training.logging_steps=1 logging.progress=false"
-tiny="$short depends_on=[] model.name_or_path=builtin:qwen2-tiny logging.sample_prompts=[] data.eval_split=0
+tiny="$short depends_on=[] model.name_or_path=builtin:qwen2-tiny logging.sample_prompts=[] data.eval=[]
     training.warmup_ratio=0"
 hybrids="qwen3_5 kimi_linear mamba2 rwkv7"
 
@@ -99,8 +99,8 @@ part plan 100 "$all" python3 -m halftune plan --config configs/quickstart.yaml
 if [ -n "$dry" ]; then
     say "left    the operators' Triton kernels: no CUDA device; scripts/bench/compile_table.py compiles them without one"
     part check_gated_rms_norm 200 torch python3 -m halftune_kernels check --operators gated_rms_norm
-    part lora 300 "$all" python3 scripts/bench/lora_gpu.py --dry-run
-    part times 200 torch python3 scripts/bench/kernels_gpu.py --out "$out" --dry-run
+    part lora 300 "$all" python3 scripts/bench/beside_trainer.py --wide --dry-run
+    part times 200 torch python3 scripts/bench/operators.py --gpu --out "$out" --dry-run
     tests attention 120 "$all pytest" tests/attention/test_flash_on_gpu.py
     tests formats 200 "$all pytest" tests/end_to_end/test_gpu.py
     tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py
@@ -118,8 +118,8 @@ else
     done
     wait
     # Measured one after the other: nothing else may be on the device.
-    part lora 150 "$all" python3 scripts/bench/lora_gpu.py
-    part times 100 torch python3 scripts/bench/kernels_gpu.py --out "$out"
+    part lora 150 "$all" python3 scripts/bench/beside_trainer.py --wide
+    part times 100 torch python3 scripts/bench/operators.py --gpu --out "$out"
     tests attention 60 "$all pytest" tests/attention/test_flash_on_gpu.py &
     tests formats 120 "$all pytest" tests/end_to_end/test_gpu.py $(has xdist && echo "-n 4") &
     for model in $hybrids; do
@@ -135,7 +135,7 @@ else
     fi
     wait
     # Cuts of the scans with two and three stages are among those that it tries.
-    part tune 90 "torch triton" python3 -m halftune_kernels tune --operators gated_delta_rule --sizes 128 --heads 16 32
+    part tune 90 "torch triton" python3 scripts/tune_kernels.py --operators gated_delta_rule --sizes 128 --heads 16 32
     tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 14")
 fi
 count() { grep -c "^$1" "$out/summary.txt"; }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained adapter: makes .venv, trains the embedded default model on the embedded data, offline.
-# Takes a GPU where there is one. A second call finds the finished runs; `rm -r runs` starts over.
+# From nothing to a trained adapter: makes .venv, trains the builtin tiny model on the builtin facts, offline.
+# Uses a GPU where there is one. A second call finds the finished runs; `rm -r runs` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh ""
@@ -12,8 +12,13 @@ python - <<'PY'
 import json
 
 for sample in json.load(open("runs/quickstart/samples.json"))["samples"]:
-    print(f"\n> {sample['prompt']}\n  before: {sample['before']!r}\n  after:  {sample['after']!r}")
+    before = " / ".join(sample["before"].splitlines())
+    print(f"\n> {sample['prompt']}\n  before: {before}\n  after:  {sample['after']}")
 PY
+printf '\nbefore: '
+python scripts/quickstart_score.py runs/quickstart --every 5 --base
+printf 'after:  '
+python scripts/quickstart_score.py runs/quickstart --every 5
 cat <<'TEXT'
 
 adapter  runs/quickstart/final/

@@ -60,7 +60,6 @@ def soak(folder: Path, seconds: float, every: float) -> list[float]:
     from halftune.hardware.probe import probe
     from halftune.plan import resolve
     from halftune.train import trainer
-    from halftune.train.callbacks.base import Run
 
     tree = {
         "model": {"name_or_path": "builtin:qwen2-tiny"},
@@ -84,9 +83,9 @@ def soak(folder: Path, seconds: float, every: float) -> list[float]:
     class Timed(trainer.Trainer):
         """Saves by the clock and ends by the clock."""
 
-        def _what_is_due(self) -> None:
+        def _do_what_is_due(self) -> None:
             nonlocal due
-            run: Run = self.run
+            run = self.run
             if time.monotonic() >= due:
                 self._save()
                 due = time.monotonic() + every

@@ -4,13 +4,13 @@
 #   bash scripts/test.sh fast      without the tests marked slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/environment.sh dev
+source scripts/environment.sh dev,docs
 
-# The web board's tests need a browser; where Debian's cannot be added (no root, no network), they skip and say so.
+# The web UI's tests need a browser; where Debian's cannot be added (no root, no network), they skip and say so.
 # Ubuntu's package of that name is only a pointer to a snap.
 if [ ! -x /usr/bin/chromium ]; then
     if [ "$(id -u)" = 0 ] && grep -qsx 'ID=debian' /etc/os-release; then
-        echo "installing chromium for the web board's tests"
+        echo "installing chromium for the web UI's tests"
         apt=(timeout 600 apt-get -yqq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
         { "${apt[@]}" update && DEBIAN_FRONTEND=noninteractive "${apt[@]}" install --no-install-recommends chromium; } \
             >/dev/null 2>&1 || echo "chromium could not be installed"

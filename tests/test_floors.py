@@ -21,15 +21,17 @@ FLOORS: dict[str, int] = {
     "halftune.attention": 4,
     "halftune.plan": 5,
     "halftune.data": 6,
-    "halftune.model": 6,
-    "halftune.train": 7,
-    "halftune.infer": 7,
-    "halftune.export": 7,
-    "halftune.bench": 8,
-    "halftune.launch": 9,
-    "halftune.doctor": 9,
-    "halftune_webui": 9,
-    "halftune.cli": 10,
+    "halftune.optim": 6,
+    "halftune.model": 7,
+    "halftune.methods": 8,
+    "halftune.train": 9,
+    "halftune.infer": 9,
+    "halftune.export": 9,
+    "halftune.bench": 10,
+    "halftune.launch": 11,
+    "halftune.doctor": 11,
+    "halftune_webui": 11,
+    "halftune.cli": 12,
 }
 ENTRY_POINTS = {"halftune", "halftune.__main__"}  # the version, and `python -m halftune`
 TORCH_FREE = ("halftune.core", "halftune.config", "halftune.hardware", "halftune.plan", "halftune.cli")
@@ -55,9 +57,14 @@ def room_of(module: str) -> str | None:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[int, str, bool]]:
     """(line, module, at module level) of every import, those inside functions included."""
-    tree, known = ast.parse(path.read_text()), modules()
+    tree, known = tree_of(path), modules()
     top = {id(node) for node in tree.body}
     found = []
     for node in ast.walk(tree):
@@ -100,7 +107,7 @@ def test_table_targets_exist_and_obey_the_floors() -> None:
     """Names in registries ("package.module:Name") are imports too."""
     known = modules()
     for module, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("halftune"):
                 target, colon, name = node.value.partition(":")
                 if not colon or not name.isidentifier():

@@ -13,10 +13,13 @@ from halftune.attention.plan import AttentionPlan
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice
-from halftune.model.quiet import quiet
+from halftune.data.batch import Batch
+from halftune.model.library_output import no_progress_bars
+from halftune.model.policy import PolicyModel
 from halftune.plan import BatchPlan, MemoryPlan, Plan
 from halftune.precision.plan import PrecisionPlan
 
+TOKENS = 37  # of the models that are made without a checkpoint
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2-tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
     "llama-tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -41,7 +44,7 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, like: str = "qw
         for parameter in model.parameters():
             # values that no half format holds exactly, so that any rounding shows
             parameter.data = (parameter.data + 1e-4 * torch.randn(parameter.shape)).to(dtype)
-    with quiet():
+    with no_progress_bars():
         model.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     assert saved["dtype"] == str(dtype).removeprefix("torch.")
@@ -110,7 +113,9 @@ def finished_run(
     from halftune.config.load import load_config
     from halftune.hardware.catalogue import lookup
     from halftune.model.adapters.attach import attach_adapter
+    from halftune.model.identity import model_identity
     from halftune.model.load import load_model
+    from halftune.model.result import BASE, write_finished
     from halftune.model.save import save_final
     from halftune.model.tokenizer import load_tokenizer
     from halftune.plan import resolve
@@ -133,5 +138,30 @@ def finished_run(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    save_final(model, load_tokenizer(config.model), made, folder / "final")
+    save_final(model, load_tokenizer(config.model), made, folder / "final", facts={BASE: model_identity(config.model)})
+    write_finished(folder, 1)
     return folder
+
+
+def batch_of(inputs: dict[str, Any]) -> Batch:
+    """Inputs of a model's forward pass, with labels, as the batch that a feed would have made."""
+    tokens = {name: value for name, value in inputs.items() if getattr(value, "ndim", 0) == 2}
+    return Batch(tokens, {name: value for name, value in inputs.items() if name not in tokens})
+
+
+def nll_sum(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """The cross-entropy that training takes of such inputs."""
+    return PolicyModel(model).nll_sum(batch_of(inputs))
+
+
+def a_model(kind: str = "qwen2", **changes: Any) -> Any:
+    """A model of any type in fp32, hidden size 32, with weights large enough that its logits differ."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": TOKENS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, **{**sizes, **tokens, "num_key_value_heads": 2, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    return model

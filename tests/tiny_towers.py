@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from tiny_model import SIZES
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PretrainedConfig, initialization
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.model.quiet import quiet
+from halftune.model.library_output import no_progress_bars
+from halftune.model.packing_check import shrunk_config
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LLAMA = {**BUILTIN_MODELS["llama-tiny"], **SIZES["llama-tiny"], "vocab_size": 256}
@@ -41,6 +42,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Their default config is not one that transformers can build here (timm, scipy, values that contradict each other), or
+# one whose layers all differ, which the small copy does not know how to shorten.
+NOT_SMALL = {
+    *("aya_vision", "chameleon", "cohere_compass", "deepseek_ocr2", "dots3_note", "emu3", "fast_vlm", "gemma3n"),
+    *("granite4_vision", "hunyuan_vl", "inkling_mm_model", "muse_spark", "perception_lm", "qwen4_exp"),
+    *("mistral_large4", "molmo2", "qwen3_omni_moe_thinker"),
+}
+# More than 190 million weights even so; qwen2_5_vl is one of MODELS.
+LARGE = {
+    *("exaone4_5", "hyperclovax_vision_v2", "idefics2", "minimax_m3_vl", "qwen2_5_omni_thinker", "qwen2_5_vl"),
+    "step3p7",
+}
+
+
 def multimodal(folder: Path, kind: str = "qwen3_5", dtype: torch.dtype = torch.bfloat16) -> Path:
     """Writes a random checkpoint of hidden size 32: the language model in ``dtype``, its towers in fp32."""
     for_ids = dict.fromkeys(("image_token_id", "image_token_index", "video_token_id"), 250)
@@ -55,7 +70,75 @@ def multimodal(folder: Path, kind: str = "qwen3_5", dtype: torch.dtype = torch.b
             for parameter in part.parameters():
                 parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
-    with quiet():
+    with no_progress_bars():
         model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "a"}\n')
+    return folder
+
+
+def few_layers(kind: str) -> PretrainedConfig:
+    """The default config of a model type with a small language model, and towers of few layers and their own widths."""
+    config: Any = CONFIG_MAPPING[kind]()
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return type(config).from_dict(_shallow(shrunk_config(config)))
+    said = type(text).from_dict({**text.to_dict(), **_SAID.get(kind, {})})
+    shorter = _turning(shrunk_config(said))
+    for name in config.sub_configs:
+        if (part := vars(config).get(name)) is not None:
+            small = shorter if part is text else _shallow(part.to_dict(), layers=1)
+            small |= {one: shorter["hidden_size"] for one in ("out_hidden_size", "text_hidden_size") if one in small}
+            setattr(config, name, type(part).from_dict(small))
+    wide = {one: _NARROW for one, value in vars(config).items() if one.endswith(_WIDE) and isinstance(value, int)}
+    config.update(wide)
+    config.update(dict.fromkeys((one for one in ("image_token_id", "image_token_index") if one in vars(config)), 120))
+    return config
+
+
+# What published checkpoints say, where the code contradicts the default config: sections of 32 numbers turn.
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_SAID = {**dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF), "glm4v_moe": {"head_dim": 128}}
+
+
+def _turning(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a text config; of a head as many numbers turn as its positions have sections for."""
+    rope = values.get("rope_parameters") or {}
+    if sections := rope.get("mrope_section"):
+        size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        values["rope_parameters"] = {**rope, "partial_rotary_factor": 2 * sum(sections) / size}
+    return values
+
+
+def _shallow(values: dict[str, Any], layers: int = 2) -> dict[str, Any]:
+    """The values of a tower's config with so many layers; of its parts, too."""
+    values = {str(key): value for key, value in values.items()}  # labels of classes are numbered
+    small = dict(values)
+    depths = {key: value for key, value in values.items() if key in _DEPTHS and isinstance(value, int)}
+    small |= dict.fromkeys(depths, layers)
+    small |= {key: _NARROW for key, value in values.items() if key.endswith(_WIDE) and isinstance(value, int)}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            small[key] = _shallow(value, layers)
+        elif isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            if key.endswith(("_indexes", "_indices", "_layers")):
+                small[key] = list(range(layers))[: len(value)]
+        elif isinstance(value, list) and len(value) in depths.values():
+            small[key] = value[:layers]
+    return small
+
+
+_WIDE, _NARROW = ("intermediate_size", "ffn_dim", "vocab_size"), 128
+_DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "layers")
+
+
+def random_checkpoint(folder: Path, config: PretrainedConfig) -> Path:
+    """Writes a checkpoint of random numbers in bf16."""
+    with torch.random.fork_rng(devices=[]), initialization.no_init_weights():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+        model.tie_weights()
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.02)
+    with no_progress_bars():
+        model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Checks of an operator's arguments: every complaint names the argument, what came and what was expected."""
+"""Checks of operators' arguments; errors name the argument, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class ArgumentError(ValueError):
-    """An operator was called with an argument it cannot take.
+    """An operator was called with an invalid argument.
 
     Args:
         operator: name of the operator.
         argument: name of the argument.
-        came: what was passed.
-        expected: what would have been right.
+        came: the value passed.
+        expected: the accepted values.
     """
 
     def __init__(self, operator: str, argument: str, *, came: object, expected: str) -> None:
@@ -24,7 +24,7 @@ class ArgumentError(ValueError):
 
 
 class Shapes:
-    """Binds dimension names to sizes, one tensor after the other.
+    """Binds dimension names to sizes over several tensors.
 
     >>> import torch
     >>> shapes = Shapes("demo")
@@ -40,7 +40,7 @@ class Shapes:
         return self._sizes[name]
 
     def check(self, argument: str, tensor: torch.Tensor | None, names: str, *, optional: bool = False) -> None:
-        """Raises `ArgumentError` unless ``tensor`` has the named dimensions, in order; None may be right."""
+        """Raise `ArgumentError` unless ``tensor`` has the named dimensions in order, or is None and ``optional``."""
         if tensor is None and optional:
             return
         expected = names.split()
@@ -66,7 +66,7 @@ def _kind(value: object) -> str:
 
 
 def check_floating(operator: str, **tensors: torch.Tensor | None) -> None:
-    """Raises `ArgumentError` for a given tensor that is none, sparse, or not of a floating dtype that can be added."""
+    """Raise `ArgumentError` for arguments other than None and dense floating-point tensors of 16 bits or more."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -79,18 +79,18 @@ def check_floating(operator: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_same_dtype(operator: str, **tensors: torch.Tensor) -> torch.dtype:
-    """The floating dtype that all tensors share; the first decides. Raises `ArgumentError`."""
+    """Return the common floating dtype of all tensors, else raise `ArgumentError`."""
     first, dtype = next((name, tensor.dtype) for name, tensor in tensors.items())
     check_floating(operator, **{first: tensors[first]})
     for name, tensor in tensors.items():
         if tensor.dtype != dtype:
-            raise ArgumentError(operator, name, came=tensor.dtype, expected=f"{dtype}, as {first} has")
+            raise ArgumentError(operator, name, came=tensor.dtype, expected=f"{dtype}, as {first}")
     check_floating(operator, **tensors)
     return dtype
 
 
 def check_same_device(operator: str, **tensors: torch.Tensor | None) -> torch.device:
-    """The device that all given tensors share; the first decides. Raises `ArgumentError`."""
+    """Return the common device of all tensors, else raise `ArgumentError`."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
@@ -98,26 +98,26 @@ def check_same_device(operator: str, **tensors: torch.Tensor | None) -> torch.de
     first, device = next((name, tensor.device) for name, tensor in given.items())
     for name, tensor in given.items():
         if tensor.device != device:
-            raise ArgumentError(operator, name, came=f"on {tensor.device}", expected=f"{device}, where {first} is")
+            raise ArgumentError(operator, name, came=f"on {tensor.device}", expected=f"{device}, as {first}")
     return device
 
 
 def check_state(operator: str, state: torch.Tensor) -> None:
-    """Raises `ArgumentError` unless ``state``, which a step adds to in place, is of fp32 or fp64."""
+    """Raise `ArgumentError` unless ``state``, which is updated in place, is fp32 or fp64."""
     if state.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(operator, "state", came=state.dtype, expected="float32: half loses the sum")
+        raise ArgumentError(operator, "state", came=state.dtype, expected="float32 (half precision would lose updates)")
     check_floating(operator, state=state)
 
 
 def check_number(operator: str, argument: str, value: object, *, expected: str, least: float = -math.inf) -> float:
-    """``value`` as a float; raises `ArgumentError` unless it is a finite number from ``least`` on."""
+    """Return ``value`` as a float; raise `ArgumentError` unless it is a finite number ≥ ``least``."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < least:
         raise ArgumentError(operator, argument, came=repr(value), expected=expected)
     return float(value)
 
 
 def check_scale(operator: str, scale: object, *, keys: int | None = None) -> float:
-    """``scale`` of an output, ``keys ** -0.5`` if it is None; raises `ArgumentError`. Through 0 nothing is learned."""
+    """Return ``scale``, by default ``keys ** -0.5``; raise `ArgumentError` for 0, which has no gradient, and others."""
     if scale is None and keys is not None:
         return keys**-0.5
     expected = "a finite number other than 0"
@@ -127,12 +127,12 @@ def check_scale(operator: str, scale: object, *, keys: int | None = None) -> flo
 
 
 def check_heads(operator: str, argument: str, heads: int, *, of: str, groups: int) -> None:
-    """Raises `ArgumentError` unless ``heads`` is a multiple of ``groups``, the heads of argument ``of``."""
+    """Raise `ArgumentError` unless ``heads`` is a multiple of ``groups``, the heads of argument ``of``."""
     if groups < 1 or heads % groups:
         raise ArgumentError(operator, argument, came=f"of {heads} heads", expected=f"a multiple of {of}'s {groups}")
 
 
 def check_choice(operator: str, argument: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises `ArgumentError` unless ``value`` is one of ``choices``."""
+    """Raise `ArgumentError` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ArgumentError(operator, argument, came=repr(value), expected="one of " + ", ".join(map(repr, choices)))

@@ -1,4 +1,4 @@
-"""One set of fresh random inputs per operator: for the self-check, for warming up and for the tests on hardware."""
+"""Random inputs for each operator, for the self-check, for warm-up and for tests on GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AT_FAST_STEPS = "d exp(g) at fast steps"
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one call.
+    """The inputs of a call.
 
     Attributes:
         operator: the operator.
@@ -41,7 +41,7 @@ class Case:
     def bind(
         self, dtype: torch.dtype, device: torch.device, backend: str | None
     ) -> tuple[dict[str, torch.Tensor], Callable[[], list[torch.Tensor]]]:
-        """The inputs on ``device`` by name, and what calls the function on them and returns its outputs."""
+        """Return the inputs on ``device`` by name, and a function that calls the operator on them."""
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         half = dtype in (torch.float16, torch.bfloat16)
@@ -60,7 +60,7 @@ class Case:
         return given, run
 
     def call(self, dtype: torch.dtype, device: torch.device, backend: str | None) -> dict[str, torch.Tensor]:
-        """Outputs, and the gradient of every input under a fixed random cotangent, by name.
+        """Return outputs, and gradients of all inputs for a fixed random cotangent, by name.
 
         At the fast steps of ``scalar_decay`` g there is also the gradient of exp(g), which is that of g over exp(g).
         That of g is small there, beside terms that have no part in it: kernels that form it as a difference of sums
@@ -86,7 +86,7 @@ class Case:
 
 
 def rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with the inputs that ``dtype`` can hold, still fp64: what the reference must see."""
+    """Return the case with inputs rounded to ``dtype``, in fp64, for the reference."""
     half = dtype in (torch.float16, torch.bfloat16)
     inputs = {
         key: value.to(torch.float32 if half and key in case.wide else dtype).double()
@@ -102,7 +102,7 @@ def case(
     seed: int = 0,
     heads: tuple[int, int] | None = None,
 ) -> Case:
-    """Inputs of ``operator`` with head size ``size`` for a packed row with these boundaries.
+    """Return inputs of ``operator`` with head size ``size`` for a packed row with these boundaries.
 
     Args:
         operator: its name.

@@ -1,4 +1,4 @@
-"""Checks of the arguments that the operators of the delta family share."""
+"""Checks of the common arguments of the delta-rule operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_delta_arguments(
     query: str = "q",
     grouped: bool = True,
 ) -> Segments:
-    """Checks q, k [B, T, H, K], v [B, T, HV, V], the gates (name: tensor, names of its dimensions) and the state.
+    """Check q, k [B, T, H, K], v [B, T, HV, V], the gates (name: tensor, names of its dimensions) and the state.
 
     ``query`` is the name that ``q`` has for the operator; without ``grouped``, v has the heads of k.
 
@@ -62,7 +62,7 @@ def check_delta_arguments(
 def check_step_arguments(
     operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Gates, state: torch.Tensor
 ) -> None:
-    """The same for one token: q, k [B, H, K], v [B, HV, V], state [B, HV, K, V] in fp32 or fp64."""
+    """Check the arguments for one token: q, k [B, H, K], v [B, HV, V], state [B, HV, K, V] in fp32 or fp64."""
     shapes = Shapes(operator)
     for name, tensor, names in (("q", q, "B H K"), ("k", k, "B H K"), ("v", v, "B HV V"), ("state", state, "B HV K V")):
         shapes.check(name, tensor, names)
@@ -83,7 +83,7 @@ def _check_sizes(operator: str, shapes: Shapes, heads: str) -> None:
 
 
 def check_head_size(operator: str, argument: str, size: int, most: int | None) -> None:
-    """On every device, so that what trains on one runs on another; None is no limit."""
+    """Check a size limit on every device, so that a model trained on one runs on others; None: no limit."""
     if size < 1 or (most is not None and size > most):
         expected = "a head size of 1 " + ("or more" if most is None else f"to {most}")
         raise ArgumentError(operator, argument, came=f"of head size {size}", expected=expected)

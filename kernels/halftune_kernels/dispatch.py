@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and why: the only place that chooses."""
+"""Chooses the implementation of each operator, with the reason."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from halftune_kernels.launch import stands_in
 Name = Literal["triton", "torch", "cpu", "reference"]
 NAMES: tuple[str, ...] = get_args(Name)
 OPERATORS = ("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7")
-# cpu.py is plain torch and fast on one thread; on a GPU the same code runs torch's own kernels.
+# cpu.py is plain torch, which also runs on a GPU
 _FILES: dict[str, str] = {"triton": "triton", "torch": "cpu", "cpu": "cpu", "reference": "reference"}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The implementation chosen for one operator, and why."""
+    """The implementation of an operator, with the reason."""
 
     name: Name
     reason: str
+    needs_check: bool = False  # whether the self-check must pass first
 
 
 def module(operator: str, device: torch.device, dtype: torch.dtype, requested: str | None = None) -> ModuleType:
-    """The file of ``operator`` that runs on ``device``; see `choose` for arguments and errors."""
+    """Import the implementation of ``operator`` for ``device``; see `choose` for arguments and errors."""
     backend = choose(operator, device, dtype, requested)
     return importlib.import_module(f"halftune_kernels.ops.{operator}.{_FILES[backend.name]}")
 
 
 def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: str | None = None) -> Backend:
-    """Chooses the implementation.
+    """Choose the implementation.
 
     Order: ``requested``; the environment variable ``HALFTUNE_KERNELS_<OPERATOR>``; ``HALFTUNE_KERNELS``; else the
-    fastest that is right on this machine. A value of ``auto`` in either variable asks for the last.
+    fastest that is correct on this machine, which the value ``auto`` of a variable also selects.
 
     Args:
         operator: one of `OPERATORS`.
-        device: where the tensors are.
+        device: device of the tensors.
         dtype: of the tensors.
         requested: ``triton``, ``torch``, ``cpu``, ``reference`` or None.
 
     Raises:
-        ArgumentError: no such operator or implementation; Triton for tensors on the CPU, be it a variable that asks for
-            it and there is no GPU.
+        ArgumentError: unknown operator or implementation; Triton for tensors on the CPU, unless requested by a variable
+            on a machine with a GPU.
     """
     check_choice("dispatch", "operator", operator, OPERATORS)
     for source, value in (
@@ -65,8 +66,8 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
             check_choice("dispatch", source, value, (*NAMES, "auto"))
             runs = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") or stands_in()
             if value == "triton" and not runs:
-                if source != "requested" and torch.cuda.is_available():  # it is the GPU's that was meant
-                    return Backend("cpu", f"the tensors are on the CPU, where {source}=triton has no say")
+                if source != "requested" and torch.cuda.is_available():  # meant for the GPU
+                    return Backend("cpu", f"the tensors are on the CPU, where {source}=triton has no effect")
                 expected = "cpu, torch, reference or auto for tensors on the CPU"
                 raise ArgumentError(operator, source, came="'triton'", expected=expected)
             return Backend(value, "asked for" if source == "requested" else f"{source}={value}")  # type: ignore[arg-type]
@@ -78,35 +79,34 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
 @functools.cache
 def _on_gpu(operator: str, device: torch.device, dtype: torch.dtype) -> Backend:
     if device.type != "cuda" or torch.version.hip:
-        return Backend("torch", "the kernels are written for NVIDIA GPUs")
+        return Backend("torch", "the kernels require an NVIDIA GPU")
     major, minor = torch.cuda.get_device_capability(device)
     backend = expected(operator, 10 * major + minor, triton_version(), dtype)
-    if backend.name != "triton" or "proves" not in backend.reason:
+    if not backend.needs_check:
         return backend
     verdict = _verdict(operator, device)
     if verdict.passed:
-        return Backend("triton", f"{backend.reason}: it did")
-    return Backend("torch", f"the self-check of the Triton kernel failed on this machine: {verdict.detail}")
+        return Backend("triton", f"{backend.reason}; self-check passed")
+    return Backend("torch", f"self-check of the Triton kernel failed on this machine: {verdict.detail}")
 
 
 @functools.cache
 def _verdict(operator: str, device: torch.device) -> selfcheck.Verdict:
-    """Once in a process for all dtypes, which it tries: where none can be kept on disk, the second would come in the
-    middle of a training step."""
+    """The self-check's verdict, once per process for all dtypes, so that no check runs during a training step."""
     return selfcheck.verdict(operator, device)
 
 
 def expected(operator: str, capability: int, version: tuple[int, ...] | None, dtype: torch.dtype) -> Backend:
-    """The choice for a GPU that need not be here, from data alone.
+    """Return the choice for a GPU from data alone.
 
     Args:
         operator: one of `OPERATORS`.
         capability: 10 * major + minor.
-        version: Triton's, None where it is not installed.
+        version: Triton's; None if it is not installed.
         dtype: of the tensors.
     """
     if not has_triton(operator):
-        return Backend("torch", "this operator has no Triton kernel yet")
+        return Backend("torch", "no Triton kernel for this operator yet")
     if version is None:
         return Backend("torch", "Triton is not installed")
     if version < gate.OLDEST_TRITON:
@@ -114,11 +114,11 @@ def expected(operator: str, capability: int, version: tuple[int, ...] | None, dt
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return Backend("torch", f"no kernel for {dtype}")
     if dtype == torch.bfloat16 and capability < 80:
-        return Backend("torch", f"sm_{capability} has no bfloat16 arithmetic")
+        return Backend("torch", f"sm_{capability} does not support bfloat16")
     for row in gate.rows_for(operator, capability, version):
         if row.verdict == "refuse":
             return Backend("torch", row.reason)
-        return Backend("triton", f"{row.reason}; the kernel proves itself on this machine first")
+        return Backend("triton", row.reason, needs_check=True)
     return Backend("triton", f"sm_{capability} with Triton {_text(version)}")
 
 
@@ -130,7 +130,7 @@ def has_triton(operator: str) -> bool:
 
 @functools.cache
 def triton_version() -> tuple[int, ...] | None:
-    """Version of the installed Triton, None without one."""
+    """Return the version of the installed Triton; None if it is not installed."""
     try:
         text = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -1,12 +1,12 @@
-"""What is known of GPU × Triton pairs, as data: where kernels must not run, and where they must prove themselves."""
+"""Known problems of GPUs with Triton versions, as data: kernels are refused, or need a self-check."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# What each compute capability lends one block, bytes of shared memory (CUDA programming guide, table of compute
-# capabilities: the opt-in maximum per block).
+# Shared memory per block in bytes, by compute capability (CUDA programming guide, table of compute capabilities: the
+# opt-in maximum per block).
 SHARED_MEMORY: dict[int, int] = {
     75: 65_536,
     80: 166_912,
@@ -21,14 +21,14 @@ OLDEST_TRITON = (3, 6, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """One finding about a range of GPUs and Triton versions.
+    """A known problem of a range of GPUs and Triton versions.
 
     Attributes:
         capabilities: from, to (exclusive), compute capability as 10 * major + minor.
         versions: from, to (exclusive).
-        operators: names it concerns; empty for all.
-        verdict: ``refuse`` keeps kernels off; ``prove`` runs the self-check before the first use.
-        reason: what goes wrong, as the plan prints it.
+        operators: affected operators; empty for all.
+        verdict: ``refuse`` disables the kernels; ``prove`` runs the self-check before the first use.
+        reason: the problem, as printed in the plan.
     """
 
     capabilities: tuple[int, int]
@@ -74,7 +74,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def rows_for(operator: str, capability: int, version: tuple[int, ...]) -> list[Row]:
-    """The rows that concern one operator on one GPU with one Triton version; refusals first."""
+    """Return the rows of an operator on a GPU with a Triton version; refusals first."""
     found = [
         row
         for row in ROWS

@@ -1,4 +1,4 @@
-"""Starts Triton kernels: the one place, so that what would be started can also be compiled ahead for any GPU."""
+"""Launches Triton kernels; launches can be intercepted to compile ahead for any GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Starter = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is cut: chosen ahead per GPU, never searched for while training.
+    """Tile sizes and launch options of a kernel, fixed per GPU, without autotuning.
 
     Attributes:
         width: columns of the value (or channel) tile.
@@ -55,7 +55,7 @@ _stand: ContextVar[_Stand | None] = ContextVar("halftune_kernels_stand", default
 
 @contextlib.contextmanager
 def standing_in(capability: int, start: Starter) -> Iterator[None]:
-    """Inside, kernels are handed to ``start`` (kernel, grid, arguments, options) as if the GPU had ``capability``."""
+    """Inside, launches call ``start`` (kernel, grid, arguments, options) as if the GPU had ``capability``."""
     token = _stand.set(_Stand(capability, start))
     try:
         yield
@@ -64,12 +64,12 @@ def standing_in(capability: int, start: Starter) -> Iterator[None]:
 
 
 def stands_in() -> bool:
-    """Whether kernels are handed elsewhere, so that the tensors may be anywhere."""
+    """Whether launches are intercepted, so that tensors may be on any device."""
     return _stand.get() is not None
 
 
 def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **constants: Any) -> None:
-    """Starts ``kernel`` on ``grid`` with ``config``'s warps and stages; an empty grid starts nothing."""
+    """Launch ``kernel`` on ``grid`` with ``config``'s warps and stages; nothing for an empty grid."""
     if 0 in grid:
         return
     options = {**constants, "num_warps": config.warps, "num_stages": config.stages}
@@ -81,7 +81,7 @@ def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **cons
 
 
 def capability(device: torch.device) -> int:
-    """10 * major + minor of the GPU that ``device`` is or stands for; 80 for the interpreter."""
+    """Return 10 * major + minor of ``device``, or of the intercepted GPU; 80 for the interpreter."""
     stand = _stand.get()
     if stand is not None:
         return stand.capability
@@ -95,15 +95,15 @@ def _capability(device: torch.device) -> int:
 
 
 def power_of_two(size: int, least: int = 16) -> int:
-    """The least power of two that is at least ``size`` and ``least``: tiles and dots need one."""
+    """Return the smallest power of two ≥ ``size`` and ``least``, as tiles and dots require."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How products of ``dtype`` are formed: fp32 as three tf32 products, which keeps about 22 bits of 24."""
+    """Return the input precision of dots in ``dtype``: three TF32 products for fp32, about 22 of 24 bits."""
     return "tf32x3" if dtype == torch.float32 else "ieee"

@@ -1,21 +1,21 @@
-"""What the scans hold where they run in torch (`cpu.py`), in bytes, and how they cut their work; needs no torch."""
+"""Activation memory of the scans in torch (`cpu.py`) in bytes, and their blocking; does not import torch."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-KEPT_BYTES = 16 << 20  # of one call, beside inputs and states
+KEPT_BYTES = 16 << 20  # saved for backward per call, besides inputs and states
 _WIDE = 4  # computed in fp32
 
 
 class Cut(NamedTuple):
-    """How `chunk_scan` cuts an operator's work.
+    """The blocking of an operator in `chunk_scan`.
 
     Attributes:
-        chunk: rows of a chunk.
-        units: value heads × samples at once.
-        together: chunks at once: more leave torch's threads fewer small calls, and take more memory.
-        workspace: the backward pass of so many chunks and heads, in multiples of what its forward pass made; measured.
+        chunk: rows per chunk.
+        units: value heads × samples per block.
+        together: chunks per block: more means fewer small calls and more memory.
+        workspace: memory of a block's backward pass as a multiple of its forward intermediates; measured.
     """
 
     chunk: int
@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     workspace: float
 
     def of_groups(self, each: int) -> tuple[int, int]:
-        """Key heads × samples at once, and chunks, where ``each`` value heads share a key head."""
+        """Return key heads × samples and chunks per block if ``each`` value heads share a key head."""
         return max(1, self.units // each), max(1, self.units * self.together // max(each, self.units))
 
 
@@ -34,16 +34,16 @@ CUTS = {
     "kda": Cut(64, 16, 1, 3.0),
     "rwkv7": Cut(64, 16, 1, 3.0),
 }
-# They compute everything again: of their forward passes only the states that enter a chunk are kept.
-_FORGETFUL = ("kda", "rwkv7")
+# These recompute: they save only the states at the beginning of chunks.
+_RECOMPUTED = ("kda", "rwkv7")
 
 
 class Held(NamedTuple):
-    """Bytes of one call beside its inputs, output and their gradients.
+    """Bytes of a call besides its inputs, output and their gradients.
 
     Attributes:
-        kept: from the forward pass to the backward pass.
-        workspace: for the length of the backward pass.
+        kept: saved for backward.
+        workspace: allocated during backward.
     """
 
     kept: int
@@ -51,19 +51,19 @@ class Held(NamedTuple):
 
 
 def held_in_torch(operator: str, samples: int, length: int, *, heads: int, groups: int, keys: int, values: int) -> Held:
-    """What a call of a scan with ``samples`` samples of ``length`` rows holds.
+    """Return the memory of a scan over ``samples`` samples of ``length`` rows.
 
     Args:
         operator: ``gated_delta_rule``, ``kda``, ``rwkv7`` or ``ssd``.
-        samples: of the call; rows of a batch, or samples of a packed row.
-        length: of each.
+        samples: rows of a batch, or samples of a packed row.
+        length: rows per sample.
         heads: value heads.
         groups: key heads.
-        keys: K.
-        values: V.
+        keys: key size K.
+        values: value size V.
     """
     cut = CUTS[operator]
-    each = heads // groups if operator not in _FORGETFUL else 1
+    each = heads // groups if operator not in _RECOMPUTED else 1
     most, together = cut.of_groups(each)
     chunks, wide = -(-length // cut.chunk), min(heads // each, most)
     beside = min(samples, most // wide)
@@ -72,7 +72,7 @@ def held_in_torch(operator: str, samples: int, length: int, *, heads: int, group
     own, entered = _elements(operator, cut.chunk, keys, values, each)
     state = keys * values * each
     room, kept = KEPT_BYTES // blocks, (pieces - 1) * units * state * _WIDE
-    for piece in range(pieces if operator not in _FORGETFUL else 0):
+    for piece in range(pieces if operator not in _RECOMPUTED else 0):
         count = min(together, chunks - piece * together)
         size = units * (count * own + (count - (piece == 0)) * entered) * _WIDE
         if size <= room:
@@ -82,7 +82,7 @@ def held_in_torch(operator: str, samples: int, length: int, *, heads: int, group
 
 
 def _elements(operator: str, chunk: int, keys: int, values: int, each: int) -> tuple[int, int]:
-    """Numbers that the forward pass makes of a chunk and key head, and more of them where a state enters."""
+    """Elements of intermediates per chunk and key head, and additional ones for chunks with an initial state."""
     square, rows = chunk * chunk, chunk * keys
     if operator == "gated_delta_rule":
         own = 2 * rows + 2 * chunk + 2 * square + each * (3 * square + 3 * chunk + 1 + chunk * values)

@@ -1,4 +1,4 @@
-"""Operators decide themselves what is computed in which dtype, and run on the GPU of their tensors.
+"""Disables autocast inside operators, and selects the GPU of their tensors.
 
 Autocast would round their sums to half on the way; Triton starts a kernel on the current GPU, wherever its tensors are.
 """
@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def without_autocast(function: F) -> F:
-    """``function`` with autocast off and, on CUDA, with its first tensor's GPU as the current one."""
+    """Wrap ``function`` to run without autocast and, on CUDA, with its first tensor's GPU as the current device."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

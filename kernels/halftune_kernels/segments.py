@@ -1,7 +1,7 @@
-"""Where samples begin and end in a batch, and how their rows fall into chunks.
+"""Sample boundaries in a batch, and the division of samples into chunks.
 
-Every operator works on the rows of a flattened [B*T] batch: a batch of B rows of length T is the packed row with the
-boundaries 0, T, 2T ..., so packing is no case of its own.
+Every operator works on the rows of a flattened [B*T] batch: a batch of B rows of length T is a packed row with
+boundaries 0, T, 2T ..., so packing needs no special case.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Segments:
     """Samples as consecutive runs of rows.
 
     Attributes:
-        bounds: N + 1 row numbers, the first 0, the last B*T, never falling. Zero-length segments are allowed.
+        bounds: N + 1 non-decreasing row indices, from 0 to B*T. Empty segments are allowed.
     """
 
     bounds: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """N, the number of segments."""
+        """Number of segments N."""
         return len(self.bounds) - 1
 
     @property
     def rows(self) -> int:
-        """B*T."""
+        """Number of rows B*T."""
         return self.bounds[-1]
 
     @property
@@ -51,23 +51,23 @@ def find_segments(
     cu_seqlens: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
 ) -> Segments:
-    """Segments of a [batch, length] input.
+    """Return the segments of a [batch, length] input.
 
     Args:
-        operator: name for complaints.
+        operator: name for errors.
         batch: B.
         length: T.
         cu_seqlens: [N + 1] int32 or int64 boundaries of the samples in the one row of a packed batch (B = 1).
-        seq_idx: [B, T] integers; a sample begins where the number changes. Only without ``cu_seqlens``.
+        seq_idx: [B, T] integers; a sample begins where the value changes. Only without ``cu_seqlens``.
 
     Raises:
-        ArgumentError: wrong dtype or shape, both given, B > 1 with ``cu_seqlens``, boundaries that fall or miss 0 or T.
+        ArgumentError: wrong dtype or shape, both given, B > 1 with ``cu_seqlens``, or invalid boundaries.
     """
     for name, given in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx)):
         if given is not None and not isinstance(given, torch.Tensor):
             raise ArgumentError(operator, name, came=f"a {type(given).__name__}", expected="a tensor of integers")
     if cu_seqlens is not None and seq_idx is not None:
-        raise ArgumentError(operator, "seq_idx", came="given beside cu_seqlens", expected="one of the two")
+        raise ArgumentError(operator, "seq_idx", came="given with cu_seqlens", expected="one of the two")
     if cu_seqlens is not None:
         return _of_one_row(operator, batch, length, cu_seqlens)
     if seq_idx is not None:

@@ -1,7 +1,7 @@
-"""Does each operator compute and learn right on this machine: outputs and every gradient against the reference.
+"""Self-check of operators on this machine: compares outputs and all gradients with the reference.
 
-A compiler can give wrong gradients with a right forward pass; no version table knows every case. So the check runs
-where the training runs. Its verdict is kept on disk per machine, versions and kernel source.
+A compiler can produce wrong gradients with a correct forward pass, and no version table lists every case, so the check
+runs on the training machine. Its verdict is cached by machine, versions and kernel source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from halftune_kernels import cases
 
-# ||out - ref|| / ||ref|| against fp64: 2 to 3 times the level of correct kernels, a tenth of what a wrong one shows.
+# ||out - ref|| / ||ref|| against fp64: 2 to 3 times the error of correct kernels, a tenth of that of a wrong one.
 BOUNDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 SIZES = (64, 128)
 _ENOUGH = 1e-6  # a reference this small has no relative error
@@ -29,15 +29,15 @@ _ENOUGH = 1e-6  # a reference this small has no relative error
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the self-check of one operator found.
+    """The result of an operator's self-check.
 
     Attributes:
         operator: the operator.
         backend: the implementation that ran.
-        passed: every output and gradient was within its bound, finite, and the same twice.
-        detail: the worst finding, or what failed.
+        passed: whether all outputs and gradients were within bounds, finite and deterministic.
+        detail: the largest error, or the failure.
         seconds: wall time, compilation included.
-        lasting: false where it says nothing about the kernels: the memory was full, or no C compiler there.
+        lasting: whether to cache it; False if the failure is not the kernels' (out of memory, no C compiler).
     """
 
     operator: str
@@ -49,11 +49,11 @@ class Verdict:
 
 
 def verdict(operator: str, device: torch.device, backend: str = "triton") -> Verdict:
-    """The verdict kept on disk, else that of `check`, which is then kept."""
+    """Return the cached verdict, else run `check` and cache its verdict."""
     path = cache_dir() / "selfcheck" / f"{fingerprint(operator, device, backend)}.json"
     try:
         return Verdict(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or torn by a full disk: check again
+    except (OSError, ValueError, TypeError):  # none yet, or corrupt: check again
         found = check(operator, device, backend)
     if not found.lasting:
         return found
@@ -63,12 +63,12 @@ def verdict(operator: str, device: torch.device, backend: str = "triton") -> Ver
         part.write_text(json.dumps(asdict(found)))
         part.replace(path)
     except OSError:
-        pass  # a read-only home costs the next process some seconds, nothing else
+        pass  # not cached: the next process checks again
     return found
 
 
 def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
-    """Runs ``backend`` of one operator forward and backward in every dtype, against the fp64 reference on the CPU."""
+    """Compare ``backend`` of an operator, forward and backward in every dtype, with the fp64 reference on the CPU."""
     start, worst, problem, lasting = time.perf_counter(), (0.0, ""), "", True  # the first problem, which is the cause
     dtypes = [dtype for dtype in BOUNDS if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
     for size in sizes:
@@ -89,7 +89,7 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
                 what = f"{name} {_name(dtype)}, head size {size}: error {error:.1e}, bound {allowed:.0e}"
                 worst = max(worst, (error / allowed, what))
                 if value.isfinite().all() and not torch.equal(value, second[name]):
-                    problem = problem or f"{name} {_name(dtype)}, head size {size}: not the same twice"
+                    problem = problem or f"{name} {_name(dtype)}, head size {size}: not deterministic"
                 if not error <= allowed:
                     problem = problem or what
     detail = problem or f"worst: {worst[1]}"
@@ -97,18 +97,17 @@ def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, .
 
 
 def bound(name: str, dtype: torch.dtype) -> float:
-    """How large ‖out − ref‖/‖ref‖ of a result of `cases.Case.call` may be.
+    """Return the bound of ‖out − ref‖/‖ref‖ for a result of `cases.Case.call`.
 
-    The fast steps are some twenty numbers, of which one may have little left of what it is summed from: 10 times the
-    bound of a whole gradient. What is wrong there is noise of its own size and more.
+    The fast steps are about twenty numbers, which may cancel: their bound is 10 times that of a whole gradient. Errors
+    there are at least as large as the numbers.
     """
     return BOUNDS[dtype] * (10 if name == cases.AT_FAST_STEPS else 1)
 
 
 @functools.cache
 def failures() -> tuple[type[Exception], ...]:
-    """What an operator raises where its kernels do not compile, fit or run: Triton's errors are no RuntimeErrors, and
-    its call of a C compiler, for what starts a kernel, fails in its own ways."""
+    """Return the exceptions of kernels that do not compile, fit or run: Triton's own, and those of its C compiler."""
     outside = (RuntimeError, subprocess.SubprocessError, OSError)
     if importlib.util.find_spec("triton") is None:
         return outside
@@ -118,7 +117,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """``||value - truth|| / ||truth||`` in fp64; infinite where ``value`` is not finite."""
+    """Return ``||value - truth|| / ||truth||`` in fp64; infinite if ``value`` is not finite."""
     value, truth = value.detach().double().cpu(), truth.detach().double().cpu()
     if not bool(value.isfinite().all()):
         return float("inf")
@@ -126,13 +125,13 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def cache_dir() -> Path:
-    """``$HALFTUNE_CACHE/kernels``, else under ``$XDG_CACHE_HOME/halftune``, else under ``~/.cache/halftune``."""
+    """Return ``$HALFTUNE_CACHE/kernels``, else under ``$XDG_CACHE_HOME/halftune``, else ``~/.cache/halftune``."""
     own, base = os.environ.get("HALFTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(own) if own else Path(base) / "halftune").expanduser() / "kernels"
 
 
 def fingerprint(operator: str, device: torch.device, backend: str) -> str:
-    """Machine, versions and the operator's source: a verdict of other ones says nothing."""
+    """Return a hash of machine, versions and the operator's source: the key of a verdict."""
     facts = [operator, backend, torch.__version__, _machine(device)]
     if backend == "triton":
         import triton

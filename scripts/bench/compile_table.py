@@ -1,4 +1,4 @@
-"""Compiles every operator's kernels for every GPU, without one, and writes the table of docs/kernels.md.
+"""Compiles every operator's kernels for every GPU, without one, and writes the table of docs/measurements/kernels.md.
 
     nice python scripts/bench/compile_table.py                   # all of it: an hour or two of one core the first time
     python scripts/bench/compile_table.py --operators ssd --gpus 90 --sizes 128 --dtypes bfloat16
@@ -32,19 +32,21 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
+
 import torch
 import triton
+from compile_check import TENSOR_MEMORY, Compiled, compile_case
 
 import halftune_kernels
-from halftune_kernels import tuning
 from halftune_kernels.cases import case
-from halftune_kernels.compile_check import TENSOR_MEMORY, Compiled, compile_case
+from halftune_kernels.cuts import default
 from halftune_kernels.dispatch import OPERATORS, expected, has_triton
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import power_of_two
 from halftune_kernels.selfcheck import cache_dir
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "kernels.md"
 BEGIN, END = "<!-- compile table: scripts/bench/compile_table.py -->", "<!-- end of the compile table -->"
 DTYPES = ("bfloat16", "float32", "float16")
 SIZES = (128, 64, 256, 96, 16)  # in the order of their use
@@ -109,12 +111,10 @@ def closure(name: str, *sources: str) -> list[str]:
 
 def cuts(one: Combination) -> dict[str, list[int]]:
     """The shipped cut of each kernel that has one in a table; the others' are in the source."""
-    if not tuning.tunable(one.operator):
-        return {}
-    shipped = importlib.import_module(f"halftune_kernels.ops.{one.operator}.triton").CONFIGS
+    shipped = getattr(importlib.import_module(f"halftune_kernels.ops.{one.operator}.triton"), "CONFIGS", {})
     dtype, padded = getattr(torch, one.dtype), power_of_two(one.size)
     return {
-        kernel: list(astuple(tuning.default(shipped, kernel, one.gpu, dtype, padded)))
+        kernel: list(astuple(default(shipped, kernel, one.gpu, dtype, padded)))
         for kernel, half in shipped
         if half == (dtype != torch.float32)
     }
@@ -179,6 +179,16 @@ def compiled(one: Combination, only: Collection[str] = ()) -> list[Compiled]:
     return compile_case(case(one.operator, one.size, (0, 80)), getattr(torch, one.dtype), one.gpu, only)
 
 
+def named(some: Iterable[Combination]) -> str:
+    """Combinations in words, those that differ in the GPU only together."""
+    groups: dict[tuple[str, str, int], list[str]] = {}
+    for one in some:
+        groups.setdefault(one[:3], []).append(f"sm_{one.gpu}")
+    return "; ".join(
+        f"{name}, {dtype}, head size {size} ({', '.join(on)})" for (name, dtype, size), on in groups.items()
+    )
+
+
 def largest(found: dict[Combination, list[Compiled]]) -> str:
     """For each operator and dtype: how many of its kernels spill, and where most."""
     lines = [
@@ -231,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no compilation after so long")
-    parser.add_argument("--write", action="store_true", help="put all that is kept into docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="put all that is kept into docs/measurements/kernels.md")
     asked = parser.parse_args(arguments)
     kept, fits, missing = Kept(cache_dir() / "compiled"), True, 0
     start = time.monotonic()
@@ -257,14 +267,13 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.write:
         everything = list(combinations(with_kernels, DTYPES, sorted(SIZES), sorted(SHARED_MEMORY)))
         known = {one: got for one in everything if (got := kept.get(one)) is not None}
-        found, fresh = (
-            {one: kernels for one, (kernels, _) in known.items()},
-            sum(not stale for _, stale in known.values()),
-        )
+        found = {one: kernels for one, (kernels, _) in known.items()}
+        older = [one for one, (_, stale) in known.items() if stale]
         print("\n".join(differences(found)) or "sm_89 is as sm_86")
+        fresh = len(found) - len(older)
         share = f"{fresh} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
-        if fresh < len(found):
-            share += " The rest of the table is of kernels or cuts before the present ones."
+        if older:
+            share += f" Of kernels or cuts before the present ones: {named(older)}."
         write(PAGE, f"{share}\n\n{largest(found)}\n\n{tables(found)}")
     return 0 if fits else 1
 

@@ -9,18 +9,15 @@ grows by over the inputs.
 
 from __future__ import annotations
 
-import os
+import json
 import resource
-import subprocess
 import sys
-import time
-
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from harness import case, clock, fresh, head, row
 from torch.nn import functional as F
 
-from halftune.train.losses import cross_entropy_sum
+from halftune.model.cross_entropy import cross_entropy_sum
 from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 WAYS = {
@@ -31,33 +28,33 @@ WAYS = {
 }
 
 
-def measure(way: str, labels: int, words: int, channels: int) -> tuple[float, float, float]:
+def measure(way: str, labels: int, words: int, channels: int) -> dict[str, float]:
     """Growth of the peak in MiB, CPU-seconds, and the loss."""
     torch.manual_seed(0)
     hidden = torch.randn(labels, channels, requires_grad=True)
     weight, targets = torch.randn(words, channels).mul_(channels**-0.5), torch.randint(0, words, (labels,))
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, clock()
     loss = WAYS[way](hidden, weight, targets)
     loss.backward()
-    seconds = time.process_time() - began
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds, float(loss.detach())
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"mib": grown / 1024, "seconds": clock() - began, "loss": float(loss.detach())}
 
 
 def main() -> None:
     """Prints a row per way."""
-    if sys.argv[1:2] == ["--way"]:
-        print(*measure(sys.argv[2], *map(int, sys.argv[3:])))
+    if (words := case()) is not None:
+        print(json.dumps(measure(words[0], *map(int, words[1:]))))
         return
     sizes = sys.argv[1:4] or ["8192", "151936", "1024"]
-    print(f"| {sizes[0]} labels, {sizes[1]} words, {sizes[2]} channels | peak grows by MiB | CPU-s | loss |")
-    print("|---|---:|---:|---:|")
+    print(head(f"{sizes[0]} labels, {sizes[1]} words, {sizes[2]} channels", "peak grows by MiB", "CPU-s", "loss"))
     for way in WAYS:
-        done = subprocess.run([sys.executable, __file__, "--way", way, *sizes], capture_output=True, text=True)
-        if done.returncode:
-            print(f"| {way} | {done.stderr.strip().splitlines()[-1] if done.stderr else 'killed'} | | |", flush=True)
-            continue
-        grown, seconds, loss = map(float, done.stdout.split())
-        print(f"| {way} | {grown:,.0f} | {seconds:.1f} | {loss:.2f} |", flush=True)
+        found = fresh(way, *sizes)
+        numbers = (
+            (found["note"], "", "")
+            if "note" in found
+            else (f"{found['mib']:,.0f}", f"{found['seconds']:.1f}", f"{found['loss']:.2f}")
+        )
+        print(row(way, *numbers), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the board costs: from the command to the first page, and from a choice in the form to the new plan.
 
-python scripts/bench/webui_page.py            needs /usr/bin/chromium
+python scripts/bench/webui_page.py                       needs /usr/bin/chromium
+python scripts/bench/webui_page.py --pages 4 --runs 1000  four pages that show the runs, and nothing else
 
 CPU-seconds are those of the server, not of the browser. The wall time of a change runs from the choice to the
 new plan on the screen, so it counts the browser, too, and whatever else the machine does; where that is much,
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import sync_playwright
+from webui_runs import make
 
 CHROMIUM = "/usr/bin/chromium"
 WORDS = ("fp32", "auto")
@@ -33,8 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=3, help="how often the board is started")
     parser.add_argument("--changes", type=int, default=20, help="how often the precision is changed")
+    parser.add_argument("--pages", type=int, default=0, help="measures this many pages that show the runs instead")
+    parser.add_argument("--runs", type=int, default=1000, help="runs that those pages list; one of them works")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.pages:
+        _open_pages(args.pages, args.runs)
+        return
     starts = []
     with tempfile.TemporaryDirectory() as folder:
         for last in range(args.starts, 0, -1):
@@ -48,6 +55,34 @@ def main() -> None:
             finally:
                 server.terminate()
                 server.wait()
+
+
+def _open_pages(pages: int, runs: int, seconds: float = 20) -> None:
+    """What pages cost that show the runs and are left alone, and what a search costs."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        for number in range(runs):
+            place = Path(folder, "runs", f"run-{number:04d}")
+            place.parent.mkdir(exist_ok=True)
+            make(place, 200, living=number == 0)
+        server, address = _serve(folder)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        try:
+            opened = []
+            for _ in range(pages):
+                opened.append(browser.new_page())
+                opened[-1].goto(f"{address}/#tab=runs", timeout=120_000)
+                opened[-1].wait_for_selector("[data-chart=loss] path.main", state="attached", timeout=120_000)
+            opened[0].wait_for_timeout(5000)
+            idle = _idle(server, opened[0], seconds)
+            print(f"{pages} pages that show {runs} runs: {idle:.3f} CPU-seconds a second")
+            before, box = _spent(server), opened[0].locator("#run-query").get_by_role("textbox")
+            box.fill("run-0007")
+            opened[0].wait_for_function("document.querySelectorAll('#run-list tbody tr').length === 1")
+            print(f"a search: {_spent(server) - before:.2f} CPU-seconds")
+        finally:
+            browser.close()
+            server.terminate()
+            server.wait()
 
 
 def _serve(folder: str) -> tuple[subprocess.Popen[str], str]:

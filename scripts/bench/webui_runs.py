@@ -16,9 +16,8 @@ from pathlib import Path
 
 from halftune.core.status import NAME, StatusFile
 from halftune_webui.labels import load_words
-from halftune_webui.runs.curves import chart
-from halftune_webui.runs.desk import Desk, View, refresh
-from halftune_webui.runs.metrics import COLUMNS, Metrics
+from halftune_webui.runs.controller import RunsController, View, refresh
+from halftune_webui.runs.metrics import Metrics
 from halftune_webui.settings import Settings
 
 
@@ -58,15 +57,15 @@ def line(step: int) -> str:
 
 def measure(root: Path, steps: int) -> None:
     """The list, and the curves of one run."""
-    desk, view = Desk(Settings((root,), root), load_words("en")), View()
+    controller, view = RunsController(Settings((root,), root), load_words("en")), View()
     run = root / "run-00"
 
     def look() -> None:
-        refresh(desk, view)
+        refresh(controller, view)
 
     def search() -> None:
         view.search("run-00", "")
-        refresh(desk, view)
+        refresh(controller, view)
 
     print(f"page, first look:        {spent(look, 1):.4f} s")
     print(f"page, nothing new:       {spent(look, 15):.4f} s")
@@ -75,7 +74,7 @@ def measure(root: Path, steps: int) -> None:
 
     def curves() -> None:
         metrics.update()
-        json.dumps([chart(name, [("run", metrics.series[name])], smooth=True) for name in COLUMNS])
+        json.dumps([metrics.line("run", name, smooth=True) for name in metrics.charts()])
 
     print(f"curves, first look:      {spent(curves, 1):.4f} s")
 

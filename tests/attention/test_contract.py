@@ -19,7 +19,7 @@ from halftune.attention.contract import (
     ROTARY_ENTRY_POINT,
     Call,
     Operand,
-    silent_hole,
+    lacks_backward,
     violations,
 )
 
@@ -140,10 +140,10 @@ def test_a_window_and_fewer_queries_than_keys(pretend: ModuleType) -> None:
 
 def test_the_silent_hole_is_silent(pretend: ModuleType) -> None:
     pretend.capability = (8, 6)
-    assert silent_hole((8, 6), 256, 0.1)
-    assert not silent_hole((8, 6), 192, 0.1)
-    assert not silent_hole((8, 0), 256, 0.1)
-    assert not silent_hole(None, 256, 0.1)
+    assert lacks_backward((8, 6), 256, 0.1)
+    assert not lacks_backward((8, 6), 192, 0.1)
+    assert not lacks_backward((8, 0), 256, 0.1)
+    assert not lacks_backward(None, 256, 0.1)
     q = made(size=256).requires_grad_()
     call(q, made(size=256), made(size=256), dropout_p=0.1).sum().backward()
     assert q.grad is not None

@@ -90,15 +90,15 @@ def why_not(routed: AttentionPlan, label: str) -> str:
 @pytest.mark.parametrize(
     ("machine", "label", "says"),
     [
-        ("t4", "fa2 (flash_attn)", "needs compute capability 8.0, Tesla T4 has 7.5"),
-        ("a100+t4", "fa2 (torch)", "needs compute capability 8.0, Tesla T4 has 7.5"),
+        ("t4", "fa2 (flash_attn)", "compute capability ≥ 8.0 (Tesla T4: 7.5)"),
+        ("a100+t4", "fa2 (torch)", "compute capability ≥ 8.0 (Tesla T4: 7.5)"),
         ("a100", "fa2 (flash_attn)", "flash-attn is not installed"),
-        ("a100", "fa4", "needs compute capability 9.0, NVIDIA A100 80GB has 8.0"),
+        ("a100", "fa4", "compute capability ≥ 9.0 (NVIDIA A100 80GB: 8.0)"),
         ("cpu", "fa2 (torch)", "runs on CUDA only"),
         ("cpu", "flex", "runs on CUDA only"),
-        ("a100", "eager", "fa2 (torch) comes first"),
-        ("t4", "eager", "sdpa comes first"),
-        ("p100", "fa2 (torch)", "computes in bf16 and fp16 only, the plan is fp32"),
+        ("a100", "eager", "fa2 (torch)"),
+        ("t4", "eager", "sdpa"),
+        ("p100", "fa2 (torch)", "fp32"),
     ],
 )
 def test_reasons(machine: str, label: str, says: str) -> None:
@@ -110,21 +110,22 @@ def test_reasons(machine: str, label: str, says: str) -> None:
 def test_fp32_and_flash_attention_exclude_each_other(machine: str, backend: str) -> None:
     with pytest.raises(PlanError) as caught:
         route(machine, backend, compute="fp32", packages=FLASH)
-    assert f"{backend} and precision: fp32 exclude each other" in caught.value.what
-    assert caught.value.remedy.split(", ")[:2] == ["attention: auto", "attention: sdpa"]
+    assert caught.value.code == "attention.backend_unavailable"
+    assert "precision: fp32" in caught.value.what
+    assert caught.value.remedy.split(", ")[:2] == ["use attention: auto", "attention: sdpa"]
     assert "precision: bf16" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
     ("machine", "backend", "packages", "packing", "says", "remedy"),
     [
-        ("t4", "fa2", FLASH, False, "Tesla T4 has 7.5", "a device that can"),
-        ("cpu-amx", "fa2", FLASH, False, "runs on CUDA", "a device that can"),
-        ("a100+t4", "fa2", FLASH, True, "Tesla T4 has 7.5", "a device that can"),
+        ("t4", "fa2", FLASH, False, "Tesla T4: 7.5", "device"),
+        ("cpu-amx", "fa2", FLASH, False, "CUDA", "device"),
+        ("a100+t4", "fa2", FLASH, True, "Tesla T4: 7.5", "device"),
         ("a100", "fa2", {"torch": "2.9.1"}, False, "flash-attn is not installed", "install it"),
         ("h100", "fa3", {}, False, "flash-attn-3 is not installed", "install it"),
-        ("a100", "fa4", {"flash-attn-4": "4.0.0"}, False, "NVIDIA A100 80GB has 8.0", "a device that can"),
-        ("a100", "flex", {}, True, "no path for packed rows", "data.packing: false"),
+        ("a100", "fa4", {"flash-attn-4": "4.0.0"}, False, "NVIDIA A100 80GB: 8.0", "device"),
+        ("a100", "flex", {}, True, "packed rows", "data.packing: false"),
         ("cpu", "flex", {}, False, "runs on CUDA only", "attention: sdpa"),
     ],
 )
@@ -164,22 +165,22 @@ def test_models_that_need_more_than_plain_attention() -> None:
     assert route("a100", facts=sinks, packages=FLASH).softmax.value == "flex"
     assert route("t4", facts=sinks).softmax.value == "eager"
     assert route("cpu", facts=sinks).softmax.reason == "the only one with attention sinks on cpu"
-    assert "cannot cap attention logits" in why_not(route("a100", facts=softcap), "sdpa")
-    with pytest.raises(PlanError, match="no attention sinks"):
+    assert "soft-capping" in why_not(route("a100", facts=softcap), "sdpa")
+    with pytest.raises(PlanError, match="attention sinks"):
         route("a100", "fa2", facts=sinks, packages=FLASH)
-    with pytest.raises(PlanError, match="cannot cap"):
+    with pytest.raises(PlanError, match="soft-capping"):
         route("cpu", "sdpa", facts=softcap)
 
 
 def test_head_sizes() -> None:
     large, odd = model(head_dim=320), model(head_dim=60)
     assert route("h200", facts=large, packing=True, packages=FLASH).softmax.value == "sdpa"
-    assert "head size 320 is over 256" in why_not(route("h200", facts=large, packages=FLASH), "fa2 (flash_attn)")
+    assert "320" in why_not(route("h200", facts=large, packages=FLASH), "fa2 (flash_attn)")
     assert route("h200", facts=odd, packages=FLASH).softmax.value == "fa2", "the package pads"
     assert route("h200", facts=odd, packing=True).softmax.value == "sdpa", "torch's kernels do not"
     blackwell = {"flash-attn-4": "4.0"}
     assert route("b200", "fa4", facts=model(head_dim=256), packages=blackwell).softmax.value == "fa4"
-    with pytest.raises(PlanError, match="head sizes up to 128 and 256, this model 192"):
+    with pytest.raises(PlanError, match="192"):
         route("b200", "fa4", facts=model(head_dim=192), packages=blackwell)
 
 
@@ -191,22 +192,22 @@ def test_the_silent_hole_of_flash_attention_is_closed(machine: str, safe: bool) 
     routed = route(machine, facts=facts, packages=FLASH)
     assert (routed.softmax.value == "fa2") is safe
     if not safe:
-        assert "gradients unwritten" in why_not(routed, "fa2 (flash_attn)")
+        assert "no backward kernel" in why_not(routed, "fa2 (flash_attn)")
     assert route(machine, facts=model(head_dim=256), packages=FLASH).softmax.value == "fa2"
 
 
 def test_dropout_rules_out_what_cannot_drop() -> None:
     routed = route("a100", facts=model(attention_dropout=0.1), packing=True)
     assert routed.softmax.value == "sdpa"
-    assert "no attention dropout" in why_not(routed, "fa2 (torch)")
+    assert "attention dropout" in why_not(routed, "fa2 (torch)")
 
 
 def test_families_with_attention_code_of_their_own() -> None:
     routed = route("a100", facts=model("falcon"), packages=FLASH)
     assert routed.softmax.value == "eager"
-    assert "in code of its own" in routed.softmax.reason
+    assert "its own attention code" in routed.softmax.reason
     assert (routed.provider.value, routed.varlen.value) == ("model", "none")
-    with pytest.raises(PlanError, match="no path for packed rows"):
+    with pytest.raises(PlanError, match="packed rows"):
         route("a100", facts=model("falcon"), packing=True)
 
 
@@ -225,12 +226,12 @@ FLA = {"flash-linear-attention": "0.6.0"}
     [
         ("a100", FLA, "halftune", "Triton kernels"),
         ("a100", {"triton": "3.7.1"}, "halftune", "Triton kernels"),
-        ("h200", {**FLA, "triton": "3.6.0"}, "halftune", "prove themselves there"),
+        ("h200", {**FLA, "triton": "3.6.0"}, "halftune", "verified before training"),
         ("a100", {**FLA, "triton": "3.5.1"}, "fla", "halftune: Triton 3.5.1 is older than 3.6.0"),
         ("h200", {**FLA, "triton": "3.5.1"}, "halftune", "torch's matmuls: Triton 3.5.1 is older"),
         ("t4", FLA, "halftune", "torch's matmuls: Tesla T4: Triton 3.6 to 3.9 emit no tensor-core"),
-        ("cpu", FLA, "halftune", "in chunks"),
-        ("mi300x", FLA, "halftune", "written for NVIDIA GPUs"),
+        ("cpu", FLA, "halftune", "chunked"),
+        ("mi300x", FLA, "halftune", "NVIDIA GPU"),
     ],
 )
 def test_linear_layers(machine: str, packages: dict, expected: str, says: str) -> None:
@@ -246,7 +247,7 @@ def test_linear_layers_on_request() -> None:
     assert route("a100", facts=hybrid, linear="halftune").linear.value == "halftune"
     with pytest.raises(PlanError, match=r"wrong gradients on NVIDIA H200 with Triton 3.6.0 \(fixed in 3.7.1\)"):
         route("h200", facts=hybrid, packages={**FLA, "triton": "3.6.0"}, linear="fla")
-    for machine, says in (("t4", "no tensor-core instructions"), ("cpu", "needs CUDA"), ("mi300x", "needs CUDA")):
+    for machine, says in (("t4", "no tensor-core instructions"), ("cpu", "requires CUDA"), ("mi300x", "requires CUDA")):
         with pytest.raises(PlanError, match=says):
             route(machine, facts=hybrid, packages=FLA, linear="fla")
     with pytest.raises(PlanError, match="not installed"):
@@ -254,17 +255,17 @@ def test_linear_layers_on_request() -> None:
     with pytest.raises(PlanError, match=r"flash-linear-attention 0.1.9 is older than 0.2.2"):
         route("a100", facts=hybrid, packages={"flash-linear-attention": "0.1.9"}, linear="fla")
     assert route("a100", linear="fla").linear.value == "none"
-    with pytest.raises(PlanError, match="no kernels for the layers of bamba"):
+    with pytest.raises(PlanError, match="bamba"):
         route("a100", facts=model("bamba"), packages=FLA, linear="fla")
 
 
 @pytest.mark.parametrize(
     ("machine", "variable", "value", "says"),
     [
-        ("a100", "HALFTUNE_KERNELS", "rubbish", "HALFTUNE_KERNELS is 'rubbish', not one of triton, torch"),
+        ("a100", "HALFTUNE_KERNELS", "rubbish", "HALFTUNE_KERNELS is 'rubbish'"),
         ("a100", "HALFTUNE_KERNELS_GATED_DELTA_RULE", "x", "HALFTUNE_KERNELS_GATED_DELTA_RULE is 'x'"),
-        ("cpu", "HALFTUNE_KERNELS", "triton", "the device is the CPU"),
-        ("cpu", "HALFTUNE_KERNELS_MAMBA2", "torch", "names no operator: they are causal_conv1d, gated_rms_norm, ssd"),
+        ("cpu", "HALFTUNE_KERNELS", "triton", "HALFTUNE_KERNELS=triton"),
+        ("cpu", "HALFTUNE_KERNELS_MAMBA2", "torch", "HALFTUNE_KERNELS_MAMBA2"),
     ],
 )
 def test_what_the_environment_cannot_ask_for(
@@ -288,7 +289,7 @@ def test_what_the_environment_asks_for_is_in_the_plan(monkeypatch: pytest.Monkey
     hybrid = model("qwen3_5_text", **LINEAR)
     assert not runs_in_torch(lookup("a100"), hybrid)
     monkeypatch.setenv("HALFTUNE_KERNELS", "torch")
-    assert route("a100", facts=hybrid).linear.reason == "own operators, HALFTUNE_KERNELS=torch"
+    assert route("a100", facts=hybrid).linear.reason.endswith(", HALFTUNE_KERNELS=torch")
     assert runs_in_torch(lookup("a100"), hybrid)
 
 
@@ -302,14 +303,14 @@ def test_every_operator_is_asked_for_by_itself(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HALFTUNE_KERNELS_GATED_DELTA_RULE", "triton")
     assert not runs_in_torch(lookup("a100"), hybrid)
     both = "HALFTUNE_KERNELS_CAUSAL_CONV1D=torch, HALFTUNE_KERNELS_GATED_DELTA_RULE=triton"
-    assert route("a100", facts=hybrid).linear.reason == f"own operators, {both}"
+    assert route("a100", facts=hybrid).linear.reason.endswith(f", {both}")
     monkeypatch.setenv("HALFTUNE_KERNELS_GATED_DELTA_RULE", "rubbish")
     with pytest.raises(PlanError, match="HALFTUNE_KERNELS_GATED_DELTA_RULE is 'rubbish'"):
         route("a100", facts=hybrid)
 
 
 def test_heads_of_rwkv7_that_nothing_computes() -> None:
-    with pytest.raises(PlanError, match="head_dim 512 is over 256"):
+    with pytest.raises(PlanError, match="head_dim 512"):
         route("cpu", facts=model("rwkv7", hidden_size=1024, head_dim=512))
 
 
@@ -324,8 +325,8 @@ def test_every_rejected_backend_of_linear_layers_has_its_reason(linear: str) -> 
 def test_layers_without_a_way_in_keep_their_own_code() -> None:
     routed = route("cpu", facts=model("jamba"))
     assert routed.linear.value == "torch"
-    assert "no way into the layers of jamba" in routed.linear.reason
-    with pytest.raises(PlanError, match="no way into the layers of minimax"):
+    assert "jamba" in routed.linear.reason
+    with pytest.raises(PlanError, match="minimax"):
         route("cpu", facts=model("minimax"), linear="halftune")
 
 
@@ -343,7 +344,7 @@ def test_heads_that_our_operators_do_not_take_are_left_to_transformers(kind: str
     for size, left in ((256, False), (512, True)):
         routed = route("cpu", facts=model(kind, **{**LINEAR, name: size}))
         assert (routed.linear.value == "torch") == left
-        assert (f"{name} {size} is over 256" in routed.linear.reason) == left
+        assert (f"{name} {size}" in routed.linear.reason) == left
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "rwkv7", "xlstm"])
@@ -352,7 +353,7 @@ def test_a_model_without_attention_says_so(machine: str, kind: str) -> None:
     routed = route(machine, facts=model(kind))
     assert (routed.softmax.value, routed.provider.value, routed.varlen.value) == ("eager", "model", "none")
     assert f"no layer of {kind} has softmax attention" in routed.softmax.reason
-    with pytest.raises(PlanError, match=f"sdpa is not possible: no layer of {kind}"):
+    with pytest.raises(PlanError, match=f"sdpa is unavailable: no layer of {kind}"):
         route(machine, "sdpa", facts=model(kind))
 
 

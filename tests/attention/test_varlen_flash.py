@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
+from halftune.attention.backends import BACKENDS, ON_REQUEST
 from halftune.attention.flash import FlashAttention, flash_attn_varlen, torch_varlen
 from halftune.attention.plan import AttentionPlan
 from halftune.attention.varlen import attention_callable
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
+from halftune.core.table import named
 from halftune.train.random_state import set_rounding
 
 D = 8
@@ -179,6 +182,34 @@ def test_packed_row_takes_ints_and_never_waits(varlen: str, monkeypatch: pytest.
     torch.testing.assert_close(out, torch.cat(parts, 1))
 
 
+ROWS = {f"{row.name}, {row.provider}": row for row in (*BACKENDS, *ON_REQUEST)}
+
+
+@pytest.mark.parametrize("label", ROWS)
+def test_every_backend_is_in_its_row(label: str) -> None:
+    """Its callables are there; where a CPU (or a stand-in for its kernel) can run it, packed samples are as alone."""
+    row = ROWS[label]
+    assert callable(named(row.mask))
+    assert callable(named(row.kernel or row.attend))
+    assert bool(row.kernel) != bool(row.attend)
+    if not row.varlen or not ("cpu" in row.kinds or row.kernel):
+        return
+    routes = (Choice(value, "the test says so") for value in (row.name, row.provider, row.varlen, "none"))
+    attend = attention_callable(
+        AttentionPlan(*routes, (), "cast"), FlashAttention(KERNELS[row.provider]) if row.kernel else None
+    )
+    config = LlamaConfig(hidden_size=4 * D, num_attention_heads=4, num_key_value_heads=2, head_dim=D)
+    layer, lengths = LlamaAttention(config, 0), [5, 4, 3]
+    q, k, v = operands(1, 12)
+    packed, _ = attend(layer, q, k, v, None, scaling=D**-0.5, cu_seq_lens_q=torch.tensor([0, 5, 9, 12]), max_length_q=5)
+    for out, *part in zip(packed.split(lengths, 1), *(one.split(lengths, 2) for one in (q, k, v)), strict=True):
+        torch.testing.assert_close(out, reference(*part, causal(part[0].shape[2], part[0].shape[2])))
+    q.grad = None
+    packed[:, 5:].sum().backward()
+    assert not q.grad[:, :, :5].any()
+    assert not k.grad[:, :, :5].any()
+
+
 def test_values_shorter_than_keys(flash: FlashAttention) -> None:
     q, k, v = operands(1, 6)
     short = v[..., :4]
@@ -193,11 +224,11 @@ def test_softcap_where_the_kernel_has_it_and_refusals_where_not() -> None:
     weights = scores.masked_fill(~causal(6, 6), -torch.inf).softmax(-1)
     torch.testing.assert_close(capped, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
     by_torch = FlashAttention(KERNELS["torch"])
-    with pytest.raises(ModelError, match="no softcap"):
+    with pytest.raises(ModelError, match="soft-capping"):
         by_torch.batch(Layer(), q, k, v, None, softcap=0.5)
-    with pytest.raises(ModelError, match="no attention dropout"):
+    with pytest.raises(ModelError, match="attention dropout"):
         by_torch.batch(Layer(), q, k, v, None, dropout=0.1)
-    with pytest.raises(ModelError, match="no attention sinks"):
+    with pytest.raises(ModelError, match="attention sinks"):
         by_torch.batch(Layer(), q, k, v, None, s_aux=torch.zeros(4))
 
 

@@ -145,10 +145,10 @@ def test_cases(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="packin"):
         cases([str(recipe)], [], ["data.packin=false"])
     for mine in ("training.max_steps=50", "training.output_dir=here", "logging.profile=3"):
-        with pytest.raises(ConfigError, match=f"bench sets {mine.partition('=')[0]} itself"):
+        with pytest.raises(ConfigError, match=f"bench sets {mine.partition('=')[0]} "):
             cases([str(recipe)], [], [f"training.seed=2 {mine}"])
     monkeypatch.setattr("halftune.bench.compare.this_process", lambda: Process(world_size=2, launched=True))
-    with pytest.raises(PlanError, match="one process"):
+    with pytest.raises(PlanError, match="single process"):
         cases([str(recipe)], [], [])
 
 
@@ -197,13 +197,12 @@ def test_what_the_command_says_of_mistakes(
         assert isinstance(code, int)
         return code, capsys.readouterr().err
 
-    assert leave() == (
-        2,
-        "halftune bench: no recipe is named · for example --config configs/quickstart_pretrain.yaml\n",
-    )
+    code, said = leave()
+    assert code == 2
+    assert said.endswith("[cli.no_recipe]\n")
     code, said = leave("--config", str(recipe), "--steps", "0")
     assert code == 2
-    assert "no positive whole number" in said
+    assert "≥ 1" in said
     code, said = leave("--config", str(recipe), "training.max_stepz=3")
     assert code == 2
     assert "max_steps" in said
@@ -219,7 +218,7 @@ def test_what_the_command_says_of_mistakes(
 
 
 @pytest.mark.parametrize(
-    ("code", "errors", "words"), [(-9, "", "want of memory"), (1, "Traceback\nKeyError: 'x'\n", "KeyError: 'x'")]
+    ("code", "errors", "words"), [(-9, "", "out of memory"), (1, "Traceback\nKeyError: 'x'\n", "KeyError: 'x'")]
 )
 def test_a_run_that_dies(recipe: Path, monkeypatch: pytest.MonkeyPatch, code: int, errors: str, words: str) -> None:
     done: Callable[..., Any] = lambda *_, **__: type("Done", (), {"returncode": code, "stderr": errors})  # noqa: E731

@@ -13,6 +13,7 @@ import yaml
 from halftune.cli import main
 from halftune.config import convert
 from halftune.config.convert.convert import convert_file, report
+from halftune.config.convert.draft import Note
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
@@ -62,6 +63,7 @@ sequence_len: 4096
 sample_packing: true
 adapter: qlora
 load_in_4bit: true
+neftune_noise_alpha: 5
 lora_r: 32
 lora_alpha: 16
 lora_target_linear: true
@@ -113,7 +115,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("framework", OLD)
 def test_recognised_and_offered(framework: str) -> None:
-    with pytest.raises(ConfigError, match=f"looks like a config of {framework}") as caught:
+    with pytest.raises(ConfigError, match=f"config of {framework}") as caught:
         load_config(f"{framework}.yaml")
     assert f"halftune convert {framework}.yaml" in caught.value.remedy
     assert len(caught.value.problems) == 1
@@ -176,7 +178,7 @@ def test_axolotl() -> None:
     assert new["data"]["overlong"] == "drop", "axolotl drops what is too long"
     assert new["training"]["gradient_checkpointing"] is True
     changed = {note.key for note in convert_file(Path("axolotl.yaml")).notes if note.kind == "changed"}
-    assert changed == {"datasets", "optimizer", "evals_per_epoch"}
+    assert changed == {"datasets", "optimizer"}
 
 
 def test_trl() -> None:
@@ -230,13 +232,23 @@ def test_a_period_that_is_a_share_of_the_run(tmp_path: Path) -> None:
         LLAMAFACTORY.replace("eval_steps: 50", "eval_steps: 0.1").replace("save_steps: 500", "save_steps: 0.2")
     )
     converted = convert_file(path)
-    assert converted.values["training"]["eval_steps"] == converted.values["training"]["save_steps"] == "epoch"
-    changed = {note.key: note.why for note in converted.notes if note.kind == "changed"}
-    assert "0.1 of the run" in changed["eval_steps"]
-    assert "0.2 of the run" in changed["save_steps"]
-    path.write_text(path.read_text() + "max_steps: 40\n")
-    training = convert_file(path).values["training"]
-    assert (training["eval_steps"], training["save_steps"]) == (4, 8)
+    assert (converted.values["training"]["eval_steps"], converted.values["training"]["save_steps"]) == (0.1, 0.2)
+    assert not {"eval_steps", "save_steps"} & {note.key for note in converted.notes if note.kind == "changed"}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "evals", "saves"), [(1, 0.25, "epoch"), (2, 0.125, "epoch"), (3, 1.0 / 12, "epoch")]
+)
+def test_times_per_epoch_are_the_share_that_axolotl_makes_of_them(epochs: int, evals: float, saves: str) -> None:
+    text = SAME.replace("val_set_size: 0\n", "val_set_size: 0.1\n").replace("num_epochs: 1\n", "")
+    more = f"num_epochs: {epochs}\nevals_per_epoch: 4\nsaves_per_epoch: 1\n"
+    Path("old.yaml").write_text(text + more)
+    converted = convert_file(Path("old.yaml"), "axolotl")
+    assert converted.status == "same"
+    training = converted.values["training"]
+    assert (training["eval_steps"], training["save_steps"]) == (evals, saves)
+    Path("new.yaml").write_text(converted.yaml)
+    assert load_config("new.yaml", look_at_files=False).run.training.eval_steps == evals
 
 
 def test_documents_and_conversations_in_one_axolotl_config_are_refused(tmp_path: Path) -> None:
@@ -267,11 +279,12 @@ def test_rows_are_grouped_by_length_where_they_were(tmp_path: Path, lines: str, 
 
 def test_what_a_data_set_of_axolotl_says_is_accounted_for(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
-    entry = "{path: a, type: chat_template, message_field_role: who, train_on_eos: turn, shards: 4, roles: null}"
+    entry = "{path: a, type: chat_template, message_field_role: who, train_on_eos: turn, conversation: x, roles: null}"
     path.write_text(f"base_model: a/b\ndatasets: [{entry}]\nmicro_batch_size: 1\n")
     (note,) = [note for note in convert_file(path, "axolotl").notes if note.key == "datasets"]
     assert note.kind == "changed"
-    assert note.why == "who, content: messages hold role and content, or from and value, here; shards: not taken over"
+    why = "who, content: messages hold role and content, or from and value, here; conversation: not taken over"
+    assert note.why == why
 
 
 def test_columns_of_dataset_info_are_kept(tmp_path: Path) -> None:
@@ -300,29 +313,29 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         return left.value.code
 
     assert run("axolotl.yaml", "-o", "new.yaml") == 4
-    assert "--accept load_in_4bit" in capsys.readouterr().err
+    assert "--accept neftune_noise_alpha" in capsys.readouterr().err
     assert not Path("new.yaml").exists()
-    accept = ("axolotl.yaml", "--accept", "load_in_4bit")
+    accept = ("axolotl.yaml", "--accept", "neftune_noise_alpha")
     assert run(*accept) == 0
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["adapter"]["type"] == "lora"
     assert "approximate" in printed.err
     assert run(*accept, "-o", "new.yaml") == 0
-    assert "new.yaml is written and valid (approximate" in capsys.readouterr().out
+    assert "new.yaml, valid (approximate" in capsys.readouterr().out
     assert run(*accept, "-o", "new.yaml") == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "convert.output_exists" in capsys.readouterr().err
     assert run("axolotl.yaml", "--accept", "load_in_5bit") == 2
     assert "load_in_5bit" in capsys.readouterr().err
-    accept = ("LLaMA-Factory.yaml", "--accept", "quantization_bit")
+    accept = ("LLaMA-Factory.yaml",)
     assert run(*accept, "-o", "new.yaml", "--force") == 2, "its data is not here"
-    assert "Before it can run:\nnew.yaml:" in capsys.readouterr().out
+    assert "Fix before running:\nnew.yaml:" in capsys.readouterr().out
     Path("ours.yaml").write_text("model: {name_or_path: x}\ndata: {train: y}\n")
     assert run("ours.yaml") == 2
     assert "halftune recipe already" in capsys.readouterr().err
     assert run("axolotl.yaml", "--json") == 4
     told = json.loads(capsys.readouterr().out)
     assert (told["framework"], told["status"], told["recipe"]["adapter"]["type"]) == ("axolotl", "refused", "lora")
-    assert {"kind": "refused", "key": "load_in_4bit"}.items() <= next(
+    assert {"kind": "refused", "key": "neftune_noise_alpha"}.items() <= next(
         key for key in told["keys"] if key["kind"] == "refused"
     ).items()
     assert run("axolotl.yaml", "TRL.yaml", "ours.yaml") == 4
@@ -358,12 +371,21 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
         ("wandb_watch: x", "same"),
         ("relora: null", "same"),
         ("unfrozen_parameters: []", "same"),
-        ("evals_per_epoch: 4\nval_set_size: 0.1", "approximate"),
+        ("evals_per_epoch: 4\nval_set_size: 0.1", "same"),
         ("a_new_key: 3", "approximate"),
         ("a_new_switch: false", "approximate"),
+        ("wieght_decay: 0.1", "refused"),
+        ("hub_token: x\nadam_beta3: 0.9", "same"),
+        ("dataset_shard_num: 2\ndataset_shard_idx: 0", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, shards: 10, shards_idx: 1}]", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, preprocess_shards: 4}]", "same"),
+        ("datasets: [{path: a/b, type: chat_template, drop_system_message: true}]", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, split_thinking: true}]", "refused"),
+        ("datasets: [{path: a/b, type: chat_template, split_thinking: false}]", "same"),
+        ("datasets: [{path: a/b, type: chat_template, feild_messages: x}]", "refused"),
         ("context_parallel_size: 2", "approximate"),
         ("optimizer: adamw_bnb_8bit", "approximate"),
-        ("optimizer: muon", "refused"),
+        ("optimizer: lion_8bit", "refused"),
         ("unfrozen_parameters: [lm_head]", "refused"),
         ("qat: {activation_dtype: int8}", "refused"),
         ("fp8: true", "refused"),
@@ -386,7 +408,7 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
         ("datasets: [{path: a/b, type: input_output}]", "refused"),
         ("datasets: [{path: a/b, type: null}]", "refused"),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "same"),
-        ("adapter: qlora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "refused"),
+        ("adapter: qlora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "same"),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\npeft: {loftq_config: {loftq_bits: 4}}", "refused"),
     ],
 )
@@ -400,7 +422,7 @@ def test_the_status_says_whether_the_same_is_learned(more: str, status: str) -> 
 
 @pytest.mark.parametrize(
     "more",
-    ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_muon: true", "pissa_init: true",
+    ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_apollo: true", "pissa_init: true",
      "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
      "adapter_name_or_path: saves/x", "moe_aux_loss_coef: 0.1", "optim: lion_8bit"],
 )  # fmt: skip
@@ -410,6 +432,13 @@ def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
     off = more.replace(more.split(": ")[1], "null")
     Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + off + "\n")
     assert convert_file(Path("old.yaml")).status == "approximate"
+
+
+def test_muon_keeps_its_name() -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + "use_muon: true\n")
+    assert convert_file(Path("old.yaml")).values["training"]["optim"] == "muon"
+    Path("old.yaml").write_text(SAME.replace("optimizer: adamw_torch_fused", "optimizer: muon"))
+    assert convert_file(Path("old.yaml"), "axolotl").values["training"]["optim"] == "muon"
 
 
 @pytest.mark.parametrize("more", ["do_train: false", "do_predict: true"])
@@ -439,6 +468,30 @@ def test_reasons_name_options_that_exist() -> None:
     assert not named - options
 
 
+@pytest.mark.parametrize("framework", OLD)
+def test_a_misspelt_key_names_the_nearest(framework: str) -> None:
+    Path("old.yaml").write_text(OLD[framework] + "wieght_decay: 0.1\n")
+
+    def note(*accepted: str) -> Note:
+        notes = convert_file(Path("old.yaml"), framework, accepted).notes
+        return next(note for note in notes if note.key == "wieght_decay")
+
+    assert note().kind == "refused"
+    assert "did you mean weight_decay?" in note().why
+    assert note("wieght_decay").kind == "changed"
+
+
+def test_data_sets_of_llamafactory_on_the_hub() -> None:
+    text = LLAMAFACTORY.replace("dataset: mine,hub", "dataset: org/one,org/two") + "dataset_dir: "
+    Path("old.yaml").write_text(text + "ONLINE\n")
+    online = convert_file(Path("old.yaml"))
+    sources = [{"path": f"org/{name}", "format": "alpaca", "samples": 1000} for name in ("one", "two")]
+    assert online.values["data"]["train"] == sources
+    assert not {"dataset", "dataset_dir"} & {note.key for note in (*online.of("changed"), *online.of("refused"))}
+    Path("old.yaml").write_text(text + "REMOTE:org/sets\n")
+    assert "dataset_dir" in {note.key for note in convert_file(Path("old.yaml")).of("refused")}
+
+
 def test_media_of_llamafactory_are_refused() -> None:
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps({"mine": {"file_name": "a", "columns": {"images": "i"}}}))
@@ -446,14 +499,31 @@ def test_media_of_llamafactory_are_refused() -> None:
     assert "dataset" in {note.key for note in convert_file(Path("old.yaml")).of("refused")}
 
 
-def test_what_a_base_in_sixteen_bit_takes_is_said() -> None:
-    refused = axolotl("load_in_4bit: true\n").of("refused")
-    assert "in 16 bit" in refused[0].why
-    Path("old.yaml").write_text(SAME.replace("builtin:qwen2-tiny", "org/Llama-405B") + "load_in_4bit: true\n")
-    assert "810 GB" in convert_file(Path("old.yaml"), "axolotl").of("refused")[0].why
+@pytest.mark.parametrize(
+    ("more", "quantization", "status"),
+    [
+        ("load_in_4bit: true", "nf4", "same"),
+        ("load_in_8bit: true", "int8", "same"),
+        ("load_in_4bit: true\nbnb_4bit_use_double_quant: false", "nf4", "approximate"),
+        ("load_in_4bit: true\nbnb_4bit_quant_type: fp4", None, "refused"),
+        ("load_in_4bit: false", None, "same"),
+    ],
+)
+def test_a_base_that_is_quantised_on_load(more: str, quantization: str | None, status: str) -> None:
+    converted = axolotl(f"{more}\n")
+    assert (converted.status, converted.values["model"].get("quantization")) == (status, quantization)
+
+
+def test_a_base_that_is_quantised_already_is_loaded_as_it_is() -> None:
     Path("old.yaml").write_text(SAME.replace("builtin:qwen2-tiny", "org/Llama-8B-bnb-4bit") + "load_in_4bit: true\n")
-    assert convert_file(Path("old.yaml"), "axolotl").status == "same"
-    assert axolotl("load_in_4bit: true\n", ("load_in_4bit",)).status == "approximate"
+    converted = convert_file(Path("old.yaml"), "axolotl")
+    assert (converted.status, converted.values["model"].get("quantization")) == ("same", None)
+
+
+@pytest.mark.parametrize(("more", "quantization"), [("", "nf4"), ("quantization_method: hqq\n", None)])
+def test_quantization_bit(more: str, quantization: str | None) -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY + more)
+    assert convert_file(Path("old.yaml")).values["model"].get("quantization") == quantization
 
 
 def test_remote_code_is_left_out_where_transformers_has_the_architecture() -> None:

@@ -62,12 +62,12 @@ def test_an_override_reaches_into_short_forms(load: Load, recipe_text: str) -> N
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("y.yaml", "a recipe is named with --config · --config y.yaml"),
-        ("training", "is not of the form section.key=value"),
+        ("y.yaml", "use --config y.yaml"),
+        ("training", "expected section.key=value"),
         ("--sed=1", "unknown option"),
-        ("a b=1", "is not of the form"),
-        ("training.seed=[1", "training.seed: a bracket or brace is never closed"),
-        ("training.seed.x=1", "should be a whole number"),
+        ("a b=1", "expected section.key=value"),
+        ("training.seed=[1", "training.seed: unclosed bracket or brace"),
+        ("training.seed.x=1", "expected an integer"),
         ("data.train[7].path=x", "data.train has 1 entries, counted from 0"),
         ("training[0]=1", "training is not a list"),
         ("adapter.rank.x.y=1", "adapter.rank is 8, not a section"),
@@ -82,7 +82,7 @@ def test_a_wrong_argument_is_named(argument: str, said: str, problems: Problems,
 
 def test_the_same_key_twice(problems: Problems, recipe_text: str) -> None:
     (line,) = problems(recipe_text, "training.seed=1", "training.seed=2")
-    assert "training.seed: is given twice, also as training.seed=1" in line
+    assert "training.seed: duplicate override, also training.seed=1" in line
 
 
 def parsed(*arguments: str, rerun: bool = False) -> argparse.Namespace:
@@ -98,7 +98,7 @@ def test_arguments_of_a_verb(load: Load) -> None:
     loaded = load_from(parsed("--config", "x.yaml", "training.seed=7", "--set", "training.max_steps=9"))
     assert (loaded.run.training.seed, loaded.run.training.max_steps) == (7, 9)
     for arguments, said in ((("x.yaml",), "--config x.yaml"), ((), "configs/quickstart.yaml")):
-        with pytest.raises(ConfigError, match="no recipe is named") as caught:
+        with pytest.raises(ConfigError, match="no recipe") as caught:
             load_from(parsed(*arguments))
         assert said in caught.value.remedy
 
@@ -116,7 +116,7 @@ def test_rerun(load: Load, tmp_path: Path) -> None:
     again = load_from(parsed("--rerun", str(folder), "training.seed=1", rerun=True))
     assert again.run.training.seed == 1
     assert again.text == loaded.text, "what the user wrote stays what the user wrote"
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="--rerun"):
         load_from(parsed("--rerun", "a", "--config", "b", rerun=True))
 
 
@@ -160,13 +160,13 @@ def test_spelling_under_training_and_its_origin(load: Load) -> None:
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("bf16: true\nfp16: true", "x.yaml:5: fp16: true excludes bf16: true (x.yaml:4)"),
-        ("fp16: true\npure_bf16: true", "excludes"),
-        ("bf16: auto\nfp16: true", "excludes"),
+        ("bf16: true\nfp16: true", "x.yaml:5: fp16: true conflicts with bf16: true (x.yaml:4)"),
+        ("fp16: true\npure_bf16: true", "conflicts with"),
+        ("bf16: auto\nfp16: true", "conflicts with"),
         ("precision: fp32\nbf16: true", "x.yaml:5: bf16: true contradicts precision: fp32 (x.yaml:4)"),
         ("precision: auto\nbf16: false", "bf16: false contradicts precision: auto"),
         ("precision: bf16\nbf16: false", "contradicts"),
-        ("bf16: yes", "bf16: should be true, false or auto, not 'yes'"),
+        ("bf16: yes", "bf16: expected true, false or auto, got 'yes'"),
         ("pure_bf16: true\nprecision: {trainable: fp32}", "contradicts precision.trainable: fp32"),
     ],
 )

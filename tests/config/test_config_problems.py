@@ -34,22 +34,22 @@ training:
 # ruff: noqa: E501
 EXPECTED = """\
 x.yaml:1: learning_rate: unknown key · did you mean training.learning_rate?
-x.yaml:4: precision.tf32: should be true or false, or auto, not 'no' · write false
-x.yaml:5: attention: should be one of auto, fa2, fa3, fa4, sdpa, flex, eager, not 'fa5' · did you mean fa4?
+x.yaml:4: precision.tf32: expected true or false, or auto, got 'no' · write false
+x.yaml:5: attention: expected one of auto, fa2, fa3, fa4, sdpa, flex, eager, got 'fa5' · did you mean fa4?
 x.yaml:6: adapter.lora_alpha: unknown key · did you mean adapter.alpha?
-x.yaml:6: adapter.rank: should be a whole number, at least 1, not 3.0 · write 3
-x.yaml:6: adapter.target_modules: is one text with commas, which matches no module · write a list: [q_proj, v_proj]
-x.yaml:8: data.train[0].path: no such file or folder: nope.jsonl · relative paths start in the working directory, or beside the YAML
+x.yaml:6: adapter.rank: expected an integer ≥ 1, got 3.0 · write 3
+x.yaml:6: adapter.target_modules: a string with commas matches no module · use a list: [q_proj, v_proj]
+x.yaml:8: data.train[0].path: no such file or folder: nope.jsonl · relative paths start in the working or the recipe's folder
 x.yaml:8: data.train[0].spilt: unknown key · did you mean data.train[0].split?
-x.yaml:9: data.packing: should be true or false, or auto, not 'yes' · write true
-x.yaml:10: data.max_length: should be a whole number, at least 8, not 4
-x.yaml:11: data.eval_split: 1.5 is neither a share (below 1) nor a number of samples · write 2, or a share below 1
+x.yaml:9: data.packing: expected true or false, or auto, got 'yes' · write true
+x.yaml:10: data.max_length: expected an integer ≥ 8, got 4
+x.yaml:11: data.eval_split: expected a share < 1 or an integer ≥ 1, got 1.5 · write 2, or a share below 1
 x.yaml:13: training.lerning_rate: unknown key · did you mean training.learning_rate?
-x.yaml:15: training.num_train_epochs: should be a number, above 0 and at most 100000, not 'abc'
-x.yaml:16: training.warmup_steps: 10 is not below max_steps (10): warm-up would never end · lower it, or use warmup_ratio
-x.yaml:18: training.eval_steps: should be a whole number, at least 1, or epoch, not 'never'
-x.yaml:19: training.max_steps: is written twice, here and in line 17 · keep one of them
-x.yaml:20: training.seed: has no value · write a whole number, at least 0 and at most 4294967295, or remove the line"""
+x.yaml:15: training.num_train_epochs: expected a number > 0 and ≤ 100000, got 'abc'
+x.yaml:16: training.warmup_steps: expected less than max_steps (10), got 10: warm-up would never end · lower it, or use warmup_ratio
+x.yaml:18: training.eval_steps: expected an integer ≥ 1, or a number > 0 and < 1, or epoch, got 'never'
+x.yaml:19: training.max_steps: duplicate key, first in x.yaml:17 · keep one of them
+x.yaml:20: training.seed: has no value · write an integer ≥ 0 and ≤ 4294967295, or remove the line"""
 
 
 def test_every_problem_at_once(problems: Callable[..., list[str]]) -> None:
@@ -60,43 +60,44 @@ def test_every_problem_at_once(problems: Callable[..., list[str]]) -> None:
 
 
 WRONG = {
-    "training.learning_rate=abc": "should be a number, above 0, not 'abc'",
-    "training.learning_rate=-1": "should be a number, above 0, not -1",
-    "training.learning_rate=.inf": "should be a number, above 0, not '.inf'",
-    "training.learning_rate=.nan": "should be a number, above 0, not '.nan'",
-    "training.learning_rate=true": "should be a number, above 0, not true",
-    "training.max_steps=1e3": "should be a whole number, at least 1, not 1000.0 · write 1000",
-    "training.max_steps='100'": "not '100' · write the number without quotes",
-    "training.load_best=1": "should be true or false, not 1",
-    "training.load_best='true'": "not 'true' · write true without quotes",
-    "training.torch_compile=off": "should be true or false, not 'off' · write false",
-    "training.output_dir=3": "should be text, not 3 · put it in quotes",
-    "training.output_dir=": "has no value · write text, or remove the line",
-    "training.optim=adamw_torch": "not 'adamw_torch' · did you mean adamw?",
+    "training.learning_rate=abc": "expected a number > 0, got 'abc'",
+    "training.learning_rate=-1": "expected a number > 0, got -1",
+    "training.learning_rate=.inf": "expected a number > 0, got '.inf'",
+    "training.learning_rate=.nan": "expected a number > 0, got '.nan'",
+    "training.learning_rate=true": "expected a number > 0, got true",
+    "training.max_steps=1e3": "expected an integer ≥ 1, got 1000.0 · write 1000",
+    "training.max_steps='100'": "got '100' · write the number without quotes",
+    "training.load_best=1": "expected true or false, got 1",
+    "training.load_best='true'": "got 'true' · write true without quotes",
+    "training.torch_compile=off": "expected true or false, got 'off' · write false",
+    "training.output_dir=3": "expected a string, got 3 · put it in quotes",
+    "training.output_dir=": "has no value · write a string, or remove the line",
+    "training.optim=adamw_torch": "got 'adamw_torch' · did you mean adamw?",
     "training.lr_scheduler_type=Cosine": "did you mean cosine?",
     "precision=float16": "did you mean fp16?",
     "precision=bfloat16": "did you mean bf16?",
     "precision=torch.bfloat16": "did you mean bf16?",
     "precision.compute=float32": "did you mean fp32?",
-    "precision.trainable=half": "not 'half'",
-    "model=gpt2": "should be a section of keys, not 'gpt2' · write {name_or_path: gpt2}",
-    "training=5": "should be a section of keys, not 5",
-    "adapter=qlora": "not 'qlora' · quantising a base on load is not supported yet",
-    "method=dpo": "not 'dpo' · preference methods and reinforcement learning are not supported yet",
+    "precision.trainable=half": "got 'half'",
+    "model=gpt2": "expected a section of keys, got 'gpt2' · write {name_or_path: gpt2}",
+    "training=5": "expected a section of keys, got 5",
+    "adapter=qlora": "got 'qlora' · write adapter.type: lora and model.quantization: nf4",
+    "method=kto": "got 'kto' · of preference methods only dpo is supported yet",
     "training.optim=adamw_torch_fused": "did you mean adamw?",
-    "training.optim=muon": "not 'muon' · it is not supported yet",
+    "training.optim=lion": "got 'lion' · it is not supported yet",
+    "training.muon_ns_steps=6": "has no effect with optim: adamw · remove it, or set optim: muon",
     "logging.report_to=none": "write [] for none",
-    "model.load_in_4bit=true": "unknown key · quantising a base on load is not supported yet",
+    "model.load_in_4bit=true": "unknown key · write model.quantization: nf4 (4 bit) or int8",
     "adapter={type: none, rank: 8}": "adapter.rank: unknown key · rank is a key of adapter.type lora",
-    "adapter=[lora]": "should be none or lora, or a section of keys, not a list",
-    "method={type: dpo}": "method.type: should be one of sft, pretrain, not 'dpo'",
-    "data.train=[]": "data.train: is empty · give at least one entry",
-    "data.train=[1]": "data.train[0]: should be text, not 1 · put it in quotes",
-    "data.train=[[a]]": "data.train[0]: should be text, or a section of keys, not a list",
-    "logging.report_to=tensorbord": "logging.report_to: should be one of tensorboard, wandb, not 'tensorbord'",
+    "adapter=[lora]": "expected none or lora, or a section of keys, got a list",
+    "method={type: kto}": "method.type: expected one of sft, pretrain, dpo, got 'kto'",
+    "data.train=[]": "data.train: is empty · add at least one entry",
+    "data.train=[1]": "data.train[0]: expected a string, got 1 · put it in quotes",
+    "data.train=[[a]]": "data.train[0]: expected a string, or a section of keys, got a list",
+    "logging.report_to=tensorbord": "logging.report_to: expected one of tensorboard, wandb, got 'tensorbord'",
     "data.train={path: builtin:python-docs, format: openai}": "did you mean messages?",
-    "data.train=[a*.json]": "a * stands for nothing here: name the folder",
-    "data.train[0].columns={prompt: 3}": "columns.prompt: should be text, not 3 · put it in quotes",
+    "data.train=[a*.json]": "wildcards are not supported",
+    "data.train[0].columns={prompt: 3}": "columns.prompt: expected a string, got 3 · put it in quotes",
     "model.revisoin=main": "did you mean model.revision?",
     "training.eval_split=0.1": "did you mean data.eval_split?",
     "lora_r=8": "did you mean adapter.rank?",
@@ -107,8 +108,8 @@ WRONG = {
     "model.name=gpt2": "did you mean model.name_or_path?",
     "generation.max_length=9": "did you mean generation.max_new_tokens?",
     "training.deepspeed=z3.json": "did you mean distributed.strategy?",
-    "generation.top_p=1.5": "should be a number, above 0 and at most 1, not 1.5",
-    "training.seed=99999999999999999999": "should be a whole number",
+    "generation.top_p=1.5": "expected a number > 0 and ≤ 1, got 1.5",
+    "training.seed=99999999999999999999": "expected an integer",
 }
 
 
@@ -129,8 +130,8 @@ training: {output_dir: runs/x}
 """
     known = "keys of adapter are type, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora"
     assert problems(text) == [
-        "x.yaml:2: adapter.type: should be one of none, lora, not 'lorra' · did you mean lora?",
-        "x.yaml:2: adapter.alpha: should be a number, above 0, not -1",
+        "x.yaml:2: adapter.type: expected one of none, lora, got 'lorra' · did you mean lora?",
+        "x.yaml:2: adapter.alpha: expected a number > 0, got -1",
         "x.yaml:2: adapter.r: unknown key · did you mean adapter.rank?",
         f"x.yaml:2: adapter.bias: unknown key · {known}",
     ]
@@ -160,16 +161,13 @@ def test_reported_without_the_imports_that_take_seconds(tmp_path: Path) -> None:
     path.write_text(BAD)
     code = (
         "import sys\n"
-        "from halftune.config.load import load_config\n"
-        "from halftune.core.errors import ConfigError\n"
-        "try:\n    load_config(sys.argv[1])\nexcept ConfigError as error:\n    count = len(error.problems)\n"
-        "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules)\n"
-        "print(count, sorted(heavy))\n"
+        "from halftune.cli import main\n"
+        "try:\n    main(['train', '--config', sys.argv[1]])\nexcept SystemExit as left:\n    print(left.code)\n"
+        "print(sorted({'torch', 'transformers', 'huggingface_hub', 'numpy', 'rich'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    count, heavy = done.stdout.split()
-    assert int(count) == EXPECTED.count("\n") + 1
-    assert heavy == "[]"
+    assert done.stdout.split("\n") == ["2", "[]", ""]
+    assert len(done.stderr.splitlines()) == EXPECTED.count("\n") + 1
 
 
 def test_no_more_problems_than_a_screen_holds(problems: Callable[..., list[str]], recipe_text: str) -> None:

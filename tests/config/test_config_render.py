@@ -14,7 +14,7 @@ import yaml
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.reading.yaml_source import parse
 from halftune.config.render.docs import explained_yaml, markdown
-from halftune.config.render.schema import DRAFT, json_schema
+from halftune.config.render.schema import json_schema
 from halftune.config.render.text import inline, resolved_yaml
 from halftune.config.shape import walk
 
@@ -63,8 +63,8 @@ def test_inline_is_read_alike_by_everybody(value: Any) -> None:
 
 
 def test_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown(), (
-        "run: halftune schema --markdown > docs/config.md"
+    assert (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8") == markdown(), (
+        "run: halftune schema --markdown > docs/reference/config.md"
     )
 
 
@@ -92,6 +92,7 @@ CHECKS: dict[str, Callable[[Any, Any], bool]] = {
     "exclusiveMinimum": lambda value, limit: not _number(value) or value > limit,
     "exclusiveMaximum": lambda value, limit: not _number(value) or value < limit,
     "minItems": lambda value, limit: not isinstance(value, list) or len(value) >= limit,
+    "const": lambda value, word: value == word and type(value) is type(word),
     "required": lambda value, names: not isinstance(value, dict) or set(names) <= value.keys(),
 }
 TYPES = {
@@ -103,7 +104,7 @@ TYPES = {
     "number": lambda value: _number(value),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
 }
-ANNOTATIONS = {"$schema", "$defs", "title", "description", "default"}
+ANNOTATIONS = {"$schema", "$defs", "title", "description", "default", "discriminator"}
 
 
 def _number(value: Any) -> bool:
@@ -119,8 +120,9 @@ def valid(value: Any, schema: Any, root: Any) -> bool:
             continue
         if keyword == "$ref":
             results.append(valid(value, root["$defs"][argument.removeprefix("#/$defs/")], root))
-        elif keyword == "anyOf":
-            results.append(any(valid(value, option, root) for option in argument))
+        elif keyword in ("anyOf", "oneOf"):
+            count = sum(valid(value, option, root) for option in argument)
+            results.append(count == 1 if keyword == "oneOf" else count > 0)
         elif keyword == "type":
             results.append(TYPES[argument](value))
         elif keyword == "items":
@@ -138,7 +140,7 @@ def valid(value: Any, schema: Any, root: Any) -> bool:
 
 def test_schema_accepts_what_the_loader_accepts(load: Load, recipe_text: str) -> None:
     schema = json_schema()
-    assert schema["$schema"] == DRAFT
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     for recipe in sorted((ROOT / "configs").rglob("*.yaml")):
         assert valid(parse(recipe.read_text(), "x").values, schema, schema), recipe.name
     assert valid(parse(explained_yaml(), "x").values, schema, schema)

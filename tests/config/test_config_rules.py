@@ -8,72 +8,70 @@ from pathlib import Path
 import pytest
 
 from halftune.config.load import LoadedConfig, load_config
+from halftune.config.rules.check import check
 from halftune.config.rules.files import DATA_ENDINGS
-from halftune.config.rules.finding import Context
-from halftune.config.rules.keys import RULES, check
+from halftune.config.rules.rule import RULES, Context
 from halftune.core.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]
 Problems = Callable[..., list[str]]
 
 RULED = {
-    ("attention=fa2",): "argument attention=fa2: attention: fa2 cannot run with precision: fp32",
-    ("attention=fa3",): "fa3 cannot run with precision: fp32",
-    ("precision={compute: fp16, trainable: bf16}",): "its loss scaling needs fp32 weights",
-    ("training.load_best=true",): "training.load_best: needs evaluation data, and there is none",
-    ("training.early_stopping_patience=2",): "training.early_stopping_patience: needs evaluation data",
-    ("training.eval_steps=10",): "training.eval_steps: needs evaluation data",
-    ("data.eval_split=1.5",): "1.5 is neither a share (below 1) nor a number of samples",
-    ("data.eval_split=0.1", "data.eval=builtin:python-docs"): "data.eval_split: has no effect beside data.eval",
-    ("training.warmup_steps=10", "training.max_steps=10"): "10 is not below max_steps (10)",
+    ("attention=fa2",): "argument attention=fa2: attention: fa2 does not support precision: fp32",
+    ("attention=fa3",): "fa3 does not support precision: fp32",
+    ("precision={compute: fp16, trainable: bf16}",): "loss scaler requires fp32",
+    ("training.load_best=true",): "training.load_best: requires evaluation data",
+    ("training.early_stopping_patience=2",): "training.early_stopping_patience: requires evaluation data",
+    ("training.eval_steps=10",): "training.eval_steps: requires evaluation data",
+    ("data.eval_split=1.5",): "expected a share < 1 or an integer ≥ 1, got 1.5",
+    ("data.eval_split=0.1", "data.eval=builtin:python-docs"): "data.eval_split: has no effect with data.eval",
+    ("training.warmup_steps=10", "training.max_steps=10"): "expected less than max_steps (10), got 10",
     (
         "training.warmup_steps=10",
         "training.lr_scheduler_type=constant",
     ): "has no effect with lr_scheduler_type: constant",
     ("training.optim=sgd", "training.adam_beta2=0.99"): "training.adam_beta2: has no effect with optim: sgd",
     ("training.eval_steps=50", "training.max_steps=10", "data.eval_split=5"): "there would be no evaluation",
-    ("adapter.target_modules=[]",): "names no module",
-    ("adapter.target_modules=q_proj,v_proj",): "write a list: [q_proj, v_proj]",
+    ("adapter.target_modules=[]",): "empty module name",
+    ("adapter.target_modules=q_proj,v_proj",): "use a list: [q_proj, v_proj]",
     ("adapter.target_modules=all",): "did you mean all-linear?",
-    ("adapter.target_modules='(q_proj'",): "is no regular expression",
-    ("data.train.format=text",): "plain text has no answers to train on with method: sft · method: pretrain",
+    ("adapter.target_modules='(q_proj'",): "invalid regular expression",
+    ("data.train.format=text",): "use method: pretrain",
     ("method=pretrain", "data.system=Be brief."): "data.system: has no effect with method: pretrain",
     ("data.packing={enabled: false, split: true}",): "data.packing.split: has no effect without packing",
-    ("model.name_or_path=a/b", "model.trust_remote_code=true"): "without a revision · set model.revision",
+    ("model.name_or_path=a/b", "model.trust_remote_code=true"): "set model.revision",
     (
         "model.name_or_path=a/b",
         "model.trust_remote_code=true",
         "model.revision=main",
-    ): "model.revision: main can be a branch or a tag, whose code may change under trust_remote_code",
-    ("model.revision=main",): "model.revision: has no effect: the model does not come from the hub",
-    (
-        "model.name_or_path=builtin:qwen2-tyni",
-    ): "there is no model builtin:qwen2-tyni · did you mean builtin:qwen2-tiny?",
+    ): "model.revision: main may be a branch or tag",
+    ("model.revision=main",): "model.revision: has no effect: the model is not from the hub",
+    ("model.name_or_path=builtin:qwen2-tyni",): "unknown model builtin:qwen2-tyni · did you mean builtin:qwen2-tiny?",
     ("model.name_or_path=./nowhere",): "no such folder: ./nowhere",
-    ("model.name_or_path=w.gguf",): "weights alone are no model: w.gguf",
-    ("model.name_or_path=adapter",): "adapter holds an adapter, not a model",
-    ("model.name_or_path=empty",): "the folder empty has no config.json",
+    ("model.name_or_path=w.gguf",): "got weights only: w.gguf",
+    ("model.name_or_path=adapter",): "adapter contains an adapter, not a model",
+    ("model.name_or_path=empty",): "no config.json in folder empty",
     ("model.name_or_path='a b'",): "is neither a folder nor a hub id",
-    ("model.tokenizer=builtin:nope",): "model.tokenizer: there is no model builtin:nope",
-    ("model.chat_template=nope.jinja",): "no such file: nope.jinja · write chatml, or the path of a Jinja file",
-    ('model.chat_template="{% for m in messages %}"',): "holds the template itself",
-    ("data.train=builtin:python-doc",): "there is no data set builtin:python-doc · did you mean builtin:python-docs?",
+    ("model.tokenizer=builtin:nope",): "model.tokenizer: unknown model builtin:nope",
+    ("model.chat_template=nope.jinja",): "no such file: nope.jinja · use chatml, or the path of a Jinja file",
+    ('model.chat_template="{% for m in messages %}"',): "got a template",
+    ("data.train=builtin:python-doc",): "unknown data set builtin:python-doc · did you mean builtin:python-docs?",
     ("data.train=row.jsonl",): "no such file or folder: row.jsonl · did you mean rows.jsonl?",
     ("data.train=deep/er/x",): "there is no deep in",
-    ("data.train=empty",): "the folder empty holds no data file",
-    ("data.train=empty.jsonl",): "the file empty.jsonl is empty",
-    ("data.train=w.gguf",): "unknown kind of file: w.gguf",
+    ("data.train=empty",): "no data files in folder empty",
+    ("data.train=empty.jsonl",): "empty.jsonl is empty",
+    ("data.train=w.gguf",): "unknown file type: w.gguf",
     ("data.train='my data'",): "no such file or folder: my data",
     ("data.train={path: rows.jsonl, split: test}",): "has no effect: only hub data sets have splits",
     ("data.train=~nobody/x",): "no such file or folder",
-    ('data.train="a\\0b"',): "is no path",
+    ('data.train="a\\0b"',): "invalid path",
     ("training.output_dir=rows.jsonl",): "rows.jsonl is a file, not a folder",
     ("training.output_dir=rows.jsonl/x",): "rows.jsonl is a file, not a folder",
-    ("training.output_dir=''",): "is no path",
+    ("training.output_dir=''",): "invalid path",
     ("training.resume=runs/x/checkpoint-9",): "no such checkpoint: runs/x/checkpoint-9",
     ("training.resume='true'",): "did you mean auto?",
     ("depends_on=nope.yaml",): "depends_on: no such file",
-    ("depends_on=[x.yaml]",): "goes in a circle: x.yaml → x.yaml",
+    ("depends_on=[x.yaml]",): "dependency cycle: x.yaml → x.yaml",
 }
 
 
@@ -139,7 +137,7 @@ def test_circle_of_two(load: Load, problems: Problems, recipe_text: str) -> None
     load()
     Path("b.yaml").write_text("depends_on: x.yaml\n" + recipe_text)
     (line,) = problems("depends_on: [b.yaml]\n" + recipe_text)
-    assert "x.yaml:1: depends_on[0]: goes in a circle: x.yaml → b.yaml → x.yaml" in line
+    assert "x.yaml:1: depends_on[0]: dependency cycle: x.yaml → b.yaml → x.yaml" in line
 
 
 def test_output_must_not_be_the_model(load: Load, problems: Problems, recipe_text: str) -> None:
@@ -169,9 +167,9 @@ def test_every_rule_reads_keys_that_exist(load: Load) -> None:
     from halftune.config.shape import shape_at
 
     run = load().run
-    for row in RULES:
-        assert row.rule.__doc__
-        for read in row.reads:
+    for rule in RULES:
+        assert rule.check.__doc__
+        for read in rule.reads:
             assert shape_at(read, {"adapter": {"type": "lora"}}) is not None, read
     assert check(run, Context(Path("x.yaml")), set()) == []
 
@@ -180,3 +178,14 @@ def test_data_endings_are_those_that_are_read() -> None:
     from halftune.data.files import READERS
 
     assert set(DATA_ENDINGS) == set(READERS)
+
+
+@pytest.mark.parametrize("part", ["final", "checkpoint-2/again", "set-aside/x/y"])
+def test_a_run_is_not_put_into_a_part_of_another(load: Load, problems: Problems, recipe_text: str, part: str) -> None:
+    """The other one compares its result with a list of its files, and removes old checkpoints."""
+    inside, beside = (recipe_text.replace("runs/x", place) for place in (f"outer/{part}", "outer/beside"))
+    Path("outer").mkdir()
+    load(inside)
+    Path("outer/resolved.yaml").touch()
+    assert "part of another run" in "".join(problems(inside))
+    load(beside)

@@ -13,27 +13,27 @@ from halftune.config.reading.yaml_source import parse, scalar
 from halftune.core.errors import ConfigError
 
 CASES = {
-    "": "x.yaml: is empty",
-    "# only a comment\n": "x.yaml: is empty",
-    "- a\n- b\n": "x.yaml:1: is a list, not a set of keys",
-    "just text\n": "x.yaml:1: is a single value",
-    "a:\n\tb: 1\n": "x.yaml:2: a tab is used for indentation · YAML indents with spaces only",
-    "a: 'open\nb: 1\n": "x.yaml:1: a quote is never closed",
-    "a: [1, 2\nb: 3\n": "x.yaml:1: a bracket or brace is never closed",
-    "model:x\nb: 1\n": "x.yaml:1: this line is no 'key: value' · write a colon and a space",
+    "": "x.yaml: empty file",
+    "# only a comment\n": "x.yaml: empty file",
+    "- a\n- b\n": "x.yaml:1: expected a mapping, got a list",
+    "just text\n": "x.yaml:1: expected a mapping, got a single value",
+    "a:\n\tb: 1\n": "x.yaml:2: indentation with a tab",
+    "a: 'open\nb: 1\n": "x.yaml:1: unclosed quote",
+    "a: [1, 2\nb: 3\n": "x.yaml:1: unclosed bracket or brace",
+    "model:x\nb: 1\n": "x.yaml:1: expected 'key: value' · write a colon and a space",
     "a: b: c\n": "x.yaml:1: a second colon in one line",
     "a: 1\n  b: 2\n": "x.yaml:2: this key is indented deeper than the one above",
-    "a:\n    b: 1\n  c: 2\n": "x.yaml:3: the indentation does not fit",
-    "a: *nowhere\n": "x.yaml:1: an alias",
+    "a:\n    b: 1\n  c: 2\n": "x.yaml:3: inconsistent indentation",
+    "a: *nowhere\n": "x.yaml:1: undefined alias",
     "a: 1\n---\nb: 2\n": "x.yaml:2: a second document",
-    'a: "\\d"\n': "x.yaml:1: an unknown escape",
+    'a: "\\d"\n': "x.yaml:1: unknown escape",
     "a: @x\n": "x.yaml:1: a value cannot start with this character",
-    "a: \x00\n": "x.yaml:1: holds the character U+0000",
+    "a: \x00\n": "x.yaml:1: character U+0000",
     "a: &x [*x]\n": "nested too deeply",
     "[" * 500: "nested too deeply",
     "{a: " * 5000: "nested too deeply",
     "a: &a [1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b]\n"
-    "d: &d [*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d]\n": "holds more than 10,000 values",
+    "d: &d [*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d]\n": "more than 10,000 values",
 }
 
 
@@ -51,12 +51,12 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("data.yaml").write_bytes(b"a: 1\n" * 100_000)
     for name, said in {
         "quikstart.yaml": "no such file · did you mean quickstart.yaml?",
-        "no/where.yaml": "there is no folder no either",
-        ".": "is a folder, not a YAML file · it holds",
-        "latin.yaml": "latin.yaml:2: is not UTF-8: byte 0xe9",
-        "wide.yaml": "is UTF-16 · save it as UTF-8",
+        "no/where.yaml": "the folder no does not exist",
+        ".": "expected a YAML file, got a folder",
+        "latin.yaml": "latin.yaml:2: not UTF-8: byte 0xe9",
+        "wide.yaml": "got UTF-16 · save it as UTF-8",
         "data.yaml": "131,072 bytes",
-        "a\0b.yaml": "cannot be read",
+        "a\0b.yaml": "cannot read file",
     }.items():
         with pytest.raises(ConfigError, match=r".") as caught:
             load_config(name)

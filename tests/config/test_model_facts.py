@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.facts.families import LLAMA_LIKE, OTHERS
+from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import facts_from_config, read_model_facts
-from halftune.config.facts.weights import Tensor
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.architectures import own_architectures
@@ -148,9 +147,9 @@ def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
     assert facts.num_parameters_exact
     linear = {name for name, module in model.named_modules() if type(module).__name__ in LINEAR_CLASSES}
-    assert {m for t in facts.tensors if t.kind == "linear" for m in t.modules()} == linear - (
-        {"lm_head"} if facts.tie_word_embeddings else set()
-    )
+    kinds = {m: t.kind for t in facts.tensors for m in t.modules() if t.kind != "parameter"}
+    assert {m for m, kind in kinds.items() if kind in ("linear", "router")} == linear - {"lm_head"}
+    assert [m for m, kind in kinds.items() if kind == "head"] == ([] if facts.tie_word_embeddings else ["lm_head"])
 
 
 @pytest.mark.parametrize(("model_type", "extra"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -173,10 +172,6 @@ def test_sizes_are_those_of_transformers(model_type: str, extra: dict[str, Any])
         )
 
 
-def test_every_described_family_is_tested() -> None:
-    assert {case[1] for case in [*CASES, *STATEFUL]} == {*LLAMA_LIKE, *OTHERS}
-
-
 @pytest.mark.parametrize("name", BUILTIN_MODELS)
 def test_builtin_models_are_counted_exactly(name: str) -> None:
     facts = read_model_facts(ModelSection(name_or_path=f"builtin:{name}"))
@@ -191,13 +186,12 @@ def folder_with(tmp_path: Path, raw: dict[str, Any] | str) -> ModelSection:
     return ModelSection(name_or_path=str(tmp_path))
 
 
-def test_an_undescribed_family_is_estimated(tmp_path: Path) -> None:
-    raw = {**SMALL, "model_type": "arcee", "num_key_value_heads": 2}
+def test_what_transformers_cannot_build_is_estimated(tmp_path: Path) -> None:
+    raw = {**SMALL, "model_type": "llama", "num_key_value_heads": 3, "hidden_size": 66}
     facts = read_model_facts(folder_with(tmp_path, raw))
-    with torch.device("meta"):
-        exact = sum(p.numel() for p in AutoModelForCausalLM.from_config(built_config(raw)).parameters())
     assert not facts.num_parameters_exact
-    assert facts.num_parameters == pytest.approx(exact, rel=0.25)
+    assert not facts.tensors
+    assert facts.num_parameters == sum(tensor.size * tensor.count for tensor in facts.likely_tensors)
 
 
 def test_headers_count_what_is_on_disk(tmp_path: Path) -> None:
@@ -236,7 +230,7 @@ def test_a_missing_weight_is_refused_unless_another_could_become_it(tmp_path: Pa
     shapes = {name: tensor.shape for tensor in facts_from_config(raw, "x").tensors for name in _names(tensor)}
     del shapes["lm_head.weight"]
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"1 weight is missing, first lm_head.weight: loaded, they would be random"):
+    with pytest.raises(ModelError, match=r"1 weight is missing, first lm_head.weight: they would be random"):
         read_model_facts(section)
     renamed = {**shapes, "embed_out.weight": (300, 64)}
     save_file({name: torch.zeros(shape) for name, shape in renamed.items()}, tmp_path / "model.safetensors")
@@ -272,7 +266,7 @@ def test_quantised_weights_without_a_word_about_them_are_refused(tmp_path: Path,
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({name: torch.zeros(96, 64).to(dtype)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        ModelError, match=rf"{name} is stored as (I8|F8_E4M3), and config.json has no quantization_conf"
+        ModelError, match=rf"{name} is stored as (I8|F8_E4M3), but config.json has no quantization_conf"
     ):
         read_model_facts(folder_with(tmp_path, raw))
     named = {**raw, "quantization_config": {"quant_method": "fp8"}}
@@ -308,14 +302,38 @@ def test_a_damaged_weight_file_is_an_error(tmp_path: Path, damage: str) -> None:
     file.write_bytes(
         {"cut": whole[:-50], "empty": b"", "text": b"version https://git-lfs.github.com/spec/v1\n"}[damage]
     )
-    with pytest.raises(ModelError, match="not a whole safetensors file"):
+    with pytest.raises(ModelError, match="corrupt or truncated safetensors file"):
         read_model_facts(section)
+
+
+def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section, file = folder_with(tmp_path, {**SMALL, "model_type": "llama"}), tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(100)}, file)
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **named: Any) -> Any:
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelError, match="Permission denied") as caught:
+        read_model_facts(section)
+    assert caught.value.code == "core.unreadable"
 
 
 def test_the_text_part_of_a_multimodal_model() -> None:
     raw = {
         "model_type": "qwen3_5",
-        "text_config": {**SMALL, **LINEAR, "model_type": "qwen3_5_text", "dtype": "bfloat16"},
+        "text_config": {
+            **SMALL,
+            **LINEAR,
+            "model_type": "qwen3_5_text",
+            "dtype": "bfloat16",
+            "tie_word_embeddings": True,
+        },
         "vision_config": {"hidden_size": 999},
         "tie_word_embeddings": True,
     }
@@ -344,14 +362,13 @@ def test_windows_experts_sinks_and_quantisation() -> None:
     [
         ("{broken", r"config\.json:1: not valid JSON"),
         ("", r"config\.json:1: not valid JSON"),
-        ("[1]", "should be a JSON object"),
-        ({"hidden_size": 4}, "names no model_type"),
+        ("[1]", "expected a JSON object"),
+        ({"hidden_size": 4}, "no model_type"),
         ({**SMALL, "model_type": "lama"}, "did you mean llama"),
         ({**SMALL, "model_type": "bert"}, "is an encoder"),
         ({**SMALL, "model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({**SMALL, "model_type": "mystery9000", "auto_map": {"AutoModelForCausalLM": "a.B"}}, "trust_remote_code"),
-        ({**SMALL, "model_type": "llama", "hidden_size": "big"}, "hidden_size is 'big'"),
-        ({"model_type": "llama"}, "hidden_size is missing"),
+        ({**SMALL, "model_type": "llama", "hidden_size": "big"}, "hidden_size.*'big'"),
     ],
 )
 def test_what_is_no_model_is_refused(tmp_path: Path, raw: Any, message: str) -> None:
@@ -363,13 +380,13 @@ def test_places_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_model_facts(ModelSection(name_or_path=str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds an adapter"):
+    with pytest.raises(ModelError, match="contains an adapter"):
         read_model_facts(ModelSection(name_or_path=str(tmp_path)))
-    with pytest.raises(ModelError, match="no model folder"):
+    with pytest.raises(ModelError, match="no such model folder"):
         read_model_facts(ModelSection(name_or_path="./nowhere"))
     with pytest.raises(ModelError, match=r"did you mean builtin:qwen2-tiny"):
         read_model_facts(ModelSection(name_or_path="builtin:qwen2-tine"))
-    with pytest.raises(ModelError, match=r"there is no folder nobody/nothing here; as a hub id: not in the hub"):
+    with pytest.raises(ModelError, match=r"no local folder nobody/nothing"):
         read_model_facts(ModelSection(name_or_path="nobody/nothing"))
 
 
@@ -378,4 +395,4 @@ def test_a_size_that_a_models_own_code_keeps_to_itself_is_asked_for(tmp_path: Pa
     folder = folder_with(tmp_path, {**code, "vocab_size": 64, "num_attention_heads": 2})
     with pytest.raises(ModelError, match="hidden_size, num_hidden_layers are missing") as caught:
         read_model_facts(folder.model_copy(update={"trust_remote_code": True}))
-    assert "write hidden_size and num_hidden_layers into config.json" in caught.value.remedy
+    assert "add hidden_size and num_hidden_layers to config.json" in caught.value.remedy

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from halftune.config.facts.families import FAMILIES, OWN, Family, family_of
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
-from halftune.config.facts.model_types import ENCODER_DECODERS, ENCODERS, check_causal
+from halftune.config.facts.model_types import check_causal
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 
@@ -60,7 +63,8 @@ def test_every_causal_config_of_transformers(tmp_path: Path) -> None:
             if text[theirs] != getattr(facts, ours)
         ]
     assert not wrong
-    assert refused <= ENCODERS | ENCODER_DECODERS | {"musicgen", "musicgen_melody"}
+    not_causal = {name for name, family in FAMILIES.items() if family.kind != "decoder"}
+    assert refused <= not_causal | {"musicgen", "musicgen_melody"}
 
 
 @pytest.mark.parametrize(
@@ -100,16 +104,29 @@ def test_groups_of_settings_are_read() -> None:
 @pytest.mark.parametrize("model_type", ["t5", "bart", "whisper", "marian", "vision-encoder-decoder"])
 @pytest.mark.parametrize("said", [{}, {"is_encoder_decoder": True}])
 def test_encoder_decoders_are_refused(model_type: str, said: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="is an encoder-decoder, and halftune trains decoders only") as caught:
+    with pytest.raises(ModelError, match="is an encoder-decoder") as caught:
         check_causal({"model_type": model_type, **said}, where="x", trust_remote_code=False)
-    assert "take a decoder" in caught.value.remedy
+    assert "use a decoder" in caught.value.remedy
 
 
 def test_the_families_named_are_what_transformers_says() -> None:
     """A type in our list is, by default, an encoder-decoder in transformers (or unknown to this version)."""
     for name in ("t5", "bart", "whisper", "led", "speech_to_text"):
         assert CONFIG_MAPPING[name]().is_encoder_decoder
-    assert not ENCODERS & ENCODER_DECODERS
+
+
+def test_every_row_is_of_a_model_type_that_exists() -> None:
+    known = {*CONFIG_MAPPING_NAMES, *OWN}
+    assert not FAMILIES.keys() - known
+    assert not [name for name, family in FAMILIES.items() if family.operators and not family.hybrid]
+    operators = {operator for family in FAMILIES.values() for operator in family.operators}
+    assert not [name for name in operators if find_spec(f"halftune_kernels.ops.{name}") is None]
+
+
+def test_a_familys_row_is_found_by_its_text_part() -> None:
+    assert family_of("gemma3_text") is family_of("gemma3") is FAMILIES["gemma3"]
+    assert family_of("llava", "gemma2") is FAMILIES["gemma2"]
+    assert family_of("no_such_type") == Family()
 
 
 def test_the_decoder_of_a_pair_alone_is_taken() -> None:
@@ -125,5 +142,5 @@ def test_what_looks_both_ways_is_refused(model_type: str) -> None:
 
 
 def test_what_is_made_for_images_is_not_called_unknown() -> None:
-    with pytest.raises(ModelError, match="transformers has resnet, but not as a causal language model"):
+    with pytest.raises(ModelError, match="no causal language model for resnet"):
         check_causal({"model_type": "resnet"}, where="x", trust_remote_code=False)

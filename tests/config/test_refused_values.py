@@ -31,7 +31,7 @@ TEXT = {"model_type": "qwen2", "num_hidden_layers": 2}
 def test_what_transformers_refuses(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_values(raw, where="config.json", own_code=False)
-    assert caught.value.what.startswith(f"{named} ")
+    assert caught.value.what.startswith(named)
     assert caught.value.where == "config.json"
     assert caught.value.remedy
 

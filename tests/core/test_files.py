@@ -10,6 +10,7 @@ import os
 import stat
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,13 @@ from halftune.core.files import open_file, read_limited
 from halftune.core.log import log_to
 from halftune.core.status import StatusFile
 from halftune.core.template_probe import excess
-from halftune.core.time_limit import OutOfTime, cpu_limit
+from halftune.core.time_limit import Limits, OutOfTime
 from halftune.data.files import read_file
+from halftune.train.callbacks import samples
 from halftune.train.environment import git_state
 from halftune.train.lock import locked
+from halftune.train.report.record import read as read_record
+from halftune.train.same_run import recorded
 
 
 @pytest.fixture
@@ -127,7 +131,7 @@ def test_small_files_that_grow_are_refused(tmp_path: Path) -> None:
     with gzip.open(bomb, "wb", compresslevel=1) as file:
         for _ in range(70):
             file.write(b" " * (1 << 20))
-    with pytest.raises(DataError, match="unpacks to more than") as caught:
+    with pytest.raises(DataError, match="decompresses to") as caught:
         read_file(bomb)
     assert caught.value.where == str(bomb)
     with gzip.open(bomb, "wb") as file:
@@ -144,13 +148,13 @@ def sparse(path: Path, size: int, begin: bytes = b"") -> Path:
 
 def test_sizes_are_checked_before_reading(tmp_path: Path) -> None:
     huge = 1 << 40  # which no machine could read
-    with pytest.raises(ConfigError, match="is it data"):
+    with pytest.raises(ConfigError, match="check the file name"):
         read_recipe(sparse(tmp_path / "recipe.yaml", huge))
     with pytest.raises(OSError, match="more than") as caught:
         read_limited(tmp_path / "recipe.yaml", 10)
     assert caught.value.errno == errno.EFBIG
     sparse(tmp_path / "model.safetensors", huge, struct.pack("<Q", huge // 2))
-    with pytest.raises(ModelError, match="at most 100,000,000"):
+    with pytest.raises(ModelError, match="the maximum is 100,000,000"):
         read_headers(tmp_path)
     sparse(tmp_path / "model.safetensors.index.json", huge)
     with pytest.raises(ModelError, match="index"):
@@ -160,7 +164,7 @@ def test_sizes_are_checked_before_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "a/../../b.safetensors"])
 def test_an_index_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ModelError, match="not in the model's folder"):
+    with pytest.raises(ModelError, match="outside the model's folder"):
         read_headers(tmp_path)
 
 
@@ -186,9 +190,67 @@ def endless() -> None:
 
 
 def test_python_that_does_not_end_is_interrupted() -> None:
-    with pytest.raises(OutOfTime), cpu_limit(0.05):
+    with pytest.raises(OutOfTime), Limits(0.05, 1 << 30):
         endless()
-    with cpu_limit(0.05):
+    with pytest.raises(OutOfTime), Limits(0.05, 1 << 30), Limits(100, 1 << 30):  # the outer one holds
+        endless()
+    with Limits(0.05, 1 << 30):
         pass
     for _ in range(2_000_000):  # no limit is left behind
         pass
+
+
+LIMITED = """
+from halftune.core.time_limit import Limits
+
+try:
+    with Limits(10, 1 << 28):
+        bytearray(1 << 29)
+except MemoryError:
+    pass
+else:
+    raise SystemExit("there is no limit")
+with Limits(10, 1 << 28) as limits:
+    kept = []
+    for _ in range(4):
+        kept.append(bytearray(200 << 20))
+        limits.renew(200 << 20)
+bytearray(1 << 29)  # no limit is left behind
+"""
+
+
+def test_memory_of_a_block_is_limited() -> None:
+    """In a process of its own: one that has trained keeps what it freed, and takes from that without a limit."""
+    subprocess.run([sys.executable, "-c", LIMITED], check=True)
+
+
+def filled(path: Path) -> None:
+    """A file that takes no room on the disk, and more memory than there is."""
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def test_files_of_a_run_that_would_fill_the_memory_are_not_read(tmp_path: Path, caplog) -> None:
+    for name in ("samples.json", "metrics.jsonl", "environment.json", "resolved.yaml", "status.json"):
+        filled(tmp_path / name)
+    found = read_record(tmp_path)
+    assert not found.samples
+    assert not found.training
+    assert {"samples.json", "environment.json", "resolved.yaml"} <= set(found.unreadable)
+    assert samples._before(tmp_path) == {}
+    assert "samples.json is not readable" in caplog.text
+    with locked(tmp_path):
+        filled(tmp_path / ".lock")
+        with pytest.raises(ConfigError) as caught, locked(tmp_path):
+            pass
+    assert caught.value.code == "train.folder_locked"
+
+
+def test_files_of_a_run_that_are_nested_too_deeply_are_unreadable(tmp_path: Path) -> None:
+    for name in ("samples.json", "metrics.jsonl", "resolved.yaml"):
+        (tmp_path / name).write_text("[" * 3_000)
+    assert {"samples.json", "resolved.yaml"} <= set(read_record(tmp_path).unreadable)
+    assert samples._before(tmp_path) == {}
+    with pytest.raises(ConfigError) as caught:
+        recorded(tmp_path / "resolved.yaml")
+    assert caught.value.code == "train.run_folder_damaged"

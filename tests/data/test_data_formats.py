@@ -9,6 +9,7 @@ import pytest
 from halftune.core.errors import DataError
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.formats import FORMATS, load_format
+from halftune.data.mask import NO_TOOLS
 from halftune.data.pipeline import prepare
 
 
@@ -102,15 +103,15 @@ def test_prompt_and_completion_as_messages_train_the_completion_only():
 MALFORMED = [
     ("messages", {"messages": [{"role": "narrator", "content": "x"}]}, "unknown role 'narrator'"),
     ("messages", {"messages": [{"content": "x"}]}, "neither role nor from"),
-    ("messages", {"messages": ["x"]}, "message 1 should be an object"),
+    ("messages", {"messages": ["x"]}, "message 1: expected an object"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "text or a list of parts"),
     ("messages", {"messages": [{"role": "user", "content": "x", "training": False}]}, "unknown key 'training'"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "Weights": 0}]}, "unknown key 'Weights'"),
     ("alpaca", {"instruction": "A?"}, "row without an answer"),
-    ("alpaca", {"instruction": ["A"], "output": "B"}, "instruction should be a text, not a list"),
-    ("alpaca", {"instruction": "A", "output": True}, "output should be a text, not a boolean"),
-    ("alpaca", {"instruction": "A", "output": "B", "history": ["x"]}, "history should be"),
-    ("alpaca", {"instruction": "A", "output": "B", "history": 7}, "history should be"),
+    ("alpaca", {"instruction": ["A"], "output": "B"}, "instruction: .*list"),
+    ("alpaca", {"instruction": "A", "output": True}, "output: .*boolean"),
+    ("alpaca", {"instruction": "A", "output": "B", "history": ["x"]}, "history: expected"),
+    ("alpaca", {"instruction": "A", "output": "B", "history": 7}, "history: expected"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}], "tools": "[{]"}, "tools is not valid JSON"),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": "{f}"}]}, "tool call is not valid JSON"),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}]}, "needs a name"),
@@ -131,7 +132,7 @@ def test_malformed_rows_say_what_is_wrong(name, row, message):
 def test_keys_of_a_message_that_nothing_reads_are_noted():
     message = {"role": "assistant", "content": "x", "loss": False, "mask": 1, "refusal": None, "value": "y"}
     (note,) = read("messages", {"messages": [message, {**message, "id": "7"}]}).notes
-    assert note == "unknown message keys: id, loss, mask, value (they change nothing)"
+    assert note.endswith(": id, loss, mask, value")
     with pytest.raises(RowError) as caught:
         read("messages", {"messages": [{"role": "assistant", "content": "x", "training": False}]})
     assert caught.value.remedy.startswith("did you mean train?")
@@ -181,15 +182,15 @@ def test_what_cannot_be_trained_on_is_dropped_and_counted(row, tokenizer, make_c
 
 def test_nothing_left_is_an_error_with_the_reasons(tokenizer, make_config, write):
     path = write([{"instruction": "A?", "output": ""}] * 3)
-    with pytest.raises(DataError, match=r"no row is left to train on: the answer is empty: 3 \(rows 1, 2, 3\)"):
+    with pytest.raises(DataError, match=r"the answer is empty: 3 \(rows 1, 2, 3\)"):
         prepare(make_config(path), tokenizer)
 
 
 def test_tools_that_a_template_does_not_show_are_named(make_tokenizer, make_config, write):
     row = {"prompt": "A?", "completion": "B.", "tools": [{"name": "f"}]}
     prepared = prepare(make_config(write([row])), make_tokenizer("llama3"))
-    assert [note for note in prepared.report.train[0].notes if "no place for tools" in note]
+    assert [note for note in prepared.report.train[0].notes if note == NO_TOOLS]
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
     rows = [row | {"conversations": [{"from": "human", "value": "A?"}, call]}]
-    with pytest.raises(DataError, match="does not render tool calls"):
+    with pytest.raises(DataError, match="tool calls"):
         prepare(make_config(write(rows, "calls.jsonl")), make_tokenizer("llama3"))

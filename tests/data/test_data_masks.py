@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from halftune.core.errors import DataError
+from halftune.data.example import NO_LABEL
 from halftune.data.pipeline import prepare
-from halftune.data.sample import NO_LABEL
+from halftune.data.tokenize import MERGED
 
 ONE = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "The answer is four."}]
 TWO = [*ONE, {"role": "user", "content": "And in German?"}, {"role": "assistant", "content": "Zwei und zwei ist vier!"}]
@@ -16,7 +17,7 @@ END = {"llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>"}
 
 def only(prepared):
     assert len(prepared.train) == 1, prepared.report.to_dict()
-    return prepared.train.sample(0)
+    return prepared.train.example(0).segments[0]
 
 
 def trained_texts(sample, tokenizer):
@@ -83,7 +84,7 @@ def test_a_turn_can_be_left_untrained(mark, tokenizer, make_config, write):
 @pytest.mark.parametrize("mark", [{"train": "false"}, {"train": "no"}, {"train": 0}, {"weight": "0"}, {"weight": 0.5}])
 def test_a_mark_that_is_no_boolean_is_an_error(mark, tokenizer, make_config, write):
     path = write([{"messages": ONE}, {"messages": [ONE[0], {**ONE[1], **mark}]}])
-    with pytest.raises(DataError, match=rf"{path} line 2: message 2: (train|weight) should be"):
+    with pytest.raises(DataError, match=rf"{path} line 2: message 2: (train|weight): expected"):
         prepare(make_config(path), tokenizer)
 
 
@@ -91,9 +92,9 @@ def test_system_messages_are_never_touched(tokenizer, make_config, write):
     own = [{"role": "system", "content": "Speak like a pirate."}, *ONE]
     config = make_config(write([{"messages": own}, {"messages": ONE}]), system="Be brief.")
     prepared = prepare(config, tokenizer)
-    assert prepared.train.sample(0).input_ids.tolist() == rendered(tokenizer, own)
+    assert prepared.train.example(0).segments[0].input_ids.tolist() == rendered(tokenizer, own)
     brief = [{"role": "system", "content": "Be brief."}, *ONE]
-    assert prepared.train.sample(1).input_ids.tolist() == rendered(tokenizer, brief)
+    assert prepared.train.example(1).segments[0].input_ids.tolist() == rendered(tokenizer, brief)
     # The next use in the same process knows nothing of it.
     without = only(prepare(make_config(write([{"messages": ONE}], "other.jsonl")), tokenizer))
     assert without.input_ids.tolist() == rendered(tokenizer, ONE)
@@ -154,7 +155,7 @@ def test_a_template_without_ends_is_named(make_tokenizer, make_config, write, te
     assert trained_texts(sample, tokenizer) == [" The answer is four.\n", " Zwei und zwei ist vier!\n"]
     notes = " ".join(prepared.report.train[0].notes)
     assert "no end-of-turn token" in notes
-    assert "also holds the end of its header" in notes
+    assert MERGED in notes
 
 
 REPEATED = [TWO[0], TWO[1], {"role": "user", "content": "four"}, {"role": "assistant", "content": "And four is vier."}]
@@ -184,7 +185,7 @@ def test_a_prompt_that_is_written_differently_later(make_tokenizer, make_config,
 
 def test_where_no_mask_can_be_found_the_row_is_dropped(make_tokenizer, make_config, write, templates):
     tokenizer = make_tokenizer("plain", templates.SHUFFLED)
-    with pytest.raises(DataError, match=r"the loss mask cannot be found.*: 2 \(rows 1, 2\)"):
+    with pytest.raises(DataError, match=r"loss mask.*: 2 \(rows 1, 2\)"):
         prepare(make_config(write([{"messages": ONE}, {"messages": TWO}])), tokenizer)
 
 
@@ -210,7 +211,7 @@ def test_marks_on_questions(tokenizer, make_config, write):
 
     everything = {"type": "sft", "train_on": "all"}
     for mark in ({"weight": 1}, {"train": True}):
-        with pytest.raises(DataError, match=r"line 1: a user message is marked to be trained.*train_on: all"):
+        with pytest.raises(DataError, match=r"line 1: .*user message.*train_on: all"):
             prepare(make_config(row(**mark)), tokenizer)
         sample = only(prepare(make_config(row(**mark), method=everything), tokenizer))
         assert sample.labels[1:].tolist() == sample.input_ids[1:].tolist()
@@ -269,3 +270,19 @@ def test_the_tokenizer_is_left_as_it_was(tokenizer, make_config, write):
     prepare(make_config(write([{"messages": TWO}])), tokenizer)
     assert tokenizer.backend_tokenizer.to_str() == before
     assert tokenizer.chat_template == template
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_conversation_is_rendered_in_few_calls(family, make_tokenizer, make_config, write, monkeypatch):
+    """Each answer is compared with renderings of its own; made one by one, they cost twice as much."""
+
+    def calls(turns):
+        tokenizer, made = make_tokenizer(family), []
+        apply = type(tokenizer).apply_chat_template
+        monkeypatch.setattr(
+            tokenizer, "apply_chat_template", lambda *a, **k: made.append(a) or apply(tokenizer, *a, **k), raising=False
+        )
+        only(prepare(make_config(write([{"messages": ONE * turns}]), max_length=4096), tokenizer))
+        return len(made)
+
+    assert calls(12) == calls(4)

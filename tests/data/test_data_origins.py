@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from halftune.data import store as stores
+from halftune.data.example import Example, Segment
 from halftune.data.pipeline import prepare
 from halftune.data.split import SHOWN, TokenizedSplit
 from halftune.data.store import TokenStore, build_store, load_store, save_store
@@ -27,8 +28,9 @@ def origins(split: TokenizedSplit) -> list[str]:
 
 @pytest.fixture
 def store() -> TokenStore:
-    samples = [(np.arange(5), np.arange(5) > 0), (np.arange(10, 17), np.arange(7) > 2)]
-    return build_store(samples, [(1, 3), (0, 7)], [("a.jsonl", "line"), ("b.csv", "row")])
+    one = Segment(np.arange(5), np.arange(5) > 0)
+    other = Segment(np.arange(10, 17), np.arange(7) > 2)
+    return build_store([Example((one,)), Example((other,))], [(1, 3), (0, 7)], [("a.jsonl", "line"), ("b.csv", "row")])
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -72,14 +74,14 @@ def test_chosen_held_out_and_weighted_rows_keep_their_lines(tokenizer: Any, make
     assert prepared.eval is not None
     for split in (prepared.train, prepared.eval):
         for index in range(len(split)):
-            text = tokenizer.decode(split.sample(index).input_ids)
+            text = tokenizer.decode(split.example(index).segments[0].input_ids)
             number = split.where([index]).rpartition(" ")[2]
             assert f"row {number}<" in text
 
 
 def test_long_lists_are_cut(store: TokenStore) -> None:
     many = replace(store, origins=np.array([[0, number] for number in range(1, 101)], dtype=np.int32))
-    many = replace(many, trained=np.zeros(100, np.int32), offsets=np.arange(101))
+    many = replace(many, trained=np.zeros(100, np.int32), offsets=np.arange(101), firsts=np.arange(101))
     said = TokenizedSplit([many], np.arange(100)).where(range(100))
     assert said.endswith(f"{SHOWN} and {100 - SHOWN} more")
 
@@ -93,7 +95,7 @@ def test_a_saved_store_is_the_same(store: TokenStore, tmp_path: Path) -> None:
     np.save(tmp_path / "origins.npy", store.origins[:1])
     with pytest.raises(ValueError, match="different lengths"):
         load_store(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.npy")} == set(stores._ARRAYS)
+    assert {path.stem for path in tmp_path.glob("*.npy")} == {*stores._ARRAYS, stores._COLUMNS}
 
 
 def test_a_file_that_is_cut_under_the_run_is_said(store: TokenStore, tmp_path: Path) -> None:
@@ -103,13 +105,13 @@ def test_a_file_that_is_cut_under_the_run_is_said(store: TokenStore, tmp_path: P
     path = tmp_path / "ids.npy"
     whole = path.stat().st_size
     os.truncate(path, whole - 1)
-    with pytest.raises(ValueError, match=rf"ids.npy has {whole - 1} bytes and had {whole}"):
-        loaded.sample(0)
+    with pytest.raises(ValueError, match=rf"ids.npy was truncated from {whole} to {whole - 1}"):
+        loaded.example(0)
     os.truncate(path, whole)
     for another in (lambda: None, lambda: path.write_bytes(b"")):  # deleted, and made anew by somebody else
         path.unlink(missing_ok=True)
         another()
-        assert len(loaded.sample(0).input_ids)
+        assert len(loaded.example(0).segments)
 
 
 def test_a_sample_that_is_not_what_was_written_is_refused(store: TokenStore) -> None:
@@ -118,10 +120,10 @@ def test_a_sample_that_is_not_what_was_written_is_refused(store: TokenStore) -> 
         ids = store.ids.copy()
         ids[6] = value
         broken = replace(store, ids=ids)
-        assert broken.sample(0).input_ids.tolist() == [0, 1, 2, 3, 4]
-        with pytest.raises(ValueError, match="token ids of"):
-            broken.sample(1)
+        assert broken.example(0).segments[0].input_ids.tolist() == [0, 1, 2, 3, 4]
+        with pytest.raises(ValueError, match=r"token ids .* out of range"):
+            broken.example(1)
     for offsets in ([0, 5, 99], [0, -5, 12], [0, 0, 12]):
         broken = replace(store, offsets=np.array(offsets))
-        with pytest.raises(ValueError, match="should be tokens"):
-            [broken.sample(index) for index in range(2)]
+        with pytest.raises(ValueError, match=r"^tokens .* out of range"):
+            [broken.example(index) for index in range(2)]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
+from halftune.data.example import NO_LABEL
+from halftune.data.overlong import CUT, EARLIER, LATER
 from halftune.data.pipeline import prepare
-from halftune.data.sample import NO_LABEL
 
 LONG = "what is it and why is it so " * 60
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
@@ -30,7 +31,7 @@ def fit(tokenizer, make_config, write):
         prepared = prepare(
             make_config(write([{"messages": messages}]), max_length=limit, method=method, **data), tokenizer
         )
-        sample = prepared.train.sample(0)
+        sample = prepared.train.example(0).segments[0]
         assert len(sample.input_ids) <= limit
         report = prepared.report.train[0]
         assert report.truncated_rows == 1
@@ -55,7 +56,7 @@ def test_a_long_answer_is_cut_counted_and_has_no_end(fit):
     assert text.endswith(trained)
     assert LONG.startswith(trained)
     assert len(trained) > 100
-    assert list(report.truncated) == ["answer cut, its end-of-turn token is not trained"]
+    assert list(report.truncated) == [CUT]
 
 
 def test_both_long_leave_room_for_an_answer(fit):
@@ -86,7 +87,7 @@ def test_answers_that_do_not_fit_are_counted(fit):
     assert trained == "One. " * 20 + END
     assert text.endswith(f"{END}\n")
     assert report.answers_lost == 2
-    assert list(report.truncated) == ["later exchanges left out"]
+    assert list(report.truncated) == [LATER]
 
 
 def test_last_keeps_the_last(fit):
@@ -102,7 +103,7 @@ def test_last_keeps_the_last(fit):
     assert trained == f"Three.{END}"
     assert "Two." not in text
     assert f"{END}\n<|im_start|>user\nC?{END}\n{HEADER}Three.{END}" in text
-    assert list(report.truncated) == ["earlier exchanges left out"]
+    assert list(report.truncated) == [EARLIER]
 
 
 def test_system_messages_are_not_shortened(fit, tokenizer, make_config, write):
@@ -152,14 +153,14 @@ def test_every_kept_answer_but_a_cut_one_has_its_end(tokenizer, make_config, wri
         assert report.kept + sum(count.count for count in report.dropped.values()) == len(rows)
         cut = 0
         for index in range(len(prepared.train)):
-            sample = prepared.train.sample(index)
+            sample = prepared.train.example(index).segments[0]
             assert len(sample.input_ids) <= limit
             labelled = sample.labels != NO_LABEL
             stops = np.flatnonzero(labelled & ~np.append(labelled[1:], False))
             for stop in stops[:-1]:
                 assert sample.labels[stop] == end
             cut += sample.labels[stops[-1]] != end
-        assert cut == report.truncated["answer cut, its end-of-turn token is not trained"].count if cut else True
+        assert cut == report.truncated[CUT].count if cut else True
 
 
 def test_drop_and_error(tokenizer, make_config, write):
@@ -169,7 +170,7 @@ def test_drop_and_error(tokenizer, make_config, write):
     assert {reason: count.rows for reason, count in prepared.report.train[0].dropped.items()} == {
         "longer than max_length 128": ["2"]
     }
-    with pytest.raises(DataError, match=r"line 2: \d+ tokens are more than data\.max_length 128"):
+    with pytest.raises(DataError, match=r"line 2: \d+ tokens .* data\.max_length \(128\)"):
         prepare(make_config(path, max_length=128, overlong="error"), tokenizer)
 
 
@@ -177,7 +178,7 @@ def test_documents_are_cut_into_pieces_and_lose_nothing(tokenizer, make_config, 
     documents = [LONG, "short", "好" * 100]
     config = make_config(write([{"text": text} for text in documents]), method="pretrain", max_length=64)
     prepared = prepare(config, tokenizer)
-    samples = [prepared.train.sample(index) for index in range(len(prepared.train))]
+    samples = [prepared.train.example(index).segments[0] for index in range(len(prepared.train))]
     ids = [token for sample in samples for token in sample.input_ids.tolist()]
     assert ids == [token for text in documents for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     for sample in samples:

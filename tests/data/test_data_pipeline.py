@@ -18,15 +18,15 @@ from rich.console import Console
 
 from halftune.core.errors import DataError
 from halftune.data import cache, pipeline, workers
+from halftune.data.example import NO_LABEL
 from halftune.data.pipeline import prepare
 from halftune.data.preview import preview
-from halftune.data.sample import NO_LABEL
 
 ROWS = [{"prompt": f"What is {number}?", "completion": "four " * (number % 7 + 1)} for number in range(60)]
 
 
 def everything(split):
-    samples = [split.sample(index) for index in range(len(split))]
+    samples = [split.example(index).segments[0] for index in range(len(split))]
     return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in samples]
 
 
@@ -52,7 +52,7 @@ def counted(monkeypatch):
 
 def test_lengths_and_labels_are_counted(tokenizer, make_config, write):
     split = prepare(make_config(write(ROWS)), tokenizer).train
-    samples = [split.sample(index) for index in range(len(split))]
+    samples = [split.example(index).segments[0] for index in range(len(split))]
     assert split.lengths.dtype == split.trained.dtype == np.int32
     assert split.lengths.tolist() == [len(sample.input_ids) for sample in samples]
     assert split.trained.tolist() == [int((sample.labels != NO_LABEL).sum()) for sample in samples]
@@ -151,9 +151,9 @@ def test_a_process_that_is_killed_is_a_sentence(tokenizer, make_config, write, m
     """As the kernel does when memory is short; multiprocessing.Pool would wait for ever."""
     monkeypatch.setattr(workers, "CHUNK", 16)
     monkeypatch.setattr(workers, "_work", killed)
-    with pytest.raises(DataError, match=r"a process that tokenises rows has ended") as caught:
+    with pytest.raises(DataError, match="worker died") as caught:
         prepare(make_config(write(ROWS), cache=False, num_workers=2), tokenizer)
-    assert (caught.value.where, "data.num_workers: 1" in caught.value.remedy) == ("data.num_workers", True)
+    assert (caught.value.where, caught.value.code == "data.worker_died") == ("data.num_workers", True)
 
 
 def test_sources_are_mixed_by_weight_and_count(tokenizer, make_config, write):
@@ -214,8 +214,8 @@ def test_the_report_adds_up(tokenizer, make_config, write):
 @pytest.mark.parametrize("tokens", [None, 2100])
 def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
     from halftune.data.collate import collate
-    from halftune.data.fed import micro_batch_rows
     from halftune.data.order import BatchRule, padded_batches
+    from halftune.data.padding_stats import micro_batch_rows
 
     config = make_config(write(ROWS), batch=7)
     size = {"per_device_train_batch_size": None if tokens else 7, "tokens_per_batch": tokens}
@@ -223,11 +223,12 @@ def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_
     prepared = prepare(config, tokenizer)
     split = prepared.train
     fed = 0
-    for batch in padded_batches(split.lengths, BatchRule(7, tokens, 1, True), epoch=0, seed=config.training.seed):
-        rows = micro_batch_rows(batch, 7, tokens)
+    rule = BatchRule(7, tokens, 1, True)
+    for batch in padded_batches(split.lengths, rule, epoch=0, seed=config.training.seed):
+        rows = micro_batch_rows(batch, 7, rule)
         for start in range(0, len(batch), rows):
-            part = [[split.part(span) for span in row] for row in batch[start : start + rows]]
-            shape = collate(part, 0, packed=False)["input_ids"].shape
+            part = [split.part(span) for row in batch[start : start + rows] for span in row]
+            shape = collate(part, 0, packed=False).tokens["input_ids"].shape
             assert shape[0] <= 7 if tokens is None else shape.numel() <= tokens
             fed += shape.numel()
     assert prepared.report.efficiency.padded == pytest.approx(split.lengths.sum() / fed)
@@ -240,7 +241,7 @@ def test_text_for_sft_says_what_to_set(tokenizer, make_config, write):
 
 def test_preview_shows_what_is_trained_with_and_without_colour(tokenizer, make_config, write):
     row = {"prompt": "好?", "completion": "你好，世界。"}
-    sample = prepare(make_config(write([row])), tokenizer).train.sample(0)
+    sample = prepare(make_config(write([row])), tokenizer).train.example(0)
     text = preview(sample, tokenizer)
     assert text.plain.endswith("<|im_start|>user\n好?<|im_end|>\n<|im_start|>assistant\n⟦你好，世界。<|im_end|>⟧\n")
     green = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
@@ -256,7 +257,8 @@ def command(monkeypatch, tokenizer, make_config, write):
 
     config = make_config(write(ROWS))
     monkeypatch.setattr(module, "load_from", lambda args: types.SimpleNamespace(run=config))
-    monkeypatch.setattr(module, "dependencies", lambda loaded: [])
+    monkeypatch.setattr(module, "tokenizer_section", lambda loaded: config.model)
+    monkeypatch.setattr(module, "check_folders", lambda model, weights: None)
     fake = types.ModuleType("halftune.model.tokenizer")
     fake.load_tokenizer = lambda model: tokenizer
     monkeypatch.setitem(sys.modules, "halftune.model.tokenizer", fake)
@@ -309,9 +311,9 @@ def test_tokens_are_made_anew_when_the_code_that_makes_them_changes(tokenizer, t
         return cache.cache_key(tokenizer, {})
 
     room = tmp_path / "data"
-    shutil.copytree(cache.ROOM, room, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(cache.PACKAGE, room, ignore=shutil.ignore_patterns("__pycache__"))
     before = key()
-    monkeypatch.setattr(cache, "ROOM", room)
+    monkeypatch.setattr(cache, "PACKAGE", room)
     assert key() == before
     (room / "__pycache__").mkdir()
     (room / "__pycache__/mask.pyc").write_bytes(b"1")
@@ -336,8 +338,9 @@ def test_large_sources_take_the_cores_that_this_process_may_use(monkeypatch):
 def test_pieces_for_a_program_are_the_sample_and_its_labels(tokenizer, make_config, write):
     from halftune.data.preview import as_data
 
-    sample = prepare(make_config(write([{"prompt": "好?", "completion": "你好，世界。"}])), tokenizer).train.sample(0)
-    shown = as_data(sample, tokenizer)
+    config = make_config(write([{"prompt": "好?", "completion": "你好，世界。"}]))
+    example = prepare(config, tokenizer).train.example(0)
+    shown, sample = as_data(example, tokenizer), example.segments[0]
     assert (shown["tokens"], shown["trained"]) == (len(sample.input_ids), int((sample.labels != -100).sum()))
     assert "".join(piece["text"] for piece in shown["pieces"]) == tokenizer.decode(sample.input_ids)
     assert [piece["text"] for piece in shown["pieces"] if piece["trained"]] == ["你好，世界。", "<|im_end|>"]

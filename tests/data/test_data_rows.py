@@ -9,10 +9,10 @@ import pytest
 
 from halftune.core.errors import DataError
 from halftune.data.collate import collate
+from halftune.data.example import NO_LABEL, Example, Segment
 from halftune.data.mixture import choose_rows, hold_out, weigh
 from halftune.data.order import Span, epoch_rows
 from halftune.data.packing import best_fit_decreasing
-from halftune.data.sample import NO_LABEL, Sample
 from halftune.data.split import TokenizedSplit
 from halftune.data.store import build_store
 
@@ -97,12 +97,16 @@ def test_split_fills_every_row():
 
 
 def test_a_span_is_that_part_of_the_sample():
-    samples = [(np.arange(5), np.arange(5) > 0), (np.arange(10, 17), np.arange(7) > 2)]
-    store = build_store(samples, [(0, 3), (0, 7)], [("x.jsonl", "line")])
+    one, other = sample(*range(5)), sample(*range(10, 17), prompt=3)
+    store = build_store([one, other], [(0, 3), (0, 7)], [("x.jsonl", "line")])
     split = TokenizedSplit([store], np.array([1, 0]))
-    part = split.part(Span(0, 2, 4))
+    part = split.part(Span(0, 2, 4)).segments[0]
     assert (part.input_ids.tolist(), part.labels.tolist()) == ([12, 13], [NO_LABEL, 13])
-    assert split.part(Span(1, 0, 5)).input_ids.tolist() == split.sample(1).input_ids.tolist() == [0, 1, 2, 3, 4]
+    assert (
+        split.part(Span(1, 0, 5)).segments[0].input_ids.tolist()
+        == split.example(1).segments[0].input_ids.tolist()
+        == [0, 1, 2, 3, 4]
+    )
 
 
 def test_weights_repeat_and_thin_out():
@@ -142,12 +146,11 @@ def test_copies_are_held_out_together():
 
 def sample(*ids, prompt=1):
     array = np.array(ids, dtype=np.int32)
-    labels = np.where(np.arange(len(ids)) < prompt, NO_LABEL, array).astype(np.int32)
-    return Sample(array, labels)
+    return Example((Segment(array, np.arange(len(ids)) >= prompt),))
 
 
 def test_padded_batches():
-    batch = collate([[sample(5, 6, 7)], [sample(*range(10, 19))]], 99, packed=False)
+    batch = collate([sample(5, 6, 7), sample(*range(10, 19))], 99, packed=False).tokens
     assert batch["input_ids"].tolist() == [[5, 6, 7, *[99] * 13], [*range(10, 19), *[99] * 7]]
     assert batch["attention_mask"].tolist() == [[1] * 3 + [0] * 13, [1] * 9 + [0] * 7]
     assert batch["labels"].tolist() == [[-100, 6, 7, *[-100] * 13], [-100, *range(11, 19), *[-100] * 7]]
@@ -155,11 +158,10 @@ def test_padded_batches():
 
 
 def test_packed_batches():
-    rows = [
-        [sample(1, 1), sample(2, 2, 2, prompt=0)],
-        [sample(3, prompt=0), sample(4, 4, prompt=0), sample(5, 5, 5, prompt=0)],
-    ]
-    batch = collate(rows, 99, packed=True)
+    pair = Example((*sample(1, 1).segments, *sample(2, 2, 2, prompt=0).segments))
+    made = collate([pair, sample(3, prompt=0), sample(4, 4, prompt=0), sample(5, 5, 5, prompt=0)], 99, packed=True)
+    assert made.segment_of_example.tolist() == [0, 0, 1, 2, 3]
+    batch = {**made.tokens, **made.extras}
     # the segments, then what fills the row up to a multiple of 8
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 5, 6, 8, 11, 16]
     assert batch["cu_seq_lens_k"].tolist() == batch["cu_seq_lens_q"].tolist()
@@ -175,6 +177,6 @@ def test_packed_batches():
 
 
 def test_a_packed_row_without_a_tail():
-    batch = collate([[sample(*range(8))]], 99, packed=True)
+    batch = collate([sample(*range(8))], 99, packed=True).extras
     assert batch["cu_seq_lens_q"].tolist() == [0, 8]
     assert batch["max_length_q"] == 8

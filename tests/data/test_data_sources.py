@@ -6,7 +6,6 @@ import gzip
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -84,9 +83,7 @@ def test_what_datasets_saves_to_disk(tmp_path):
     assert read(tmp_path / "one").all() == ROWS[::-1]
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
     assert read(tmp_path / "both" / "test").all() == ROWS[::-1]
-    with pytest.raises(
-        DataError, match=r"both: holds train/data.*arrow and test/data.*arrow, which would be one source"
-    ):
+    with pytest.raises(DataError, match=r"both: contains both train/data.*arrow and test/data.*arrow"):
         read(tmp_path / "both")
     (tmp_path / "a.arrow").write_bytes(b"ARROW1 and no more")
     with pytest.raises(DataError, match="not an Arrow file"):
@@ -97,7 +94,7 @@ def test_what_datasets_saves_to_disk(tmp_path):
 def test_a_folder_with_a_test_set_is_not_one_source(held, write, tmp_path):
     write(ROWS, "set/train.jsonl")
     write(ROWS, f"set/{held}")
-    with pytest.raises(DataError, match=r"which would be one source · name the files"):
+    with pytest.raises(DataError, match="both would be trained"):
         read(tmp_path / "set")
     (tmp_path / "set" / "train.jsonl").rename(tmp_path / "set" / "more.jsonl")
     assert len(read(tmp_path / "set")) == 2 * len(ROWS)
@@ -119,12 +116,12 @@ def test_a_folder_of_everything_is_no_source(write, tmp_path, monkeypatch):
 
 WRONG = [
     ("a.jsonl", '{"a": 1}\n{"a": 2,}\n', r"a\.jsonl line 2: not valid JSON: .* at column 9"),
-    ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl line 3: a row should be an object"),
+    ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a\.jsonl line 3: expected an object"),
     ("a.json", '[\n{"a": 1},\n{"a" 2}\n]', r"a\.json line 3: not valid JSON"),
-    ("a.json", "[1, 2]", r"a\.json row 1: a row should be an object"),
-    ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv line 3: 3 cells under 2 columns"),
+    ("a.json", "[1, 2]", r"a\.json row 1: expected an object"),
+    ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv line 3: 3 cells for 2 columns"),
     ("a.csv", 'a,b\n1,"2\n', r"a\.csv line 2: not valid CSV"),
-    ("a.xlsx", "x", r"unknown kind of file '\.xlsx'"),
+    ("a.xlsx", "x", r"unknown file type '\.xlsx'"),
     ("a.jsonl", "", "the data set is empty"),
     ("a.json", "[]", "the data set is empty"),
     ("a.csv", "a,b\n", "the data set is empty"),
@@ -147,7 +144,7 @@ def test_bytes_that_are_no_utf8_and_no_gzip(tmp_path):
     assert read(wide).all() == [{"a": "ü"}]
     cut = tmp_path / "c.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"a": 1}\n' * 100)[:-9])
-    with pytest.raises(DataError, match="not a whole gzip file"):
+    with pytest.raises(DataError, match="gzip"):
         read(cut)
 
 
@@ -158,16 +155,16 @@ def test_missing_things_are_named(write, tmp_path):
     with pytest.raises(DataError, match=r"did you mean python-docs\?"):
         read("builtin:python-dogs")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no data file"):
+    with pytest.raises(DataError, match="no data files"):
         read(tmp_path / "empty")
     write("a,b\n1,2\n", "mixed/a.csv")
     write(ROWS, "mixed/b.jsonl")
-    with pytest.raises(DataError, match="several kinds"):
+    with pytest.raises(DataError, match="several file types"):
         read(tmp_path / "mixed")
 
 
 def test_a_hub_id_without_a_network_is_a_clear_error():
-    with pytest.raises(DataError, match="no such file here, and the hub gives no data set"):
+    with pytest.raises(DataError, match="no such local file"):
         read("halftune-tests/no-such-set")
 
 
@@ -250,11 +247,11 @@ def test_a_suggestion_says_what_it_does_not_read():
 
 
 def test_columns_that_nobody_can_guess_and_wrong_mappings():
-    with pytest.raises(DataError, match=r"the columns a, b fit no format · .*alpaca: instruction, output"):
+    with pytest.raises(DataError, match=r"columns a, b · .*alpaca: instruction, output"):
         columns([{"a": 1, "b": 2}])
     with pytest.raises(DataError, match=r"no column 'qestion' · did you mean question\?"):
         columns([{"question": "a", "answer": "b"}], columns={"prompt": "qestion", "completion": "answer"})
-    with pytest.raises(DataError, match=r"'promt' is no column of any format · did you mean prompt\?"):
+    with pytest.raises(DataError, match=r"'promt' · did you mean prompt\?"):
         columns([{"question": "a"}], columns={"promt": "question"})
     with pytest.raises(DataError, match="format alpaca needs the column output"):
         columns([{"instruction": "a", "answer": "b"}], format="alpaca")
@@ -293,7 +290,7 @@ def test_a_mapping_that_the_format_does_not_read_is_an_error():
 @pytest.mark.parametrize(("good", "bad"), [(True, False), ("true", "false"), ("True", "False")])
 @pytest.mark.parametrize("shape", [{"messages": []}, {"prompt": "a", "completion": "b"}])
 def test_rated_answers_would_train_the_rejected_ones(shape, good, bad):
-    with pytest.raises(DataError, match=r"column label says true or false.* rejected answers would be trained"):
+    with pytest.raises(DataError, match=r"column label: .*rejected answers would be trained"):
         columns([{**shape, "label": good}, {**shape, "label": bad}])
     assert columns([{**shape, "label": good}] * 2).unused == ("label",)
     assert columns([{**shape, "label": "sports"}, {**shape, "label": 0}]).unused == ("label",)
@@ -301,12 +298,14 @@ def test_rated_answers_would_train_the_rejected_ones(shape, good, bad):
 
 def test_preference_pairs_have_no_answer():
     row = {"conversations": [{"from": "human", "value": "A?"}], "chosen": {"value": "B"}, "rejected": {"value": "C"}}
-    with pytest.raises(DataError, match="row without an answer: these are preference pairs"):
+    with pytest.raises(DataError, match="preference pairs"):
         columns([row])
 
 
+@pytest.mark.slow
 def test_builtin_sets(tokenizer, make_config):
-    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs"}
+    quickstart = {"number-formats", "number-formats-test", "number-formats-text"}
+    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs", "python-pairs"} | quickstart
     rows = read("builtin:python-docs").all()
     assert len(rows) == 1500
     assert len({row["output"] for row in rows}) == len({row["instruction"] for row in rows}) == 1500
@@ -318,13 +317,10 @@ def test_builtin_sets(tokenizer, make_config):
     assert len(prepared.train) == 1500
 
 
-def test_the_shipped_set_is_what_the_script_makes(tmp_path):
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("made from the docstrings of Python 3.11")
-    root = Path(__file__).parents[2]
-    output = tmp_path / "made.jsonl"
-    subprocess.run([sys.executable, str(root / "scripts/make_instructions.py"), str(output)], check=True)
-    shipped = root / "src/halftune/data/builtin/python_docs.jsonl"
-    made, kept = set(output.read_text().splitlines()), set(shipped.read_text().splitlines())
-    # Docstrings change a little between patch releases of Python.
-    assert len(made & kept) > 0.9 * len(kept)
+def test_the_quickstart_tests_no_question_that_it_trains():
+    trained, tested = (read(f"builtin:number-formats{part}").all() for part in ("", "-test"))
+    questions = [row["prompt"] for row in trained + tested]
+    assert len(questions) == len(set(questions))
+    assert {row["completion"] for row in tested} == {row["completion"] for row in trained}
+    documents = [row["text"].split("\n") for row in read("builtin:number-formats-text").all()]
+    assert not {row["prompt"] for row in tested} & {line for lines in documents for line in lines}

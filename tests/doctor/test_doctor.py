@@ -15,7 +15,7 @@ from halftune.cli import main
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.doctor import inputs
-from halftune.doctor.examine import examine
+from halftune.doctor.trace_model import trace_model
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 
@@ -200,9 +200,11 @@ def found_in_lines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(root / "modules"))
         patch.syspath_prepend(str(root / "modules"))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+            patch.delitem(sys.modules, name)  # another test's folder
         run = load_config(recipe(root, model=code_of(folder))).run
-        found = examine(run, resolve(run, lookup("a100"), read_model_facts(run.model)))
-    return code, [one.to_dict() for one in found.broken]
+        found = trace_model(run, resolve(run, lookup("a100"), read_model_facts(run.model)))
+    return code, [one.to_dict() for one in found.violations]
 
 
 @pytest.mark.parametrize("index", range(len(LINES)))
@@ -237,7 +239,7 @@ def test_the_function_with_a_cache_and_flash_attn_3_are_looked_at(
     found = [(one["operand"], one["op"], list(one["layers"]), one["guard"][:12]) for one in trace["findings"]]
     assert found == [
         ("q", "float(bf16)", ["train"], "casts q to b"),
-        ("k_cache", "float(bf16)", ["chat"], "raises: a ca"),
+        ("k_cache", "float(bf16)", ["chat"], "raises: the "),
     ]
     assert exit_code == 1
 
@@ -260,7 +262,7 @@ def test_the_page_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "q arrives in fp32 at attention of layers.*: 3 layers in train, 3 layers in chat" in said
     assert "layer_norm(bf16) → fp32 at" in said
     assert "unguarded: 'FlashAttention only support fp16 and bf16 data type'" in said
-    assert "The contract breaks in 1 place; attention.guard: cast mends it for" in said
+    assert "1 place; attention.guard: cast" in said
     assert max(map(len, out.splitlines())) <= 120
 
 
@@ -294,7 +296,7 @@ def test_a_model_that_looks_at_values_is_traced_on_a_small_copy(
     [
         (
             ("modeling_stranger.py", "class Attention", "class Attention("),
-            "modeling_stranger.py:11: the model's code is no Python that can be read: SyntaxError: invalid syntax · ",
+            "modeling_stranger.py:11: syntax error in the model's code: SyntaxError: invalid syntax · ",
         ),
         (("modeling_stranger.py", "import torch\n", "import torch\nimport no_such_package\n"), "cannot be imported"),
         (
@@ -328,7 +330,7 @@ def test_broken_code_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("sections", "machine", "exit_code", "says"),
     [
         ({"attention": {"backend": "sdpaa"}}, "a100", 2, "sdpaa"),
-        ({"attention": {"backend": "fa2"}, "precision": "fp16"}, "t4", 2, "fa2 is not possible"),
+        ({"attention": {"backend": "fa2"}, "precision": "fp16"}, "t4", 2, "fa2 is unavailable"),
         ({}, "no-such-machine", 2, "no-such-machine"),
         ({"model": {"name_or_path": "/no/such/model"}}, "a100", 2, "/no/such/model"),
     ],
@@ -356,9 +358,9 @@ def test_fa2_where_it_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = recipe(tmp_path, attention={"backend": "fa2"}, precision="fp16")
     code, _, err = doctor(capsys, "--config", file, "--hardware", "t4")
     assert code == 2
-    assert "Tesla T4 has 7.5" in err
+    assert "Tesla T4: 7.5" in err
     assert err.count("attention: ") >= 3, "what was asked, and ways out"
-    assert "or a device that can" in err
+    assert "or a supported device" in err
 
 
 def test_experts_with_fp32_weights_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

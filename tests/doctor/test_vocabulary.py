@@ -21,6 +21,7 @@ from halftune.model.load import load_model
 from halftune.model.tokenizer import load_tokenizer
 from halftune.model.vocabulary import padding_id
 from halftune.plan import resolve
+from halftune.train.folder import RunFolder
 from halftune.train.setup import build
 
 
@@ -48,8 +49,8 @@ def test_nothing_is_trained(model: ModelSection, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(json.dumps(tree))
     loaded = load_config(tmp_path / "x.yaml")
     settled = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
-    with pytest.raises(ModelError, match=r"is token \d+ of the tokenizer, and the model has 64 embeddings"):
-        build(loaded, settled, tmp_path)
+    with pytest.raises(ModelError, match=r"has id \d+, but the model has 64 embeddings"):
+        build(loaded, settled, RunFolder(tmp_path, None, finished=False))
 
 
 def test_nothing_is_answered(model: ModelSection) -> None:

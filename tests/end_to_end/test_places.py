@@ -42,19 +42,19 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     ],
 )
 def test_where(where: str, shown: str, args: argparse.Namespace) -> None:
-    error = PlanError("it cannot be", where=where)
+    error = PlanError("it cannot be", where=where, code="plan.does_not_fit")
     place(error, args)
     assert error.where == shown
 
 
 def test_a_folder_with_the_name_of_a_key_is_the_folder(args: argparse.Namespace) -> None:
     os.mkdir("adapter")
-    error = PlanError("it cannot be", where="adapter")
+    error = PlanError("it cannot be", where="adapter", code="plan.does_not_fit")
     place(error, args)
     assert error.where == "adapter"
 
 
 def test_an_error_before_anything_was_loaded() -> None:
-    error = PlanError("it cannot be", where="adapter")
+    error = PlanError("it cannot be", where="adapter", code="plan.does_not_fit")
     place(error, argparse.Namespace())
     assert error.where == "adapter"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from halftune.config.load import load_config
 from halftune.config.sections.model import ModelSection
 from halftune.data.pipeline import prepare
-from halftune.data.preflight import look_over
+from halftune.data.preflight import validate_data
 from halftune.model.tokenizer import load_tokenizer
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -66,7 +66,7 @@ def feed(name: str, tokenizer: Any, **data: Any) -> None:
     Path("x.yaml").write_text(json.dumps(recipe))
     with answered():
         config = load_config("x.yaml").run
-        look_over(config)
+        validate_data(config)
         report = prepare(config, tokenizer).report
         json.dumps(report.to_dict())
         source = report.train[0]

@@ -23,7 +23,7 @@ from halftune.hardware.catalogue import lookup
 from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
-from halftune.model.finished import open_run
+from halftune.model.completed_run import open_run
 from halftune.model.generate import OnText
 
 
@@ -64,18 +64,18 @@ def test_a_run_is_found_by_folder_result_or_recipe(adapter_run: Path, tmp_path: 
 
 
 def test_what_is_missing_is_said(adapter_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such run folder or recipe"):
+    with pytest.raises(ModelError, match="no such run folder"):
         open_run(str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match=r"not a run folder: it has no resolved\.yaml"):
+    with pytest.raises(ModelError, match=r"not a run folder .*resolved\.yaml"):
         open_run(str(tmp_path))
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     shutil.copy(adapter_run / "resolved.yaml", unfinished)
-    with pytest.raises(ModelError, match=r"has no result yet \(final/\) · train it to the end"):
+    with pytest.raises(ModelError, match=r"has no result yet"):
         open_run(str(unfinished))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text((adapter_run / "resolved.yaml").read_text().replace(str(adapter_run), str(tmp_path / "not-yet")))
-    with pytest.raises(ModelError, match="this recipe has not been trained"):
+    with pytest.raises(ModelError, match="has not been trained"):
         open_run(str(recipe))
     with pytest.raises(ConfigError, match=r"generation\.temprature"):
         open_run(str(adapter_run), ["generation.temprature=1"])
@@ -151,7 +151,7 @@ def test_a_conversation(adapter_run: Path, monkeypatch: pytest.MonkeyPatch, caps
     out = capsys.readouterr().out
     assert "trained> to two" in out
     assert "base> base two" in out
-    assert "/adapter on, or /adapter off" in out
+    assert "/adapter on or /adapter off" in out
     assert "unknown command /hepl · did you mean help?" in out
 
 
@@ -178,7 +178,7 @@ def test_an_error_is_told_and_the_chat_goes_on(
     typed(monkeypatch, "word " * 5000, "/compare", "ok")
     Repl(session).loop()
     captured = capsys.readouterr()
-    assert "the model takes 4,096 · start a new one (/reset in chat)" in captured.err
+    assert "limit is 4,096 · start a new conversation (/reset in chat)" in captured.err
     assert [message["content"] for message in session.history if message["role"] == "user"] == ["ok"]
 
 
@@ -218,9 +218,9 @@ def test_attention_that_only_the_training_machine_had_gives_way(
     with caplog.at_level(logging.WARNING, "halftune"):
         run = open_run(str(folder))
     assert run.plan.attention.softmax.value == "sdpa"
-    assert "fa2 is not possible" in caplog.text
+    assert "fa2 is unavailable" in caplog.text
     assert isinstance(open_session(run).answer("Hello", tuned=True), str)
-    with pytest.raises(PlanError, match="fa2 is not possible"):  # asked for here and now
+    with pytest.raises(PlanError, match="fa2 is unavailable"):  # asked for here and now
         open_run(str(folder), ["attention=fa2"])
 
 
@@ -240,7 +240,7 @@ def test_auto_means_what_it_meant_in_training(
     run = recorded(adapter_run, tmp_path / "run", compute)
     for machine in ("cpu", "cpu-amx"):  # whose own choices differ
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("halftune.model.finished.probe", lambda machine=machine: lookup(machine))
+            patch.setattr("halftune.model.completed_run.probe", lambda machine=machine: lookup(machine))
             assert open_run(run).plan.precision.compute.value == compute
             other = "fp32" if compute == "bf16" else "bf16"
             assert open_run(run, [f"precision={other}"]).plan.precision.compute.value == other
@@ -253,15 +253,15 @@ def test_auto_means_what_it_meant_in_training(
 def test_a_format_that_only_the_training_machine_had_gives_way(
     precision: object, adapter_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
-    monkeypatch.setattr("halftune.model.finished.probe", lambda: lookup("cpu"))
+    monkeypatch.setattr("halftune.model.completed_run.probe", lambda: lookup("cpu"))
     folder = recorded(adapter_run, tmp_path / "run", "fp16", precision=precision, attention="fa2")
     plan = open_run(folder).plan
     assert (plan.precision.compute.value, plan.attention.softmax.value) == ("fp32", "sdpa")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
-    assert all(line.startswith("unlike in training: ") for line in lines)
-    assert "where fp16 is not fast" in lines[0] + lines[1]
-    with pytest.raises(PlanError, match="fp16 is not possible"):
+    assert all(line.startswith("differs from training: ") for line in lines)
+    assert "fp16 is slow" in lines[0] + lines[1]
+    with pytest.raises(PlanError, match="fp16 is unavailable"):
         open_run(folder, ["precision={compute: fp16, on_unsupported: error}"])
 
 
@@ -299,8 +299,8 @@ def test_a_program_talks_in_lines_of_json(adapter_run: Path) -> None:
     errors = {event["id"]: event["message"] for event in events if event["event"] == "error"}
     assert list(errors) == [3, 4, None]
     assert "generation.top_p" in errors[3]
-    assert "needs messages" in errors[4]
-    assert "needs messages" in errors[None]
+    assert "messages" in errors[4]
+    assert "messages" in errors[None]
 
 
 def test_an_answer_is_stopped_in_the_middle(adapter_run: Path) -> None:
@@ -342,7 +342,7 @@ def test_what_is_logged_while_an_answer_streams_comes_after_it(
         package.getChild("precision").warning("query fp32 arrives")
         on_text("done")
         if text == "refused":
-            raise DtypeContractError("no")
+            raise DtypeContractError("no", code="precision.promoted")
         return "half done"
 
     monkeypatch.setattr(session, "answer", answer)

@@ -72,7 +72,7 @@ def test_shapes_alone() -> None:
 @pytest.mark.parametrize("operator", SCANS)
 def test_boundaries_said_twice(operator: str) -> None:
     both = {"cu_seqlens": torch.tensor([0, 2, 6]), "seq_idx": torch.zeros(1, 6, dtype=torch.int32)}
-    with pytest.raises(ArgumentError, match=f"{operator}: seq_idx is given beside cu_seqlens"):
+    with pytest.raises(ArgumentError, match=f"{operator}: seq_idx is given with cu_seqlens"):
         SCANS[operator](**both)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compile_check import compile_case
 
 from halftune_kernels.cases import case
-from halftune_kernels.compile_check import compile_case
 from halftune_kernels.gate import SHARED_MEMORY
 
 SHORT = (0, 80)

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from compile_check import Compiled
 
-from halftune_kernels.compile_check import Compiled
 from halftune_kernels.dispatch import OPERATORS, has_triton
 from halftune_kernels.launch import Config
 from halftune_kernels.ops.ssd import triton
@@ -103,7 +103,7 @@ def test_another_cut_compiles_its_kernel_again_where_it_is_used(
     script.main([*asked, "--minutes", "0", "--write"])
     page = script.PAGE.read_text()
     assert "\n7 of " in page
-    assert "compiled. The rest of the table is of kernels or cuts before the present ones." in page
+    assert "before the present ones: ssd, float32, head size 64 (sm_90)." in page
     script.main(asked)
     assert again[8:] == [("ssd-float32-64-sm90", {"scan_forward"})]
     one = script.Combination("ssd", "float32", 64, 90)

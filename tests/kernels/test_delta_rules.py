@@ -62,9 +62,8 @@ def test_cpu_in_other_sizes(operator: str, dtype: torch.dtype, size: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("length", [500, 2000])
-def test_cpu_over_long_rows(operator: str, length: int) -> None:
-    assert_matches(case(operator, 64, (0, 3, length), seed=length), "cpu", torch.float32)
+def test_cpu_over_long_rows(operator: str) -> None:
+    assert_matches(case(operator, 64, (0, 3, 800), seed=800), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -203,7 +202,7 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], says: str) -> None:
 
 def test_a_half_state_is_refused() -> None:
     given = {name: x[:, 0].float() for name, x in case("kda", 8, (0, 1)).inputs.items() if name != "initial_state"}
-    with pytest.raises(ArgumentError, match="half loses the sum"):
+    with pytest.raises(ArgumentError, match="half precision"):
         kda_step(**given, state=torch.zeros(1, 2, 8, 8, dtype=torch.bfloat16))
 
 

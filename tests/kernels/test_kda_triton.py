@@ -64,7 +64,7 @@ def test_ragged_segments(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", list(BOUNDS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16])  # in fp32 and fp16: RWKV-7's, of the same parts
 def test_several_chunks_and_channel_tiles(dtype: torch.dtype) -> None:
     check(one_head(case("kda", 40, (0, 64, 67), seed=2)), dtype)
 

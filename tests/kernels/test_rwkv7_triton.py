@@ -44,7 +44,7 @@ def test_ragged_segments(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", list(BOUNDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # in bf16: KDA's, of the same parts
 def test_several_chunks_and_channel_tiles(dtype: torch.dtype) -> None:
     check(one_head(case("rwkv7", 40, (0, 64, 67), seed=2)), dtype)
 

@@ -69,9 +69,8 @@ def test_wide_values_in_the_kernels(dtype: torch.dtype, poisoned: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [500, 2000])
-def test_cpu_over_long_rows(length: int) -> None:
-    assert_matches(case("ssd", 64, (0, 3, length), seed=length), "cpu", torch.float32)
+def test_cpu_over_long_rows() -> None:
+    assert_matches(case("ssd", 64, (0, 3, 800), seed=800), "cpu", torch.float32)
 
 
 def test_neighbours_in_a_packed_row_do_not_matter() -> None:

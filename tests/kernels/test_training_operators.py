@@ -12,6 +12,7 @@ from halftune_kernels.ops.lora_linear import AdaptedWeight
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 BOUND = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+DRAWS = 100  # of few bf16 rows: their roundings are hardly averaged, and one draw in forty of one row exceeds the bound
 HIDDEN, INNER = 48, 80
 
 
@@ -52,20 +53,33 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
 
 def check(ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs, layers, dtype) -> None:
     """Right to the format's own rounding, and not worse than the separate operations in the same format."""
-    exact = results(plain, inputs, layers, torch.float64)
-    found = errors(results(ours, inputs, layers, dtype), exact)
+    found, separate = both_errors(ours, plain, inputs, layers, dtype)
     assert max(found) < BOUND[dtype], found
-    if dtype == torch.bfloat16 and inputs[0].shape[-2] > 1:
-        separate = errors(results(plain, inputs, layers, dtype), exact)
-        # each of the few errors is a random number of its own; together they tell a rounding too many, but not of one
-        # row, whose gradients are products of the same few roundings
+    if dtype == torch.bfloat16:
+        # each of the few errors is a random number of its own; together they tell a rounding too many
         assert sum(found) <= 1.1 * sum(separate), (found, separate)
+
+
+def both_errors(ours, plain, inputs, layers, dtype) -> tuple[list[float], list[float]]:
+    """Errors of ours and of the separate operations, against fp64."""
+    exact = results(plain, inputs, layers, torch.float64)
+    return tuple(errors(results(run, inputs, layers, dtype), exact) for run in (ours, plain))  # type: ignore[return-value]
+
+
+def check_few_rows(ours, plain, make: Callable[[], tuple[list[torch.Tensor], list[AdaptedWeight]]]) -> None:
+    """As :func:`check` in bf16, of the means over many draws."""
+    drawn = [both_errors(ours, plain, *make(), torch.bfloat16) for _ in range(DRAWS)]
+    found, separate = (torch.tensor([pair[side] for pair in drawn]).mean(0) for side in (0, 1))
+    assert found.max() < BOUND[torch.bfloat16], found
+    assert found.sum() <= 1.1 * separate.sum(), (found, separate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 63, 2100])
 def test_lora_linear(dtype: torch.dtype, rows: int) -> None:
-    layers = [layer(HIDDEN, HIDDEN, bias=True), layer(16, HIDDEN), layer(24, HIDDEN, rank=None)]
+    def make() -> tuple[list[torch.Tensor], list[AdaptedWeight]]:
+        layers = [layer(HIDDEN, HIDDEN, bias=True), layer(16, HIDDEN), layer(24, HIDDEN, rank=None)]
+        return [torch.randn(1, rows, HIDDEN, dtype=torch.float64)], layers
 
     def ours(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
         return torch.cat(lora_linear.lora_linear(x, made), -1)
@@ -73,15 +87,23 @@ def test_lora_linear(dtype: torch.dtype, rows: int) -> None:
     def plain(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
         return torch.cat([lora_linear.reference(x, one) for one in made], -1)
 
-    check(ours, plain, [torch.randn(1, rows, HIDDEN, dtype=torch.float64)], layers, dtype)
+    if rows <= 63 and dtype == torch.bfloat16:
+        check_few_rows(ours, plain, make)
+    else:
+        check(ours, plain, *make(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2100])
 def test_lora_mlp(dtype: torch.dtype, rows: int) -> None:
-    layers = [layer(INNER, HIDDEN), layer(INNER, HIDDEN, rank=None), layer(HIDDEN, INNER, bias=True)]
-    inputs = [torch.randn(rows, HIDDEN, dtype=torch.float64)]
-    check(lora_mlp.lora_mlp, lora_mlp.reference, inputs, layers, dtype)
+    def make() -> tuple[list[torch.Tensor], list[AdaptedWeight]]:
+        layers = [layer(INNER, HIDDEN), layer(INNER, HIDDEN, rank=None), layer(HIDDEN, INNER, bias=True)]
+        return [torch.randn(rows, HIDDEN, dtype=torch.float64)], layers
+
+    if rows <= 63 and dtype == torch.bfloat16:
+        check_few_rows(lora_mlp.lora_mlp, lora_mlp.reference, make)
+    else:
+        check(lora_mlp.lora_mlp, lora_mlp.reference, *make(), dtype)
 
 
 def test_lora_mlp_without_gradients_keeps_nothing_and_says_the_same() -> None:

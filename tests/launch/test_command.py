@@ -54,7 +54,7 @@ def test_several_machines_meet_at_the_first() -> None:
     assert option(words, "--nproc-per-node") == "2"
     assert option(words, "--rdzv-backend") == "c10d"
     assert option(words, "--rdzv-endpoint") == "10.0.0.1:29500"
-    with pytest.raises(PlanError, match="where to meet"):
+    with pytest.raises(PlanError, match="address of machine 0"):
         command(DistributedSection(num_machines=2), 2, ARGUMENTS)
 
 
@@ -141,7 +141,7 @@ def test_the_verb_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 
 def test_the_documented_jobs_are_what_is_emitted() -> None:
     root = Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "distributed.md").read_text()
+    text = (root / "docs" / "how-to" / "schedulers.md").read_text()
     words = ["distributed.num_machines=2", "distributed.num_processes=16"]
     loaded = load_config(root / "configs" / "several_devices.yaml", words)
     arguments = ["train", "--config", "configs/several_devices.yaml", *words]

@@ -21,7 +21,7 @@ from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message
 from halftune.launch.agent import Agent
 from halftune.launch.elastic import interface_of, main, own_address, prepare
 from halftune.launch.summary import Failure, summary
-from halftune.train.interrupt import Interrupted, told
+from halftune.train.interrupt import Interrupted, format_signal
 
 KILLED = -signal.SIGKILL
 
@@ -43,7 +43,7 @@ def test_a_killed_process_leaves_nothing_and_is_named() -> None:
     text, code = summary({1: Failure(1, 11, KILLED, None, 100.0), 0: lost(0, 100.2)}, 2)
     assert "rank 1" in text.splitlines()[0]
     assert "SIGKILL" in text
-    assert "started again 2 times" in text
+    assert "2 restarts" in text
     assert code == 5
 
 
@@ -56,14 +56,14 @@ def test_a_failure_before_a_restart_is_told_too(monkeypatch: pytest.MonkeyPatch,
         agent._monitor_workers(group)
     said = capsys.readouterr().err.splitlines()  # of the last one by the summary
     assert said[0].startswith("halftune: rank 1 on ")
-    assert said[1:] == ["  starts again from the newest checkpoint, 1 of 3 restarts left"]
+    assert said[1:] == ["  restarting from the newest checkpoint (1 of 3 restarts left)"]
 
 
 def watching(restarts: int) -> tuple[Agent, Any]:
     """An agent between two looks at its processes."""
     agent, group = Agent.__new__(Agent), SimpleNamespace(spec=SimpleNamespace(max_restarts=restarts), workers=[])
     agent._pcontext, agent._worker_group = None, group  # pyright: ignore[reportAttributeAccessIssue]
-    agent.ended, agent.killed, agent.said, agent.heard, agent._deadline = {}, set(), False, 0, None
+    agent.ended, agent.killed, agent.said, agent.peer_exit_code, agent._deadline = {}, set(), False, 0, None
     return agent, group
 
 
@@ -75,10 +75,12 @@ def left_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -
 
 
 def test_whoever_asks_a_process_to_end_does_not_want_it_back(tmp_path: Path, monkeypatch, capsys) -> None:
-    number, whom = told([(0, "a"), (int(signal.SIGTERM), "b")])
+    number, whom = format_signal([(0, "a"), (int(signal.SIGTERM), "b")])
     error = Interrupted.after(number, 7, Path("run/checkpoint-7"), whom)
     assert str(error).startswith("stopped by SIGTERM to rank 1 on b after step 7; saved run/checkpoint-7")
-    assert told([(15, "a"), (15, "b")])[1] == told([(15, ""), (0, "b")])[1] == ""  # all of them, or their launcher
+    assert (
+        format_signal([(15, "a"), (15, "b")])[1] == format_signal([(15, ""), (0, "b")])[1] == ""
+    )  # all of them, or their launcher
     file = left_by(tmp_path, monkeypatch, error)
     ended = {rank: ProcessFailure(rank, 10 + rank, 143, file) for rank in (0, 1)}
     failed = RunResult(WorkerState.FAILED, failures=ended)
@@ -90,8 +92,34 @@ def test_whoever_asks_a_process_to_end_does_not_want_it_back(tmp_path: Path, mon
     assert capsys.readouterr().err == "", "the main process has said it"
 
 
+def test_one_that_was_asked_to_end_counts_before_torch_has_seen_it_end(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Rank 1 has lost rank 0, which had just saved after a signal: nothing to start again for."""
+    for rank, error in enumerate((Interrupted.after(signal.SIGTERM, 7, Path("checkpoint-7"), ""), lost_rank_0())):
+        (tmp_path / str(rank)).mkdir()
+        left_by(tmp_path / str(rank), monkeypatch, error)
+    files = {10 + rank: tmp_path / str(rank) / "error.json" for rank in (0, 1)}
+    failed = RunResult(WorkerState.FAILED, failures={1: ProcessFailure(1, 11, 5, str(files[11]))})
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: failed)
+    agent, group = watching(restarts=2)
+    group.workers = [SimpleNamespace(id=10 + rank, global_rank=rank) for rank in (0, 1)]
+    processes = [SimpleNamespace(pid=10, poll=lambda: None), SimpleNamespace(pid=11, poll=lambda: 5)]
+    monkeypatch.setattr(Agent, "_processes", lambda self: processes)
+    monkeypatch.setattr(Agent, "_files", lambda self: files)
+    monkeypatch.setattr(Agent, "_somebody_failed", lambda self: False)
+    agent._remaining_restarts = 2
+    agent._monitor_workers(group)
+    assert agent._remaining_restarts == 0
+    agent._remaining_restarts = 2
+    agent._print_failure(agent._found(group))
+    assert "restarting" not in capsys.readouterr().err
+
+
+def lost_rank_0() -> PeerLost:
+    return PeerLost("rank 0 on a is gone or stopped: it gives no sign of life", named=True, code="launch.peer_lost")
+
+
 def test_a_failure_is_said_while_the_main_process_writes_its_report(tmp_path: Path, monkeypatch, capsys) -> None:
-    error = PeerLost("rank 1 on b is gone or stopped: it gives no sign of life", named=True)
+    error = PeerLost("rank 1 on b is gone or stopped: it gives no sign of life", code="launch.peer_lost", named=True)
     file = left_by(tmp_path, monkeypatch, error)
     writing = SimpleNamespace(pid=10, poll=lambda: None)
     agent, group = watching(restarts=0)
@@ -99,9 +127,9 @@ def test_a_failure_is_said_while_the_main_process_writes_its_report(tmp_path: Pa
     agent._remaining_restarts = 0
     monkeypatch.setattr(Agent, "_processes", lambda self: [writing])
     monkeypatch.setattr(Agent, "_files", lambda self: {10: Path(file)})
-    agent._speak(agent._settled(group))
-    agent._speak(agent._settled(group))
-    assert capsys.readouterr().err == f"halftune: {error}\n  ended because of it: rank 0\n"
+    agent._print_failure(agent._known_failures(group))
+    agent._print_failure(agent._known_failures(group))
+    assert capsys.readouterr().err == f"halftune: {error}\n  terminated as a consequence: rank 0\n"
     assert agent.said
 
 
@@ -115,14 +143,14 @@ def test_one_that_is_left_after_a_signal_is_ended(monkeypatch: pytest.MonkeyPatc
     agent.ended, killed = {5: 0.0} | ({12: 0.0} if other.poll() else {}), list[int]()
     monkeypatch.setattr(Agent, "_processes", lambda self: [left, other])
     monkeypatch.setattr(Agent, "kill", lambda self: killed.append(1))
-    agent._end_the_rest()
+    agent._kill_stragglers()
     assert bool(killed) == bool(kills)
 
 
 def test_a_stopped_process_that_torchrun_kills_later_is_blamed_by_the_one_that_waited() -> None:
     blamed = "rank 1 on b is gone or stopped: it gives no sign of life"
     text, _ = summary({1: Failure(1, 11, KILLED, None, 130.0, killed=True), 0: lost(0, 100.0, blamed, names=True)}, 0)
-    assert text.splitlines() == [blamed, "  ended because of it: rank 0"]
+    assert text.splitlines() == [blamed, "  terminated as a consequence: rank 0"]
 
 
 def test_those_that_torchrun_ends_are_never_first() -> None:
@@ -137,16 +165,16 @@ def test_a_process_writes_once_what_torchrun_reads(tmp_path: Path, monkeypatch: 
     file = tmp_path / "error.json"
     monkeypatch.setenv(FILE, str(file))
     monkeypatch.delenv(SUMMARY, raising=False)
-    assert leave(DataError("row 7 is broken"), "row 7 is broken") is False
+    assert leave(DataError("row 7 is broken", code="data.malformed_row"), "row 7 is broken") is False
     monkeypatch.setenv(SUMMARY, "1")
-    assert leave(PeerLost("rank 1 is gone", named=True), "rank 1 is gone") is True
+    assert leave(PeerLost("rank 1 is gone", code="launch.peer_lost", named=True), "rank 1 is gone") is True
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     record = from_message(failure.message)
     assert record is not None
     assert (record.text, record.lost, record.names_rank) == ("row 7 is broken", False, False)
     assert json.loads(file.read_text())["message"]["extraInfo"]["timestamp"].isdecimal()
     assert from_message("Signal 9 (SIGKILL) received by PID 1") is None
-    assert PeerLost("x").exit_code == TrainingError.exit_code
+    assert PeerLost("x", code="launch.peer_lost").exit_code == TrainingError.exit_code
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(capsys: pytest.CaptureFixture) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,23 +34,26 @@ STRAY = {
 # watches from outside is in time however busy the machine is.
 SLOWLY = """
 import os
+import sys
+
+sys.modules["bitsandbytes"] = None  # peft imports it, and it torch's compiler: a fifth of the start, for nothing here
 
 if "RANK" in os.environ:
     import time
 
-    from halftune.train.step import Stepper
-
+    from halftune.train import trainer
     from halftune.train.callbacks.report import Report
 
-    step, end, taken = Stepper.step, Report.on_end, []
+    step, end, taken = trainer.train_step, Report.on_end, []
 
-    def slowly(self, batches):
+    def slowly(run, batches):
         taken.append(1)
         if len(taken) == 8 and os.environ["RANK"] == os.environ.get("HANGS"):
             with open(os.environ["HANGING"], "x"):
                 time.sleep(600.0)
-        time.sleep(1.0 if len(taken) > 7 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else 0.0)
-        return step(self, batches)
+        watched = "HOLD" not in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        time.sleep(1.0 if len(taken) > 7 and watched else 0.0)
+        return step(run, batches)
 
     def report(self, run, error):
         if run.is_main and "HOLD" in os.environ and not os.path.exists(os.environ["HOLD"]):
@@ -58,7 +62,7 @@ if "RANK" in os.environ:
                 time.sleep(600.0)
         end(self, run, error)
 
-    Stepper.step, Report.on_end = slowly, report
+    trainer.train_step, Report.on_end = slowly, report
 """
 LIMIT = 900.0  # seconds in which a whole run of a few seconds has surely ended
 pytestmark = pytest.mark.slow
@@ -75,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "precision": "fp32",
         "adapter": {"type": "lora", "rank": 4, "dropout": 0.1},
         "data": {"train": str(place / "rows.jsonl"), "max_length": 64, "packing": False},
-        "training": {"output_dir": "out", "max_steps": 24, "per_device_train_batch_size": 2, "save_steps": 5},
+        "training": {"output_dir": "out", "max_steps": 40, "per_device_train_batch_size": 2, "save_steps": 5},
         "distributed": {"num_processes": 2, "timeout_seconds": 120},
         "logging": {"progress": False},
     }
@@ -131,23 +135,34 @@ def steps(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def tell_rank_1(place: Path, name: str, number: signal.Signals, *more: str) -> subprocess.CompletedProcess[str]:
-    """Starts `train`, sends one of its processes a signal after the first checkpoint, waits."""
-    job = subprocess.Popen(
-        [*TRAIN, *arguments(place, name, *more)],
-        env=slowly(place),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while steps(place / name) < 7 and job.poll() is None:
+def start(place: Path, name: str, *more: str, **variables: str) -> subprocess.Popen[str]:
+    """`train` of a run that somebody is going to end."""
+    words = [*TRAIN, *arguments(place, name, *more)]
+    told = slowly(place) | variables
+    return subprocess.Popen(words, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def until(job: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    """Waits for something that a job does before it ends."""
+    while not there() and job.poll() is None:
         time.sleep(0.02)
     assert job.poll() is None, job.communicate()[1][-3000:]
+
+
+def end(job: subprocess.Popen[str], within: float = LIMIT) -> tuple[int, str]:
+    """Exit code and standard error, for as long as a process lives that has it as its own."""
+    _, errors = job.communicate(timeout=within)
+    return job.returncode, errors
+
+
+def tell_rank_1(place: Path, name: str, number: signal.Signals, step: int, *more: str) -> tuple[int, str]:
+    """Starts `train`, sends one of its processes a signal after a step, waits."""
+    job = start(place, name, *more)
+    until(job, lambda: steps(place / name) >= step)
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     victims = [pid for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
     os.kill(int(victims[0]), number)
-    _, errors = job.communicate(timeout=LIMIT)
-    return subprocess.CompletedProcess(job.args, job.returncode, "", errors)
+    return end(job)
 
 
 @pytest.fixture(scope="module")
@@ -158,40 +173,68 @@ def undisturbed(place: Path) -> Path:
     return place / "undisturbed"
 
 
-def test_a_killed_process_ends_the_job_in_one_summary_and_accelerate_goes_on(place: Path, undisturbed: Path) -> None:
-    done = tell_rank_1(place, "killed", signal.SIGKILL)
-    assert done.returncode == 5
-    assert done.stderr.count("halftune: rank 1 on ") == 1
-    assert "was killed by SIGKILL" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Root Cause" not in done.stderr
+def by_accelerate(place: Path, name: str) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, "killed")]
+    words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, name)]
     run(place, words, ACCELERATE_USE_CPU="true")
-    assert same(undisturbed, place / "killed")
 
 
-def test_one_that_is_told_to_end_ends_the_job_and_is_named(place: Path, undisturbed: Path) -> None:
-    restarts = "distributed.max_restarts=1"  # which are for failures
-    done = tell_rank_1(place, "told", signal.SIGTERM, restarts)
-    assert done.returncode == 143, done.stderr[-3000:]
-    assert done.stderr.count("halftune") == 1 + done.stderr.count("halftune: waiting")
-    assert "stopped by SIGTERM to rank 1 on " in done.stderr
-    run(place, [*TRAIN, *arguments(place, "told", restarts)])
-    assert same(undisturbed, place / "told")
+def test_a_job_that_is_ended_in_four_ways_says_which_and_goes_on_by_accelerate(place: Path, undisturbed: Path) -> None:
+    """One run: each sitting goes on from what the one before has left."""
+    name, folder = "ended", place / "ended"
+
+    # A process is told to end: it is named, and the job is not started again, which is for failures.
+    code, said = tell_rank_1(place, name, signal.SIGTERM, 7, "distributed.max_restarts=1")
+    assert code == 143, said[-3000:]
+    assert said.count("halftune") == 1 + said.count("halftune: waiting")
+    assert "stopped by SIGTERM to rank 1 on " in said
+
+    # The launcher is killed: its processes save and end.
+    before, job = steps(folder), start(place, name)
+    until(job, lambda: steps(folder) >= before + 2)
+    job.kill()
+    _, said = end(job)
+    assert said.count("stopped by SIGTERM after step") == 1
+    assert not (folder / "final").exists()
+
+    # One process hangs, and rank 0 waits in a sum for it, where no handler of Python's runs.
+    mark = place / "hanging"
+    job = start(place, name, "distributed.stop_seconds=2", HANGS="1", HANGING=str(mark))
+    until(job, mark.exists)
+    time.sleep(3.0)
+    job.terminate()
+    code, said = end(job, within=100)  # which is less than distributed.timeout_seconds
+    assert code == 143, said
+    newest = max(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+    assert said.count(f"checkpoint-{newest}") == 1, said
+
+    # A process is killed: one summary.
+    code, said = tell_rank_1(place, name, signal.SIGKILL, steps(folder) + 2)
+    assert code == 5
+    assert said.count("halftune: rank 1 on ") == 1
+    assert "was killed by SIGKILL" in said
+    assert "Traceback" not in said
+    assert "Root Cause" not in said
+
+    by_accelerate(place, name)
+    assert same(undisturbed, folder)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undisturbed: Path, restarts: int) -> None:
-    name, mark = f"reporting-{restarts}", place / f"mark-{restarts}"
+    """With restarts, by the command that `launch` prints, run as it stands by a shell."""
+    name, mark = f"reporting {restarts}", place / f"mark-{restarts}"
     more = (f"distributed.max_restarts={restarts}", f"distributed.timeout_seconds={LIMIT}")
     words = [*TRAIN, *arguments(place, name, *more)]
+    if restarts:
+        ask = [sys.executable, "-m", "halftune", "launch", "--dry-run", *arguments(place, name, *more)]
+        printed = subprocess.run(ask, env=environment(place), capture_output=True, text=True, check=True).stdout
+        words = ["sh", "-c", printed]
     job = subprocess.Popen(words, env=slowly(place) | {"HOLD": str(mark)}, stderr=subprocess.PIPE, text=True)
-    while not (mark.exists() and mark.read_text()) and job.poll() is None:
-        time.sleep(0.02)
+    until(job, lambda: mark.exists() and bool(mark.read_text()))
     os.kill(int(mark.read_text()), signal.SIGKILL)
-    _, errors = job.communicate(timeout=LIMIT)
-    assert job.returncode == (0 if restarts else 5)
+    code, errors = end(job)
+    assert code == (0 if restarts else 5)
     assert errors.count("was killed by SIGKILL") == errors.count("halftune: ") == 1, errors
     assert "halftune: rank 0 on " in errors
     assert (place / name / "finished.json").exists()
@@ -205,47 +248,6 @@ def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undi
     assert same(undisturbed, place / name)
 
 
-def test_every_launcher_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
-    """accelerate's, and ours by the command that is printed, run as it stands by a shell."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, "accelerated")]
-    run(place, words, ACCELERATE_USE_CPU="true")
-    assert same(undisturbed, place / "accelerated")
-    ask = [sys.executable, "-m", "halftune", "launch", "--dry-run", *arguments(place, "printed by launch")]
-    printed = subprocess.run(ask, env=environment(place), capture_output=True, text=True, check=True).stdout
-    run(place, ["sh", "-c", printed])
-    assert same(undisturbed, place / "printed by launch")
-
-
-def test_processes_whose_launcher_is_killed_save_and_end(place: Path, undisturbed: Path) -> None:
-    job = subprocess.Popen([*TRAIN, *arguments(place, "orphans")], env=slowly(place), stderr=subprocess.PIPE, text=True)
-    while steps(place / "orphans") < 2 and job.poll() is None:
-        time.sleep(0.02)
-    job.kill()
-    _, errors = job.communicate(timeout=LIMIT)  # as long as a process that has it as its standard error lives
-    assert errors.count("stopped by SIGTERM after step") == 1
-    assert not (place / "orphans" / "final").exists()
-    run(place, [*TRAIN, *arguments(place, "orphans")])
-    assert same(undisturbed, place / "orphans")
-
-
-def test_a_job_that_hangs_ends_when_its_launcher_is_asked_to(place: Path, undisturbed: Path) -> None:
-    """Rank 0 waits in a sum for the other one: no handler of Python's runs there."""
-    mark = place / "hanging"
-    words = [*TRAIN, *arguments(place, "hung", "distributed.stop_seconds=2")]
-    hung = {"HANGS": "1", "HANGING": str(mark)}
-    job = subprocess.Popen(words, env=slowly(place) | hung, stderr=subprocess.PIPE, text=True)
-    while not mark.exists() and job.poll() is None:
-        time.sleep(0.02)
-    time.sleep(3.0)
-    job.terminate()
-    _, errors = job.communicate(timeout=100)  # which is less than distributed.timeout_seconds
-    assert job.returncode == 143, errors
-    assert errors.count("checkpoint-5") == 1, errors
-    run(place, words)
-    assert same(undisturbed, place / "hung")
-
-
 def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(place: Path, undisturbed: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "two_machines.py"), "--kill", "7"]
     words = [*script, *arguments(place, "machines", "distributed.max_restarts=1")]
@@ -256,5 +258,5 @@ def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(pl
     assert "killing process" in done.stdout
     assert "was killed by SIGKILL" in done.stderr
     assert "0 of 1 restarts left" in done.stderr
-    assert "going on from" in done.stderr
+    assert "resuming from" in done.stderr
     assert same(undisturbed, place / "machines")

@@ -16,14 +16,14 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from halftune.core import reach as waiting
+from halftune.core import wait_for_port as waiting
 from halftune.core.errors import HalftuneError, PlanError, TrainingError
-from halftune.core.reach import Patience
+from halftune.core.wait_for_port import Patience
 from halftune.launch import machines
 from halftune.launch.agent import Agent
-from halftune.launch.elastic import _apart, main
-from halftune.launch.machines import Machine, Machines, check_own, find, gather
-from halftune.train.parallel import meeting
+from halftune.launch.elastic import _rendezvous_error, main
+from halftune.launch.machines import Machine, Machines, check_main_address, check_own, wait_for_machines
+from halftune.train.parallel import rendezvous
 
 ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737): no machine has it
 
@@ -41,8 +41,8 @@ def machine(rank: int, seconds: float = 0.3) -> Machine:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["no-such-machine.invalid", "a" * 64 + ".invalid", "no name"])
 def test_an_unknown_name_is_refused_on_every_machine(name: str, rank: int) -> None:
-    with pytest.raises(PlanError, match="knows no machine") as refused:
-        find(replace(machine(rank, 600.0), host=name))
+    with pytest.raises(PlanError, match="cannot resolve host") as refused:
+        check_main_address(replace(machine(rank, 600.0), host=name))
     assert refused.value.where == "distributed.main_process_ip"
 
 
@@ -58,18 +58,18 @@ def test_a_cluster_makes_names_while_machines_wait(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(waiting, "POLL", 0.01)
     monkeypatch.setattr(socket, "getaddrinfo", later)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    find(replace(machine(1, 5.0), host="halftune-machine-0-0.halftune"))
+    check_main_address(replace(machine(1, 5.0), host="halftune-machine-0-0.halftune"))
     assert len(asked) == 3
 
 
 def test_machine_0_must_have_the_address_that_all_look_for() -> None:
-    with pytest.raises(PlanError, match=f"number 0, does not have the address {ELSEWHERE}") as refused:
-        find(replace(machine(0), host=ELSEWHERE))
-    assert "it has" in refused.value.remedy
-    find(replace(machine(1), host=ELSEWHERE))  # the others need not
+    with pytest.raises(PlanError, match=f"does not have the address {ELSEWHERE}") as refused:
+        check_main_address(replace(machine(0), host=ELSEWHERE))
+    assert "on all machines" in refused.value.remedy
+    check_main_address(replace(machine(1), host=ELSEWHERE))  # the others need not
     check_own("127.0.0.1", ["127.0.0.1"])
     for name, address in (("node-a", "127.0.1.1"), ("0.0.0.0", "0.0.0.0")):
-        with pytest.raises(PlanError, match=f"{name} is {address} on this machine, number 0, where no other"):
+        with pytest.raises(PlanError, match=f"{name} resolves to {address}"):
             check_own(name, [address])
 
 
@@ -78,8 +78,8 @@ def test_a_machine_that_reaches_nobody_says_why_and_ends(
 ) -> None:
     monkeypatch.setattr(waiting, "EVERY", 0.0)
     one = machine(1, 1.0)
-    with pytest.raises(TrainingError, match=r"machine 1 did not reach machine 0 at 127.*connection refused") as ended:
-        gather(one)
+    with pytest.raises(TrainingError, match=r"machine 1 cannot reach machine 0 at 127.*connection refused") as ended:
+        wait_for_machines(one)
     assert str(one.port + 1) in ended.value.remedy
     said = capsys.readouterr().err
     assert said.startswith(f"halftune: waiting for machine 0 at 127.0.0.1:{one.port}: connection refused")
@@ -87,18 +87,18 @@ def test_a_machine_that_reaches_nobody_says_why_and_ends(
 
 
 def test_what_listens_there_and_is_no_store_does_not_hold_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_MARGIN", 0.1)
+    monkeypatch.setattr(rendezvous, "_MARGIN", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(PlanError, match="is no halftune"):
-            gather(replace(machine(1), port=silent.getsockname()[1]))
+        with pytest.raises(PlanError, match="no halftune rendezvous"):
+            wait_for_machines(replace(machine(1), port=silent.getsockname()[1]))
 
 
 def test_machine_0_says_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "POLL", 0.05)
-    with pytest.raises(TrainingError, match=r"machine 1, 2 did not come .* 8 of 12 processes are missing"):
-        gather(replace(machine(0), count=3))
+    with pytest.raises(TrainingError, match=r"machine 1, 2 missed .* 8 of 12 processes are missing"):
+        wait_for_machines(replace(machine(0), count=3))
 
 
 def together(*all_of: Machine) -> list[HalftuneError | Machines]:
@@ -107,7 +107,7 @@ def together(*all_of: Machine) -> list[HalftuneError | Machines]:
 
     def go(index: int) -> None:
         try:
-            ends[index] = gather(all_of[index])
+            ends[index] = wait_for_machines(all_of[index])
         except HalftuneError as error:
             ends[index] = error
 
@@ -126,8 +126,8 @@ def test_machines_meet_and_a_number_is_taken_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machines, "gethostname", iter("abcdef").__next__)
     first = replace(machine(0, 3.0), count=3)
     ends = together(first, replace(first, rank=1), replace(first, rank=1))
-    assert sum("machine 1 is here already" in str(one) for one in ends) == 1
-    assert sum("machine 2 did not come" in str(one) or "has left" in str(one) for one in ends) == 2
+    assert sum("duplicate machine_rank 1" in str(one) for one in ends) == 1
+    assert sum("machine 2 missed" in str(one) or "exited" in str(one) for one in ends) == 2
 
 
 def test_a_machine_that_does_not_come_back_is_named(
@@ -138,11 +138,11 @@ def test_a_machine_that_does_not_come_back_is_named(
     zero, one = together(first, replace(first, rank=1))
     assert isinstance(zero, Machines)
     assert isinstance(one, Machines)
-    assert zero.heard() is one.heard() is None
-    one.tell("rank 1 on b: there are no data", 2)
-    zero.tell("rank 1 is gone", 5)  # which is what followed from it
-    assert zero.heard() == ("rank 1 on b: there are no data", 2)
-    assert one.heard() is None, "it has said so itself"
+    assert zero.peer_failure() is one.peer_failure() is None
+    one.report_failure("rank 1 on b: there are no data", 2)
+    zero.report_failure("rank 1 is gone", 5)  # which is what followed from it
+    assert zero.peer_failure() == ("rank 1 on b: there are no data", 2)
+    assert one.peer_failure() is None, "it has said so itself"
     with zero.waiting(), one.waiting():
         assert zero.absent() == []
     assert zero.absent() == [0, 1]  # for the next failure
@@ -153,8 +153,8 @@ def test_a_machine_that_does_not_come_back_is_named(
             time.sleep(0.02)
             said = capsys.readouterr().err
         raise late
-    assert said.startswith(f"halftune: waiting for machine 1 to come back to 127.0.0.1:{first.port}")
-    assert "machine 1 did not come back within 20 s" in _apart(late, Namespace(), zero, begun=True)
+    assert said.startswith(f"halftune: waiting for machine 1 to rejoin at 127.0.0.1:{first.port}")
+    assert "machine 1 missed the rendezvous within 20 s" in _rendezvous_error(late, Namespace(), zero, begun=True)
 
 
 def test_processes_are_numbered_by_machine_not_by_the_order_in_which_torchrun_saw_them() -> None:
@@ -180,7 +180,7 @@ def test_machines_of_different_numbers_are_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(waiting, "POLL", 0.02)
     first = machine(0, 20.0)
     ends = together(first, replace(first, rank=1, count=3))
-    assert any("was started for" in str(one) for one in ends)
+    assert any("num_machines 3" in str(one) for one in ends)
 
 
 def test_a_limit_is_said_in_seconds() -> None:

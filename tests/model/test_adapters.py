@@ -77,7 +77,7 @@ def test_targets_by_ending_and_by_expression(folder: Path) -> None:
         (("q_proj", "k_porj"), r"no module is called 'k_porj' · did you mean k_proj\? this model has: .*down_proj"),
         (("W_pack",), r"no module is called 'W_pack' · this model has: "),
         ("q_proj", r"matches no module · write it as a list: \[q_proj\]"),
-        (r"layers\.9\..*", "matches no module · it must match whole names"),
+        (r"layers\.9\..*", "matches no module · it must match full names"),
         ("(q_proj", "not a regular expression"),
     ],
 )
@@ -127,10 +127,10 @@ def test_loading_what_is_no_adapter_or_another_models(folder: Path, tmp_path: Pa
     from halftune.model.tokenizer import load_tokenizer
 
     made = plan()
-    with pytest.raises(ModelError, match="no adapter here"):
+    with pytest.raises(ModelError, match="no adapter found"):
         load_adapter(load_model(section(folder), made, for_training=False), tmp_path, made)
     tokenizer = load_tokenizer(section("builtin:qwen2-tiny"))
     save_final(attached(folder, LoraAdapter(rank=4)), tokenizer, made, tmp_path / "final")
     wider = checkpoint(tmp_path / "wider", hidden_size=64)
-    with pytest.raises(ModelError, match="adapter and base model belong together"):
+    with pytest.raises(ModelError, match="base model"):
         load_adapter(load_model(section(wider), made, for_training=False), tmp_path / "final", made)

@@ -24,7 +24,7 @@ from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
 from halftune.model.adapters.attach import attach_adapter
-from halftune.model.finished import open_run
+from halftune.model.completed_run import open_run
 from halftune.model.load import load_model
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer

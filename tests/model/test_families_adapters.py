@@ -17,9 +17,9 @@ from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import lookup
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.library_output import no_progress_bars
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard
-from halftune.model.quiet import quiet
 from halftune.plan import resolve
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
@@ -60,7 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def model_of(kind: str, folder: Path) -> Path:
-    with torch.random.fork_rng(devices=[]), quiet():
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind])).save_pretrained(folder)
     return folder
@@ -87,7 +87,7 @@ def test_all_linear_leaves_out_what_cannot_be_adapted(tmp_path: Path, kind: str,
 
 def test_what_peft_refuses_is_an_error_with_its_words(tmp_path: Path) -> None:
     loaded = load_model(section(model_of("falcon_h1", tmp_path)), plan())
-    with pytest.raises(ConfigError, match=r"adapter: peft refuses: .*out_proj.*incompatible with Mamba"):
+    with pytest.raises(ConfigError, match=r"adapter: rejected by peft: .*out_proj.*incompatible with Mamba"):
         attach_adapter(loaded, LoraAdapter(target_modules=("out_proj",)), plan(), 0)
 
 

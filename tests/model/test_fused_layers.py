@@ -11,14 +11,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from tiny_model import because, plan
+from tiny_model import because, nll_sum, plan
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.model.fused import FusedLayers, fuse
 from halftune.model.packing_check import packed_row
 from halftune.model.patch import registered_attention
-from halftune.train.losses import forward_loss_sum
 
 LENGTHS = (70, 9, 130)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -71,7 +70,7 @@ def batch() -> dict[str, Any]:
 def trained(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of a packed row."""
     model.zero_grad()
-    loss, _ = forward_loss_sum(model, batch())
+    loss = nll_sum(model, batch())
     loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -143,7 +142,7 @@ def test_unusual_adapters_keep_their_own_code(lora: dict[str, Any], attention: s
     own = copy.deepcopy(trained(model))
     done = fuse(model)
     assert counts(done) == (5, 0, 0)
-    assert done.left["adapted linear layers with unusual parts"] == 14
+    assert done.left["adapted linear layers with unsupported parts"] == 14
     torch.manual_seed(3)
     assert_same(trained(model), own)
 
@@ -154,7 +153,7 @@ def test_what_becomes_unusual_later_runs_by_its_own_code(attention: str) -> None
 
     def loss() -> float:
         with torch.no_grad():
-            return float(forward_loss_sum(model, batch())[0])
+            return float(nll_sum(model, batch()))
 
     whole = loss()
     with model.disable_adapter():

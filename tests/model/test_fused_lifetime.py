@@ -15,12 +15,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from test_fused_layers import SLIDING, adapted, assert_same, batch, counts, trained
-from tiny_model import because, plan
+from tiny_model import because, nll_sum, plan
 from torch import nn
 
 from halftune.model.fused import fuse
 from halftune.model.patch import current_guard, registered_attention
-from halftune.train.losses import forward_loss_sum
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def attention() -> Iterator[str]:
         yield name
 
 
-def own_code(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def remote_code(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of a model without any forward of an instance."""
     for module in model.modules():
         vars(module).pop("forward", None)
@@ -46,7 +45,7 @@ def test_a_copy_computes_with_its_own_weights(attention: str) -> None:
             parameter *= 0.5
     found = copy.deepcopy(trained(twin))
     assert not any(parameter.grad is not None for parameter in model.parameters())
-    assert_same(found, own_code(twin))
+    assert_same(found, remote_code(twin))
 
 
 def test_a_saved_whole_model_is_still_fused(attention: str) -> None:
@@ -63,10 +62,10 @@ def test_a_saved_whole_model_is_still_fused(attention: str) -> None:
 def test_an_adapter_that_is_taken_off_is_gone(attention: str) -> None:
     model = adapted("qwen2", {}, attention)
     with torch.no_grad(), model.disable_adapter():
-        base = float(forward_loss_sum(model, batch())[0])
+        base = float(nll_sum(model, batch()))
     fuse(model)
     with torch.no_grad():
-        assert float(forward_loss_sum(model.unload(), batch())[0]) == pytest.approx(base, rel=1e-6)
+        assert float(nll_sum(model.unload(), batch())) == pytest.approx(base, rel=1e-6)
 
 
 def test_an_adapter_that_comes_later_is_trained(attention: str) -> None:
@@ -75,7 +74,7 @@ def test_an_adapter_that_comes_later_is_trained(attention: str) -> None:
     later = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     found = copy.deepcopy(trained(later))
     assert len(found[1]) == 28
-    assert_same(found, own_code(later))
+    assert_same(found, remote_code(later))
 
 
 @pytest.mark.parametrize("active", ["default", "other", ["default", "other"]], ids=str)
@@ -88,7 +87,7 @@ def test_the_active_adapter_counts(attention: str, active: str | list[str]) -> N
     fuse(model)
     model.base_model.set_adapter(active)
     found = copy.deepcopy(trained(model))
-    assert_same(found, own_code(model))
+    assert_same(found, remote_code(model))
 
 
 def projections(model: nn.Module) -> Any:
@@ -122,7 +121,7 @@ def test_an_attempt_that_failed_leaves_nothing_behind(attention: str) -> None:
     handle = part.v_proj.register_forward_pre_hook(fail)
     part.q_proj.forward(torch.zeros(1, 1, 32))  # by itself: nothing waits
     with pytest.raises(MemoryError):
-        forward_loss_sum(model, batch())
+        nll_sum(model, batch())
     handle.remove()
     gc.collect()
     assert seen

@@ -79,7 +79,7 @@ def test_a_pickle_that_is_called_safetensors(name: str, zipped: bool, folder: Pa
         (folder / name).write_bytes(trap)
     if name.startswith("adapter"):
         (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="not a whole safetensors file"):
+    with pytest.raises(ModelError, match="corrupt or truncated safetensors file"):
         check_adapter(folder) if name.startswith("adapter") else load_model(section(folder), plan())
     assert not sprung.exists()
 
@@ -88,7 +88,7 @@ def test_an_index_that_names_a_pickle(folder: Path, trap: bytes, sprung: Path) -
     (folder / "pytorch_model.bin").write_bytes(trap)
     index = {"weight_map": {"lm_head.weight": "pytorch_model.bin", "x": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"the index names pytorch_model\.bin, which is no safetensors file"):
+    with pytest.raises(ModelError, match=r"the index contains pytorch_model\.bin"):
         load_model(section(folder), plan())
     assert not sprung.exists()
 
@@ -110,7 +110,7 @@ def test_an_adapter_beside_the_model_does_not_change_what_is_loaded(
     config = {"peft_type": "LORA", "base_model_name_or_path": str(other), "r": 1, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.bin").write_bytes(trap)
-    with pytest.raises(ModelError, match="holds an adapter beside the model"):
+    with pytest.raises(ModelError, match="also contains an adapter"):
         load_model(section(folder), plan())
     assert not sprung.exists()
 
@@ -137,7 +137,7 @@ def test_code_of_another_repository_is_refused_though_code_is_trusted(where: str
     if not path.exists():
         path.write_text("{}")
     edit(path, auto_map={"AutoTokenizer": entry})
-    with pytest.raises(ModelError, match="from another repository, other/repo, which nothing pins"):
+    with pytest.raises(ModelError, match="from another repository, other/repo, is not pinned"):
         check_code(folder, section(folder, trust_remote_code=True))
 
 
@@ -150,10 +150,10 @@ def test_a_small_file_that_would_fill_the_memory(name: str, folder: Path) -> Non
     (folder / name).parent.mkdir(exist_ok=True)
     with (folder / name).open("ab") as file:
         file.truncate(1 << 28)  # sparse: it takes no place on the disk
-    with pytest.raises(ModelError, match="at most") as caught:
+    with pytest.raises(ModelError, match="the maximum is") as caught:
         load_tokenizer(section(folder))
     assert caught.value.where == str(folder / name)
-    with pytest.raises(ModelError, match="at most"):
+    with pytest.raises(ModelError, match="the maximum is"):
         check_weights(folder)
 
 
@@ -222,11 +222,11 @@ def test_links_to_a_checkpoint_are_the_checkpoint(make: Callable[[Path, Path], N
 def test_links_that_lead_nowhere_or_to_themselves(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "elsewhere")
     (folder / "model.safetensors").symlink_to("gone")
-    with pytest.raises(ModelError, match=r"model\.safetensors: is a link to gone, which is not there"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: broken symbolic link to gone"):
         check_named(folder)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("model.safetensors")
-    with pytest.raises(ModelError, match="is a link to"):
+    with pytest.raises(ModelError, match="symbolic link to"):
         check_named(folder)
 
 
@@ -235,4 +235,4 @@ def check_named(folder: Path) -> None:
     try:
         check_weights(folder)
     except HalftuneError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(str(error), code="model.cannot_load") from error

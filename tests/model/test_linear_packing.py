@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.attention.linear import operators_of
+from halftune.config.facts.families import family_of
 from halftune.config.facts.model import facts_from_config
 from halftune.model.architectures import own_architectures
 from halftune.model.packing_check import packed_row
@@ -223,7 +223,7 @@ def test_layers_with_loops_of_their_own_leak(family: str) -> None:
     assert relative(together[:, -LENGTHS[-1] :], last) > 1e-3
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "ssd" in operators_of(family)])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "ssd" in family_of(family).operators])
 def test_what_adds_up_along_a_row_stays_fp32(family: str) -> None:
     model = model_of(family)
     patterns, _ = keep_fp32(facts_from_config(model.config.to_dict(), family))

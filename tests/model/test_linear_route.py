@@ -18,7 +18,7 @@ from halftune.core.errors import DtypeContractError, ModelError
 from halftune.model.load import _recompute_activations
 from halftune.model.packing_check import packed_row
 from halftune.model.patch import current_guard, registered_attention
-from halftune.model.patch_linear import boundaries, restore_linear_layers, route_linear_layers, routed_linear_layers
+from halftune.model.patch_linear import boundaries, route_linear_layers, routed_linear_layers
 from halftune.plan import Plan
 
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -58,20 +58,34 @@ def test_every_function_is_rebound_and_comes_back(family: str) -> None:
     assert all(vars(module)[name] is before[name] for name in names)
 
 
-def test_routing_again_or_to_torch_leaves_nothing_behind() -> None:
-    model = model_of("qwen3_5_text")
+def test_two_models_of_a_family_call_what_their_own_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alive in one process, in any order, and in a backward pass that computes a part of the forward again."""
     module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-    restore_linear_layers()  # models that other tests loaded have left their route
-    own = module.torch_chunk_gated_delta_rule
-    with registered_attention(a_plan("halftune")):
-        for _ in range(2):
-            route_linear_layers(model, a_plan("halftune"))
-            assert module.torch_chunk_gated_delta_rule is not own
-        route_linear_layers(model, a_plan("torch"))
-        assert module.torch_chunk_gated_delta_rule is own
-        route_linear_layers(model, a_plan("halftune"))
-        restore_linear_layers()
-    assert module.torch_chunk_gated_delta_rule is own
+    own, ids, calls = module.torch_chunk_gated_delta_rule, torch.randint(3, 96, (1, 9)), list[str]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("own")
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", counted)
+    models = {}
+    for linear in ("halftune", "torch"):
+        models[linear] = model_of("qwen3_5_text").train()
+        with registered_attention(a_plan(linear)):
+            route_linear_layers(models[linear], a_plan(linear))
+    _recompute_activations(models["halftune"])
+    for linear, other in (("halftune", "torch"), ("torch", "halftune"), ("halftune", "torch")):
+        calls.clear()
+        logits = models[linear](ids, use_cache=False).logits
+        assert bool(calls) == (linear == "torch")
+        models[other](ids, use_cache=False)
+        calls.clear()
+        logits.square().mean().backward()
+        assert not calls, "recomputed by what was computed first"
+    assert module.torch_chunk_gated_delta_rule is counted, "outside of a model nothing is replaced"
+    plain = model_of("qwen3_5_text")
+    plain(ids, use_cache=False)
+    assert calls, "a model that nobody has routed is transformers' own"
 
 
 def test_torch_is_torch_where_a_package_is_installed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +95,6 @@ def test_torch_is_torch_where_a_package_is_installed_too(monkeypatch: pytest.Mon
 
     model, ids = model_of("qwen3_5_text").eval(), torch.randint(3, 96, (1, 9))
     module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-    restore_linear_layers()
     truth = model(ids, use_cache=False).logits
 
     def no(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> None:
@@ -99,7 +112,7 @@ def test_torch_is_torch_where_a_package_is_installed_too(monkeypatch: pytest.Mon
         model(ids, use_cache=False)
     with registered_attention(a_plan("torch")), routed_linear_layers(model, a_plan("torch")):
         assert torch.equal(model(ids, use_cache=False).logits, truth)
-        with pytest.raises(ModelError, match="takes a packed row for one sample"):
+        with pytest.raises(ModelError, match="does not support packed rows"):
             model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 9], dtype=torch.int32))
     assert module.torch_chunk_gated_delta_rule is preferring
 
@@ -108,7 +121,7 @@ def test_code_that_calls_none_of_our_functions_is_said(caplog: pytest.LogCapture
     """As that of a checkpoint with code of its own, whose name is that of a family that is routed."""
     with registered_attention(a_plan("halftune")):
         route_linear_layers(torch.nn.Linear(2, 2), a_plan("halftune"))
-    assert "which calls no function of halftune" in caplog.text
+    assert "does not call backend halftune" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2", "bamba", "lfm2"])
@@ -185,12 +198,12 @@ def test_a_wrong_argument_is_an_error_of_ours() -> None:
 
 
 def test_every_family_that_is_routed_is_tested() -> None:
-    from halftune.attention.linear import ROUTED
-    from halftune.plan.packing import BOUNDARIES_HONOURED
+    from halftune.config.facts.families import FAMILIES as KNOWN
 
-    assert GLOBALS.keys() | {"rwkv7"} == ROUTED.keys()  # our own model calls the operators by itself
+    routed = {name for name, family in KNOWN.items() if family.operators}
+    assert GLOBALS.keys() | {"rwkv7"} == routed  # our own model calls the operators by itself
     assert {family.removesuffix("_text") for family in FAMILIES} == {
-        family.removesuffix("_text") for family in BOUNDARIES_HONOURED
+        name for name, family in KNOWN.items() if family.packs
     }
 
 

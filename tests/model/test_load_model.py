@@ -92,7 +92,7 @@ def test_weights_of_another_shape_are_an_error(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights are of another shape, first model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"1 weights have the wrong shape, first model\.norm\.weight"):
         load_model(section(folder), plan())
 
 
@@ -102,19 +102,19 @@ def test_weights_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCap
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING, logger="halftune"):
         load_model(section(folder), plan())
-    assert "1 weights have no place in this model and are left out: visual.patch.weight" in caplog.text
+    assert "1 unexpected weights: visual.patch.weight" in caplog.text
 
 
 def test_a_damaged_file_and_an_unknown_architecture(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match=r"model\.safetensors: not a whole safetensors file: .* bytes by its header"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: corrupt or truncated .* bytes by the header"):
         load_model(section(folder), plan())
     (folder / "model.safetensors").write_bytes(whole)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "no-such-type"}))
-    with pytest.raises(ModelError, match="does not load"):
+    with pytest.raises(ModelError, match="cannot load the model"):
         load_model(section(folder), plan())
 
 
@@ -124,7 +124,7 @@ def test_code_of_a_checkpoint_needs_consent(tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": auto_map}))
     (folder / "code.py").write_text("raise SystemExit('this must not run')")
-    with pytest.raises(ModelError, match=r"code of its own.*model.trust_remote_code: true"):
+    with pytest.raises(ModelError, match=r"model\.trust_remote_code: true"):
         load_model(section(folder), plan())
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from tiny_model import checkpoint, section
 
@@ -37,15 +39,15 @@ def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"hub is out of reach.*builtin:qwen2-tiny"):
+    with pytest.raises(ModelError, match=r"hub is unreachable.*builtin:qwen2-tiny"):
         locate(section(name))
 
 
 def test_a_hub_without_an_address_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halftune.model.locate.hub_has_address", lambda: False)
+    monkeypatch.setattr("halftune.model.locate.hub_answers", lambda: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(ModelError, match="hub is out of reach"):
+    with pytest.raises(ModelError, match="hub is unreachable"):
         locate(section("org/no-such-model"))
 
 
@@ -57,7 +59,7 @@ def test_neither_folder_nor_hub_id() -> None:
 def test_pickles_are_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\), which can run code"):
+    with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\), which execute code"):
         locate(section(folder))
 
 
@@ -101,7 +103,7 @@ def run_printed(remedy: str) -> None:
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds an adapter, not a model"):
+    with pytest.raises(ModelError, match="contains an adapter, not a model"):
         locate(section(tmp_path))
 
 
@@ -135,7 +137,7 @@ def test_code_of_another_hub_tokenizer_is_neither_fetched_nor_run(
     (repository / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
     monkeypatch.setattr("halftune.model.locate.snapshot_download", snapshot)
     both = section("builtin:qwen2-tiny", tokenizer="org/theirs", trust_remote_code=True, revision="abc")
-    with pytest.raises(ModelError, match=r"brings Python code of its own · read the code, then .* local copy"):
+    with pytest.raises(ModelError, match=r"requires remote code · .* local copy"):
         load_tokenizer(both)
     assert not (tmp_path / "ran").exists()
     assert [(one["name"], one["revision"]) for one in asked] == [("org/theirs", None)]
@@ -144,3 +146,30 @@ def test_code_of_another_hub_tokenizer_is_neither_fetched_nor_run(
     locate(section("org/model", trust_remote_code=True, revision="abc"))
     assert asked[1]["revision"] == "abc"
     assert "*.py" in asked[1]["allow_patterns"]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_tokenizer_of_a_hub_model_is_fetched_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    hub, files = shutil.copytree(materialize("qwen2-tiny"), tmp_path / "hub"), set[str]()
+    (hub / "modeling.py").write_text("")
+
+    def snapshot(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        fetched = tmp_path / "cache"
+        fetched.mkdir(exist_ok=True)
+        for path in filter_repo_objects(
+            sorted(hub.iterdir()), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns, key=lambda p: p.name
+        ):
+            shutil.copy(path, fetched)
+            files.add(path.name)
+        return str(fetched)
+
+    monkeypatch.setattr("halftune.model.locate.snapshot_download", snapshot)
+    model = section("org/model", trust_remote_code=trusted, revision="0" * 40)
+    assert len(load_tokenizer(model)) > 0
+    assert "tokenizer.json" in files
+    assert "model.safetensors" not in files
+    assert ("modeling.py" in files) == trusted
+    locate(model)
+    assert "model.safetensors" in files

@@ -81,7 +81,7 @@ def test_a_merge_that_goes_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.
     adapter = trained_adapter(folder, KINDS["lora"], tmp_path / "final")
     right = Linear.get_delta_weight
     monkeypatch.setattr(Linear, "get_delta_weight", lambda self, name: 1.01 * right(self, name))
-    with pytest.raises(ModelError, match="merged in fp32, the model's logits are off by"):
+    with pytest.raises(ModelError, match=r"logit error .* in fp32"):
         merge_adapter(section(folder), adapter, plan(), "bf16")
 
 
@@ -93,7 +93,7 @@ def test_weights_that_overflow_fp16_are_refused(tmp_path: Path) -> None:
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"1 weights go beyond fp16's range \(65,504\), first .*up_proj.weight \(100,000\)"
+        ModelError, match=r"1 weights exceed the fp16 range \(65,504\), first .*up_proj.weight \(100,000\)"
     ):
         round_model(section(folder), plan(), "fp16")
     assert round_model(section(folder), plan(), "bf16").stored == "bf16"

@@ -15,11 +15,11 @@ from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.core.errors import ModelError
 from halftune.model import packing_check
 from halftune.model.architectures import own_architectures
-from halftune.model.packing_check import packing_error, packing_verdict, shrunken, small_copy
+from halftune.model.packing_check import packing_error, packing_verdict, shrunk_config, small_copy
 from halftune.model.patch import current_guard, registered_attention
 
 FULL_SIZE: dict[str, dict[str, Any]] = {
-    # sizes of real checkpoints, so that what is built is what was shrunken
+    # sizes of real checkpoints, so that what is built is what was shrunk
     "llama": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80},
     "qwen2": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
     "gemma2": {},
@@ -51,15 +51,15 @@ def test_softmax_families_may_be_packed(family: str) -> None:
 
 
 REFUSED = {
-    "qwen3_5_text": "cannot run a packed row: `causal_conv1d_fn` can't keep packed sequences apart",
+    "qwen3_5_text": "cannot run packed rows: `causal_conv1d_fn` can't keep packed sequences apart",
     "olmo_hybrid": "can't keep packed sequences apart",
-    "minimax": "packed samples see each other in minimax",
-    "jamba": "packed samples see each other in jamba",
-    "doge": "cannot run a packed row: DogeAttention brings a mask of its own",  # made of the keys; lost, in silence
-    "llama4_text": "packed samples see each other in llama4_text",  # chunks of the row, not of the sample
-    "stablelm": "StableLmAttention is not told where the samples of a packed row end",
-    "bloom": "it computes attention in code of its own",
-    "mamba2": "packed samples see each other in mamba2",
+    "minimax": "packed samples of minimax attend",
+    "jamba": "packed samples of jamba attend",
+    "doge": "cannot run packed rows: DogeAttention uses its own attention mask",  # made of the keys; lost, in silence
+    "llama4_text": "packed samples of llama4_text attend",  # chunks of the row, not of the sample
+    "stablelm": "StableLmAttention does not pass sample boundaries",
+    "bloom": "the model has its own attention code",
+    "mamba2": "packed samples of mamba2 attend",
 }
 
 
@@ -105,7 +105,7 @@ def test_every_kind_of_layer_and_every_flag_is_in_the_copy() -> None:
     assert small.sliding_window == 8 < min(packing_check.LENGTHS[:2])
     assert small.head_dim == config.head_dim
     assert small.attn_logit_softcapping == 30.0
-    values = shrunken(LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, mlp_bias=True))
+    values = shrunk_config(LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, mlp_bias=True))
     assert (values["num_attention_heads"], values["num_key_value_heads"], values["hidden_size"]) == (4, 2, 512)
     assert values["mlp_bias"] is True
 
@@ -121,7 +121,7 @@ def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_check, "packed_row", shifted)
     verdict = packing_verdict(LlamaConfig(), packing_plan())
     assert not verdict.value
-    assert "packed samples see each other in llama" in verdict.reason
+    assert "packed samples of llama attend" in verdict.reason
 
 
 def test_a_bug_of_ours_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_an_error_is_a_refusal_where_the_model_raises_it_and_a_bug_where_we_do(
         assert not verdict.value
         assert "what happened" in verdict.reason
     ours = FunctionType(theirs.__code__, vars(packing_check), closure=theirs.__closure__)
-    monkeypatch.setattr(packing_check, "shrunken", ours)
+    monkeypatch.setattr(packing_check, "shrunk_config", ours)
     with pytest.raises(error, match="what happened"):
         packing_verdict(LlamaConfig(), packing_plan())
 
@@ -155,7 +155,7 @@ def test_a_model_outside_the_interface_is_named() -> None:
     model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=128))
     with registered_attention(packing_plan()) as name:
         model.set_attn_implementation = lambda attention: None
-        with pytest.raises(ModelError, match="code of its own"):
+        with pytest.raises(ModelError, match="own attention code"):
             packing_error(model, name)
 
 

@@ -101,4 +101,4 @@ def test_keys_that_are_not_those_of_the_row_are_a_refusal() -> None:
     packed = replace(made, batch=replace(made.batch, packing=because(True)))
     verdict = packing_verdict(AutoConfig.for_model("deepseek_v4"), packed)
     assert not verdict.value
-    assert "keys where samples of a packed row have" in verdict.reason
+    assert "keys, but" in verdict.reason

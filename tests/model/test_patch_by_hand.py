@@ -74,9 +74,9 @@ def test_what_goes_beside_a_cache_is_brought_into_its_format(attend: Callable, g
 def test_caches_in_a_long_format_are_refused(attend: Callable) -> None:
     cached = importlib.import_module("flash_attn").flash_attn_with_kvcache
     half, wide = torch.zeros(1, 8, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 8, 2, 8)
-    with pytest.raises(DtypeContractError, match="k_cache fp32, v_cache bf16, q bf16: flash_attn_with_kvcache writes"):
+    with pytest.raises(DtypeContractError, match="flash_attn_with_kvcache got k_cache fp32, v_cache bf16, q bf16"):
         cached(half, wide, half)
-    with pytest.raises(DtypeContractError, match="make both caches in bf16"):
+    with pytest.raises(DtypeContractError, match="caches in bf16"):
         cached(wide, wide, wide)
 
 

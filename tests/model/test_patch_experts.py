@@ -103,4 +103,4 @@ def test_what_a_checkpoint_asks_for_gives_way_but_a_loop_is_left(
     with caplog.at_level("INFO", "halftune"):
         assert route_experts(model, plan("bf16", "fp32")) == (2 if routed == NAME else 0)
     assert model.config._experts_implementation == routed
-    assert f"compute by {'grouped_mm' if routed == NAME else 'a loop'} in bf16" in caplog.text
+    assert f"use {'grouped_mm' if routed == NAME else 'a loop'} in bf16" in caplog.text

@@ -34,7 +34,7 @@ from halftune.model.patch_linear import routed_linear_layers
 from halftune.model.rwkv7 import mixing, modeling
 from halftune.model.rwkv7.configuration import RWKV7Config
 from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
-from halftune.model.rwkv7.row import describe_row
+from halftune.model.rwkv7.row_context import describe_row
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan
@@ -87,6 +87,14 @@ def a_plan(storage: str = "fp32", trainable: str = "fp32", **given: Any) -> Plan
 
 def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.detach() - truth.detach()).norm() / truth.detach().norm())
+
+
+def gradients_of(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits, and each parameter's gradient of their mean square."""
+    model.zero_grad()
+    logits = model(input_ids=ids).logits
+    logits.square().mean().backward()
+    return {"logits": logits.detach(), **{name: weight.grad.clone() for name, weight in model.named_parameters()}}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_a_packed_row_keeps_its_samples_apart_also_where_a_cache_is_asked_for(us
             assert relative(packed.logits, alone) < 1e-5
             assert packed.past_key_values is None
         past = model(input_ids=ids, use_cache=True).past_key_values
-        with pytest.raises(ModelError, match="past_key_values came with boundaries"):
+        with pytest.raises(ModelError, match="past_key_values and sample boundaries"):
             model(input_ids=ids, past_key_values=past, cu_seq_lens_q=bounds)
 
 
@@ -175,13 +183,15 @@ def test_generate_goes_from_its_states() -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_mixed_precision_reaches_the_operator_in_one_dtype(name: str) -> None:
-    """The seed's case, ``k.addcmul(k * (a - 1), k_a)`` with fp32 vectors under autocast: nothing strays, all learn."""
+    """The seed's case, ``k.addcmul(k * (a - 1), k_a)`` with fp32 vectors under autocast: nothing strays, all learn.
+
+    Normalised keys and group norm divide by what may be near zero, so a draw can magnify each rounding some hundred
+    times. By how much, fp32 against fp64 tells.
+    """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
     model, ids = model_of().train(), torch.randint(3, 256, (1, 70))
-    exact = model(input_ids=ids).logits
-    exact.square().mean().backward()
-    truth = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad()
+    single, exact = gradients_of(model, ids), gradients_of(model.double(), ids)
+    model.float().zero_grad()
     made = a_plan()
     made = replace(made, precision=replace(made.precision, compute=because(name), autocast=because(True)))
     with registered_attention(made), routed_linear_layers(model, made):
@@ -190,12 +200,12 @@ def test_mixed_precision_reaches_the_operator_in_one_dtype(name: str) -> None:
             logits = model(input_ids=ids).logits
     assert mixing.rwkv7 is rwkv7
     logits.float().square().mean().backward()
-    bound = 30 * torch.finfo(dtype).eps
-    assert relative(logits.float(), exact) < bound
+    assert relative(logits.float(), exact["logits"]) < 30 * torch.finfo(dtype).eps
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
-        assert relative(parameter.grad, truth[key]) < 6 * bound, key
+        magnified = max(1.0, relative(single[key], exact[key]) / torch.finfo(torch.float32).eps)
+        assert relative(parameter.grad, exact[key]) < 30 * magnified * torch.finfo(dtype).eps, key
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
@@ -263,8 +273,8 @@ def test_code_beside_the_checkpoint_does_not_run(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"attn": {"layers": [1], "num_heads": 2}}, "layers of softmax attention"),
-        ({"head_dim": 24}, "no multiple of head_dim 24"),
+        ({"attn": {"layers": [1], "num_heads": 2}}, "softmax-attention layers"),
+        ({"head_dim": 24}, "not a multiple of head_dim 24"),
         ({"value_dim": [32, 64, 64]}, "several widths"),
     ],
 )
@@ -280,9 +290,9 @@ def test_nobody_else_can_compute_it() -> None:
     )
     chosen = route("auto")
     assert chosen.chosen.value == "halftune"
-    assert dict(chosen.rejected)["torch"] == "transformers has no code for rwkv7"
+    assert "rwkv7" in dict(chosen.rejected)["torch"]
     for other in ("torch", "fla"):
-        with pytest.raises(PlanError, match="is not possible"):
+        with pytest.raises(PlanError, match="is unavailable"):
             route(other)
 
 
@@ -293,7 +303,7 @@ def test_the_check_before_packing_sees_a_leak(changes: dict[str, Any], monkeypat
     made = replace(made, batch=replace(made.batch, packing=because(True)))
     assert packing_verdict(config, made).value
     monkeypatch.setattr(modeling, "describe_row", lambda x, mask, _: describe_row(x, mask, {}))
-    assert "packed samples see each other in rwkv7" in packing_verdict(config, made).reason
+    assert "packed samples of rwkv7 attend" in packing_verdict(config, made).reason
 
 
 def test_whoever_reads_no_rwkv7_imports_none() -> None:

@@ -41,7 +41,7 @@ def test_tied_weights_are_there_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.popitem(), "1 trained weights are in the model or in the checkpoint only"),
+        (lambda state: state.popitem(), "1 trained weights are in either"),
         (lambda state: state.update(other=torch.ones(1)), "first other"),
         (lambda state: state.update({next(iter(state)): torch.ones(1)}), "in the checkpoint"),
         (lambda state: state.update({k: v.double() for k, v in state.items()}), "torch.float64 in the checkpoint"),

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_model import because, plan, section
-from tiny_towers import MODELS, multimodal
+from tiny_towers import LARGE, MODELS, NOT_SMALL, multimodal
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -24,24 +24,44 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from halftune.config.facts.families import FAMILIES
 from halftune.config.facts.model import read_model_facts
-from halftune.config.facts.model_types import WANT_PICTURES, check_causal, multimodal_class
+from halftune.config.facts.model_types import check_causal, multimodal_class
 from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
 from halftune.hardware.catalogue import lookup
 from halftune.model import load
 from halftune.model.adapters.attach import attach_adapter, load_adapter
+from halftune.model.lazy_weights import LazyWeights
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
 from halftune.model.packing_check import packing_verdict
 from halftune.model.save import save_final, write_model
 from halftune.model.tokenizer import load_tokenizer
-from halftune.model.towers import NotLoaded, called_for_text, small_whole, towers_of
-from halftune.model.unread import Unread
+from halftune.model.towers import NotLoaded, small_multimodal_copy, towers_called_for_text, towers_of
 from halftune.plan import explain, resolve, to_dict
 
 KEEP = (r"(^|\.)A_log$",)
+# Types whose default config describes no model that runs on text when it is made small, or that needs timm.
+UNDECIDED = {
+    "aya_vision",
+    "chameleon",
+    "cohere_compass",
+    "deepseek_ocr2",
+    "dots3_note",
+    "emu3",
+    "fast_vlm",
+    "gemma3n",
+    "granite4_vision",
+    "hunyuan_vl",
+    "inkling_mm_model",
+    "molmo2",
+    "perception_lm",
+    "qwen3_omni_moe_thinker",
+    "qwen4_exp",
+    "step3p7",
+}
 TARGETS = {"all-linear": "all-linear", "list": ("q_proj", "o_proj", "v_proj")}
 
 
@@ -200,7 +220,7 @@ def test_packed_samples_are_checked_on_the_class_that_is_trained(tmp_path: Path,
     copies = []
 
     def copy_of(config: PretrainedConfig) -> PreTrainedModel:
-        copies.append(small_whole(config))
+        copies.append(small_multimodal_copy(config))
         return copies[-1]
 
     attention = replace(made.attention, linear=because("halftune"))
@@ -211,8 +231,8 @@ def test_packed_samples_are_checked_on_the_class_that_is_trained(tmp_path: Path,
 
 @pytest.mark.slow
 def test_every_image_text_model_that_transformers_has_runs_on_text() -> None:
-    """Of the types that have a class for text, too, all; the small copy tells which towers text needs."""
-    refused, undecided, called = set(), {}, {}
+    """The small copy tells which towers text needs; of the types that test_every_tower does not train, it is asked."""
+    refused, undecided, known = set(), set(), set()
     for kind, name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
         config = CONFIG_MAPPING[kind]()
         raw = {**config.to_dict(), "model_type": kind, "architectures": [name]}
@@ -224,19 +244,20 @@ def test_every_image_text_model_that_transformers_has_runs_on_text() -> None:
             continue
         if found:
             assert found == name
-            called[kind] = called_for_text(config)
-    assert refused >= WANT_PICTURES
-    both = {kind for kind in called if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+            known.add(kind)
+            if kind in NOT_SMALL | LARGE and towers_called_for_text(config) is None:
+                undecided.add(kind)
+    assert refused >= {name for name, family in FAMILIES.items() if family.kind == "pictures"}
+    both = {kind for kind in known if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     assert both >= {"gemma3", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"}
-    undecided = {kind for kind, towers in called.items() if towers is None}
-    print(sorted(undecided), {kind: towers for kind, towers in called.items() if towers}, sorted(refused))
-    assert len(undecided) <= len(called) // 4
+    assert undecided <= UNDECIDED
+    assert len(known) >= 80
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
 def test_weights_that_stay_in_their_files_are_those_of_the_language_model(tmp_path: Path, kind: str) -> None:
-    files = Unread()
-    model = load_model(section(multimodal(tmp_path, kind)), plan("bf16", "bf16", keep=KEEP), unread=files)
+    files = LazyWeights()
+    model = load_model(section(multimodal(tmp_path, kind)), plan("bf16", "bf16", keep=KEEP), lazy=files)
     assert all(one.is_meta for one in model.parameters())
     assert not files.lacks(model)
     towers = towers_of(model)
@@ -246,7 +267,7 @@ def test_weights_that_stay_in_their_files_are_those_of_the_language_model(tmp_pa
 
 def test_a_tower_that_text_needs_is_loaded_and_stays_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = multimodal(tmp_path / "model", "gemma3")
-    monkeypatch.setattr(load, "called_for_text", lambda config: None)
+    monkeypatch.setattr(load, "towers_called_for_text", lambda config: None)
     made = plan("bf16", "fp32")
     for adapter in (LoraAdapter(rank=4), LoraAdapter(rank=4, target_modules=("q_proj",)), NoAdapter(type="none")):
         model = attach_adapter(load_model(section(base), made), adapter, made, 0)
@@ -290,7 +311,7 @@ def test_what_is_of_the_language_model_alone_is_told_how_to_load(tmp_path: Path)
 def test_a_result_whose_towers_cannot_be_found_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Unread, "sources", lambda self, names: set())
+    monkeypatch.setattr(LazyWeights, "sources", lambda self, names: set())
     with pytest.raises(ModelError) as caught:
         load_model(section(multimodal(tmp_path)), plan())
     assert "model.parts" in caught.value.remedy

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_model import because, checkpoint, plan, section
 
 from halftune.core.errors import ModelError
+from halftune.model.lazy_weights import CPU, LazyWeights
 from halftune.model.load import load_model
 from halftune.model.save import write_model
-from halftune.model.unread import CPU, Unread
 from halftune.plan import Plan
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -44,7 +44,7 @@ def test_a_number_beyond_fp16_is_refused_on_load(
     with pytest.raises(ModelError) as caught:
         load_model(section(folder), planned)
     shown = f"{abs(float(torch.tensor(value, dtype=dtype))):,.6g}"
-    assert f"{NAME} holds {shown}" in caught.value.what
+    assert f"{NAME} contains {shown}" in caught.value.what
     assert "65,504" in caught.value.what
     assert caught.value.where == str(folder)
     assert "precision: fp32" in caught.value.remedy
@@ -64,20 +64,20 @@ def test_formats_with_the_range_take_it(tmp_path: Path, planned: Plan) -> None:
 
 
 def test_weights_that_are_left_in_their_files_are_checked_when_they_are_read(tmp_path: Path) -> None:
-    unread = Unread()
-    model = load_model(section(holding(tmp_path / "model", torch.float32, 1e5)), plan("fp16"), unread=unread)
-    with unread.opened():
+    lazy = LazyWeights()
+    model = load_model(section(holding(tmp_path / "model", torch.float32, 1e5)), plan("fp16"), lazy=lazy)
+    with lazy.opened():
         for name, weight in model.named_parameters():
             rows = weight.shape[0] // 2
-            unread.read(name, torch.empty_like(weight[:rows], device=CPU), 0)
-        with pytest.raises(ModelError, match=r"up_proj\.weight holds 100,000"):
-            unread.read(NAME, torch.empty_like(model.get_parameter(NAME), device=CPU))
+            lazy.read(name, torch.empty_like(weight[:rows], device=CPU), 0)
+        with pytest.raises(ModelError, match=r"up_proj\.weight contains 100,000"):
+            lazy.read(NAME, torch.empty_like(model.get_parameter(NAME), device=CPU))
 
 
 def test_a_number_beyond_fp16_is_not_saved(tmp_path: Path) -> None:
     model = load_model(section(holding(tmp_path / "model", torch.float32, 1e5)), plan("fp32"))
     (tmp_path / "out").mkdir()
-    with pytest.raises(ModelError, match="holds 100,000") as caught:
+    with pytest.raises(ModelError, match="contains 100,000") as caught:
         write_model(model, "fp16", (), tmp_path / "out")
     assert NAME in caught.value.what
     write_model(model, "fp16", (r"up_proj",), tmp_path / "out")
@@ -92,14 +92,14 @@ def test_the_log_says_which_tensors_are_rounded(tmp_path: Path, caplog: pytest.L
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level(logging.INFO, "halftune"):
         load_model(section(folder), plan("bf16", keep=(r"^model\.norm",)))
-    said = [record.getMessage() for record in caplog.records if "rounded from" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "tensors from" in record.getMessage()]
     count = len(weights)
     layers = "model.layers.*.input_layernorm.weight, model.layers.*.post_attention_layernorm.weight"
     assert sorted(said) == [
-        f"1 of {count} tensors are rounded from fp16 to bf16 on load: model.layers.*.mlp.up_proj.weight",
-        f"4 of {count} tensors are rounded from fp32 to bf16 on load: {layers}",
+        f"rounded 1 of {count} tensors from fp16 to bf16 on load: model.layers.*.mlp.up_proj.weight",
+        f"rounded 4 of {count} tensors from fp32 to bf16 on load: {layers}",
     ]
     caplog.clear()
     with caplog.at_level(logging.INFO, "halftune"):
         load_model(section(folder), plan("fp32"))
-    assert "rounded from" not in caplog.text
+    assert "tensors from" not in caplog.text

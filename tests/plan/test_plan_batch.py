@@ -10,9 +10,11 @@ import pytest
 from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.plan import Plan, explain, resolve
+from halftune.plan.finalise import Evidence, finalise
 from halftune.plan.memory import FITS
 
 LLAMA_3B = {
@@ -98,7 +100,10 @@ def test_what_does_not_fit_names_the_budget() -> None:
 
 
 def test_losing_packing_leaves_a_plan_of_padded_batches() -> None:
-    plan = decision("packed tokens", "a100", "auto").unpacked("the copy leaked")
+    decided = decision("packed tokens", "a100", "auto")
+    plan = finalise(decided, Evidence(packing=Choice(False, "the copy leaked")))
+    assert not plan.batch.packing.value
+    assert any("the copy leaked" in said for said in plan.warnings)
     assert plan.batch.grouped.value
     assert (plan.batch.tokens_per_batch, plan.batch.tokens_per_step) == (8192, 8192)
 
@@ -113,8 +118,8 @@ training: {output_dir: out}
 @pytest.mark.parametrize(
     ("overrides", "says", "remedy"),
     [
-        (("tokens_per_batch=4096", "per_device_train_batch_size=8"), "are both set", "remove one of them"),
-        (("tokens_per_batch=500",), "500 tokens do not hold a sample of max_length (512)", "at least 512"),
+        (("tokens_per_batch=4096", "per_device_train_batch_size=8"), "both set", "remove one of them"),
+        (("tokens_per_batch=500",), "500 tokens are fewer than a sample of max_length (512)", "at least 512"),
     ],
 )
 def test_batches_have_one_size(tmp_path: Path, overrides: tuple[str, ...], says: str, remedy: str) -> None:

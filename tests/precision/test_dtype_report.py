@@ -62,17 +62,17 @@ def test_equal_layers_are_one_row(model, made) -> None:
 
 def test_a_cast_module_is_caught_by_its_rotary_table(model, made) -> None:
     model.get_base_model().model.rotary_emb.to(torch.bfloat16)
-    with pytest.raises(DtypeContractError, match=r"rotary_emb\.inv_freq: rotary table is bfloat16, it must be float32"):
+    with pytest.raises(DtypeContractError, match=r"rotary_emb\.inv_freq: rotary table is bfloat16; must be float32"):
         check_dtypes(model, made.precision)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("layers.2.mlp.up_proj.base_layer.weight", torch.float32, "frozen weight is float32, the plan says bfloat16"),
-        ("layers.0.mlp.up_proj.lora_A.default.weight", torch.bfloat16, "trained weight is bfloat16, the plan says fl"),
-        ("layers.1.linear_attn.A_log", torch.bfloat16, "kept fp32 weight is bfloat16, the plan says float32"),
-        ("norm.weight", torch.float16, "frozen weight is float16, the plan says bfloat16"),
+        ("layers.2.mlp.up_proj.base_layer.weight", torch.float32, "frozen weight is float32; planned: bfloat16"),
+        ("layers.0.mlp.up_proj.lora_A.default.weight", torch.bfloat16, "trained weight is bfloat16; planned: float32"),
+        ("layers.1.linear_attn.A_log", torch.bfloat16, "kept fp32 weight is bfloat16; planned: float32"),
+        ("norm.weight", torch.float16, "frozen weight is float16; planned: bfloat16"),
     ],
 )
 def test_one_wrong_weight_is_named(model, made, name: str, dtype: torch.dtype, message: str) -> None:

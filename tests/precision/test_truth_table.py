@@ -36,8 +36,8 @@ def plan(machine: str, adapter: Any = LORA, model: ModelFacts | None = None, **r
     return resolve_precision(PrecisionSection(**request), lookup(machine), model or facts(), adapter)
 
 
-NO_BF16 = "{} has no bf16 units (they need 8.0): torch would emulate bf16, slowly"
-CPU_FP16 = "{} is a CPU, where fp16 is not fast, and accelerate would silently run fp32"
+NO_BF16 = "{} has no bf16 units (require 8.0): torch would emulate bf16 slowly"
+CPU_FP16 = "{} is a CPU: fp16 is slow there, and accelerate would silently use fp32"
 T4, V100, P100 = (
     f"{n} (compute capability {c})" for n, c in (("Tesla T4", 7.5), ("Tesla V100", "7.0"), ("Tesla P100", "6.0"))
 )
@@ -62,10 +62,10 @@ OTHERS = {
     "mi355x": ("AMD Instinct MI355X (gfx950)", "has bf16 matrix cores"),
     "rx7900xtx": ("AMD Radeon RX 7900 XTX (gfx1100)", "has bf16 matrix instructions"),
     "max1550": ("Intel Data Center GPU Max 1550", "has bf16 matrix engines"),
-    "m2": ("Apple M2", "does bf16 from macOS 14 on"),
+    "m2": ("Apple M2", "supports bf16 since macOS 14"),
 }
 
-NO_UNITS = "has fp16 tensor cores and no bf16 units (they need 8.0)"
+NO_UNITS = "has fp16 tensor cores and no bf16 units (require 8.0)"
 ZEN = "AMD CPU (Zen 4) is an AMD CPU with AVX512-BF16"
 AVX = "CPU with AVX512-BF16 has AVX512-BF16 and no AMX: bf16 measures 1.9 times slower than fp32"
 MASTERS, MOMENTS = {"compute": "bf16", "trainable": "bf16"}, {"compute": "bf16", "optimizer_state": "bf16"}
@@ -100,7 +100,7 @@ TAKEN: list[tuple[str, str, str, str]] = [
     ("cpu-zen4", "bf16", "bf16", f"{ZEN}, which does bf16 faster than fp32; asked for"),
     ("cpu-avx512bf16", "bf16", "bf16", f"{AVX}; asked for"),
     ("cpu", "auto", "fp32", "CPU without bf16 units has no bf16 units"),
-    ("cpu", "bf16", "bf16", "CPU without bf16 units has no bf16 units: bf16 is emulated there, slowly; asked for"),
+    ("cpu", "bf16", "bf16", "CPU without bf16 units has no bf16 units: bf16 is emulated slowly; asked for"),
     ("cpu-arm", "auto", "fp32", "ARM CPU has no bf16 units"),
 ]  # fmt: skip
 REFUSED: list[tuple[str, str, str]] = [
@@ -135,7 +135,7 @@ def test_what_is_taken_and_why(machine: str, asked: str, compute: str, reason: s
 def test_what_is_refused_and_why(machine: str, asked: str, reason: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan(machine, compute=asked)
-    assert caught.value.what == f"{asked} is not possible: {reason}"
+    assert caught.value.what == f"{asked} is unavailable: {reason}"
     assert caught.value.exit_code == 2
     assert "precision: fp32" in caught.value.remedy or "auto (fp32 here)" in caught.value.remedy
     assert f"{{compute: {asked}, on_unsupported: fallback}}" in caught.value.remedy
@@ -243,7 +243,7 @@ def test_fp64_is_rounded_whatever_is_planned() -> None:
 
 def test_what_is_said_of_routers_is_true_under_autocast() -> None:
     made = plan("a100", model=facts("mixtral", num_local_experts=4))
-    assert "under autocast their matmul is rounded like any other" in made.keep_fp32.reason
+    assert "under autocast their matmul uses the compute dtype" in made.keep_fp32.reason
 
 
 @pytest.mark.parametrize(("machine", "request_", "adapter", "expected"), FIELDS)
@@ -265,7 +265,7 @@ def test_all_fields(machine: str, request_: dict, adapter: Any, expected: tuple,
 
 
 @pytest.mark.parametrize("adapter", [LORA, FULL])
-@pytest.mark.parametrize(("compute", "why"), [("fp16", "loss scaler"), ("fp32", "already lost")])
+@pytest.mark.parametrize(("compute", "why"), [("fp16", "loss scaler"), ("fp32", "lost the precision")])
 def test_bf16_masters_go_with_bf16_compute_only(adapter: Any, compute: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         plan("a100", adapter, compute=compute, trainable="bf16")
@@ -282,8 +282,8 @@ def test_pinned_bf16_masters_warn() -> None:
     ("checkpoint", "compute", "storage_says", "warns"),
     [
         ("float16", "bf16", "the checkpoint's fp16 is rounded", "drops 3 of its 10 mantissa bits"),
-        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "the range of bf16"),
-        ("float32", "fp16", "the checkpoint's fp32 is rounded", "the range of fp32"),
+        ("bfloat16", "fp16", "the checkpoint's bf16 is rounded", "The checkpoint is bf16"),
+        ("float32", "fp16", "the checkpoint's fp32 is rounded", "The checkpoint is fp32"),
         ("float32", "bf16", "the checkpoint's fp32 is rounded", ""),
         ("bfloat16", "fp32", "the checkpoint's bf16 is widened without loss", ""),
         ("bfloat16", "bf16", "", ""),
@@ -364,9 +364,9 @@ def test_a_checkpoint_in_several_formats_is_not_rounded_in_silence(
         assert said.startswith("1 of 4 ")
         assert said.endswith(f"rounded to {compute} on load, first {first}.")
         assert said.removesuffix(".") in made.storage.reason
-    assert ("nothing of the checkpoint is rounded" in made.storage.reason) is (not rounded)
+    assert ("no tensor is rounded" in made.storage.reason) is (not rounded)
     assert [w for w in made.warnings if "on load, first" in w] == [] or rounded
-    assert any(f"the range of {wide}" in warning for warning in made.warnings) is bool(wide)
+    assert any("compute is fp16" in warning for warning in made.warnings) is bool(wide)
 
 
 def test_headers_tell_the_format_of_every_tensor() -> None:

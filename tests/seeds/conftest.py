@@ -17,9 +17,9 @@ from torch import nn
 
 from halftune.attention.contract import ENTRY_POINTS, ROTARY_ENTRY_POINT, EntryPoint
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
+from halftune.precision.trace.fake_tensors import FakeTensors
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.tracer import Tracer
-from halftune.precision.trace.weightless import Weightless
 
 HERE = Path(__file__).parent
 
@@ -75,7 +75,7 @@ def traced() -> Callable[..., list[Finding]]:
     ) -> list[Finding]:
         precision = plan(compute, "fp32").precision
         tracer = Tracer(precision, functions=ENTRY_POINTS, rotary=(ROTARY_ENTRY_POINT,), linear=linear)
-        with Weightless() as mode:
+        with FakeTensors() as mode:
             model = make()
             mode.strip(model)
             with tracer.phase("train", model, grad=True):

@@ -15,10 +15,10 @@ from halftune.attention.flash import FlashAttention, flash_attn_varlen
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.doctor.examine import objection
+from halftune.doctor.trace_model import objection
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.model.finished import open_run
+from halftune.model.completed_run import open_run
 from halftune.model.patch import current_guard
 from halftune.plan import resolve
 from halftune.precision.trace.findings import findings

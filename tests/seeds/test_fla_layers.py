@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from standins.flash import HERE, fla_installed
-from standins.strangers import stranger
+from standins.remote_code_models import stranger
 from tiny_model import because, plan, section
 from transformers import dynamic_module_utils
 
@@ -22,13 +22,13 @@ from halftune.config.load import load_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import DtypeContractError
 from halftune.doctor import inputs
-from halftune.doctor.examine import Examination, examine
+from halftune.doctor.trace_model import TraceReport, trace_model
 from halftune.hardware.catalogue import lookup
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard
 from halftune.plan import Plan, resolve
 from halftune.precision.dtypes import autocast
-from halftune.precision.trace.launches import no_launches
+from halftune.precision.trace.skip_kernels import skip_triton_kernels
 
 LAYER = {
     "imports": "from fla.layers.rwkv7 import RWKV7Attention",
@@ -52,7 +52,7 @@ def calls() -> Iterator[list]:
         yield found
 
 
-def examined(folder: Path, at: Path) -> Examination:
+def examined(folder: Path, at: Path) -> TraceReport:
     tree = {
         "model": {"name_or_path": str(folder), "trust_remote_code": True, "tokenizer": "builtin:qwen2-tiny"},
         "precision": "bf16",
@@ -62,7 +62,7 @@ def examined(folder: Path, at: Path) -> Examination:
     }
     (at / "look.yaml").write_text(json.dumps(tree))
     config: RunConfig = load_config(at / "look.yaml").run
-    return examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+    return trace_model(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
 
 
 def masters(guard: str = "cast") -> Plan:
@@ -78,7 +78,7 @@ def test_the_doctor_names_the_line_of_the_package(calls, tmp_path: Path, monkeyp
     assert found.calls == {"linear attention, train": 2, "linear attention, chat": 2}
     file = HERE / "linear" / "fla" / "layers" / "rwkv7.py"
     (line,) = [at for at, text in enumerate(file.read_text().splitlines(), 1) if text.endswith("# promotes k")]
-    by_operand = {finding.operand: finding for finding in found.broken}
+    by_operand = {finding.operand: finding for finding in found.violations}
     assert sorted(by_operand) == ["a", "b", "k"]
     k = by_operand["k"]
     assert (k.file, k.line, k.target) == (str(file), line, "linear attention")
@@ -116,7 +116,7 @@ def test_a_kernel_is_not_launched_in_a_trace() -> None:
         pass
 
     launched = type(kernel).__getitem__
-    with no_launches():
+    with skip_triton_kernels():
         assert kernel[(1,)](torch.zeros(1)) is None
     assert type(kernel).__getitem__ is launched
 
@@ -132,5 +132,5 @@ def test_the_package_itself_can_be_traced(tmp_path: Path) -> None:
     code = {**LAYER, "made": made, "attended": attended}
     found = examined(stranger(tmp_path / "model", **code).folder, tmp_path)
     assert found.calls == {"linear attention, train": 2, "linear attention, chat": 2}
-    named = {(one.operand, Path(one.file).parts[-3:]) for one in found.broken}
+    named = {(one.operand, Path(one.file).parts[-3:]) for one in found.violations}
     assert all(file[0] == "fla" for _, file in named), named

@@ -21,9 +21,9 @@ from halftune.doctor.inputs import inputs_for
 from halftune.precision.guard import Guard
 from halftune.precision.patched import patched
 from halftune.precision.report import check_dtypes
+from halftune.precision.trace.fake_tensors import FakeTensors
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.tracer import Tracer
-from halftune.precision.trace.weightless import Weightless
 
 BF16 = torch.bfloat16
 TEXT = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -99,7 +99,7 @@ def test_a_module_that_was_cast_whole_fails_on_the_raw_helper(old_helper) -> Non
 def test_halftune_refuses_a_module_that_was_cast_whole() -> None:
     precision = plan("bf16", "bf16").precision
     check_dtypes(parameters_cast(thinker()), precision)
-    with pytest.raises(DtypeContractError, match="rotary table is bfloat16, it must be float32"):
+    with pytest.raises(DtypeContractError, match="rotary table is bfloat16; must be float32"):
         check_dtypes(thinker().to(BF16), precision)
 
 
@@ -136,8 +136,8 @@ class Counting(Guard):
 
     written = 0
 
-    def _settle(self, site, target, operands, dtype):
-        dtype = super()._settle(site, target, operands, dtype)
+    def _handle_cast(self, site, target, operands, dtype):
+        dtype = super()._handle_cast(site, target, operands, dtype)
         for operand in operands.values():
             if operand.dtype is not dtype:
                 self.written += operand.numel() * (dtype.itemsize + operand.requires_grad * operand.dtype.itemsize)
@@ -166,7 +166,7 @@ def traced_omni():
     def trace(make) -> list[Finding]:
         tracer = Tracer(plan("bf16", "bf16").precision, functions=ENTRY_POINTS, rotary=(ROTARY_ENTRY_POINT,))
         given = inputs(BF16)
-        with Weightless() as mode:
+        with FakeTensors() as mode:
             model = make()
             mode.strip(model)
             fake = {name: mode.from_tensor(x) if x.is_floating_point() else x for name, x in given.items()}

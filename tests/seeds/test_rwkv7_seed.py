@@ -13,7 +13,7 @@ from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.doctor import inputs
-from halftune.doctor.examine import examine
+from halftune.doctor.trace_model import trace_model
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.precision.guard import Guard
@@ -87,6 +87,6 @@ def test_the_doctor_looks_at_the_operands_of_our_own(tmp_path: Path, monkeypatch
     }
     (tmp_path / "x.yaml").write_text(json.dumps(recipe))
     config = load_config(tmp_path / "x.yaml").run
-    found = examine(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
+    found = trace_model(config, resolve(config, lookup("a100"), read_model_facts(config.model)))
     assert found.calls == {"linear attention, train": 2, "linear attention, chat": 4}
-    assert found.broken == []
+    assert found.violations == []

@@ -57,7 +57,7 @@ def test_strict_names_the_site_and_what_arrived(flash, source, cuda_autocast) ->
     guard.watch(model)
     with patched(guard, ENTRY_POINTS), cuda_autocast(F16), pytest.raises(DtypeContractError) as caught:
         model(torch.randn(2, 5, 32))
-    assert "q fp32, k fp32, v fp16 on the way into attention, which computes in fp16" in caught.value.what
+    assert "attention computes in fp16 but got q fp32, k fp32, v fp16" in caught.value.what
     assert "tests/seeds/var_attention.py" in caught.value.what
 
 

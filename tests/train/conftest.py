@@ -18,7 +18,7 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
-from halftune.model.quiet import quiet
+from halftune.model.library_output import no_progress_bars
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
 from halftune.train.callbacks.loss_plot import LossPlot
@@ -44,7 +44,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small-model")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes["initializer_range"] = 0.1  # for logits of a usual size at this width: an adapter has something to move
-    with torch.random.fork_rng(devices=[]), quiet():
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(0)
         config = AutoConfig.for_model(**{**BUILTIN_MODELS["qwen2-tiny"], **sizes})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)

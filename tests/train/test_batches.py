@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from halftune.core.errors import DataError
+from halftune.data.batch import Batch
+from halftune.data.example import NO_LABEL
 from halftune.data.order import BatchRule, Row, by_length, padded_batches, round_up
 from halftune.data.pipeline import prepare
-from halftune.data.sample import NO_LABEL
+from halftune.methods import make_method
 from halftune.model.tokenizer import load_tokenizer
-from halftune.train.feed import Feed, MicroBatch
+from halftune.train.feed import Feed
 from halftune.train.prefetch import prefetched
 from halftune.train.trainer import train
 
@@ -91,14 +93,14 @@ def feed_of(recipe: Any, *overrides: str) -> Feed:
     loaded, made = recipe(*overrides)
     tokenizer = load_tokenizer(loaded.run.model)
     split = prepare(loaded.run, tokenizer).train
-    return Feed(split, loaded.run, made.batch, made.batch.packing.value, int(tokenizer.pad_token_id))
+    return Feed(split, loaded.run, made.batch, make_method(loaded.run.method), int(tokenizer.pad_token_id))
 
 
-def labels_of(batches: list[MicroBatch]) -> Counter:
+def labels_of(batches: list[Batch]) -> Counter:
     """How often each labelled token is trained."""
     found: Counter = Counter()
     for batch in batches:
-        labels = batch.inputs["labels"]
+        labels = batch.tokens["labels"]
         assert isinstance(labels, torch.Tensor)
         found.update(labels[:, 1:][labels[:, 1:] != NO_LABEL].tolist())
     return found
@@ -132,18 +134,18 @@ def test_the_split_of_a_global_batch_changes_nothing_but_the_split(recipe: Any, 
         assert len(shares[0]) == len(shares[1])  # processes wait for each other
         smaller = half.micro_batches(rows)
         assert labels_of(whole) == labels_of(shares[0] + shares[1]) == labels_of(smaller)
-        assert sum(batch.tokens_trained for batch in whole) == sum(batch.tokens_trained for batch in smaller)
+        assert sum(batch.trained for batch in whole) == sum(batch.trained for batch in smaller)
         budget = one.batch.tokens_per_batch
         if budget is not None:
-            assert max(batch.tokens for batch in whole) <= budget
-            assert max(batch.tokens for batch in smaller) <= max(budget // 2, round_up(96))
+            assert max(batch.fed for batch in whole) <= budget
+            assert max(batch.fed for batch in smaller) <= max(budget // 2, round_up(96))
         seen += [span.sample for row in rows for span in row]
     assert sorted(seen) == list(range(96))
 
 
 def test_a_token_budget_is_used(recipe: Any) -> None:
     feed = feed_of(recipe, *TOKENS)
-    fed = [batch.tokens for rows in feed.batches(0)[:-1] for batch in feed.micro_batches(rows)]
+    fed = [batch.fed for rows in feed.batches(0)[:-1] for batch in feed.micro_batches(rows)]
     assert np.mean(fed) > 0.8 * 384
     assert len({len(rows) for rows in feed.batches(0)}) > 1
 
@@ -167,7 +169,7 @@ def test_an_order_is_worked_out_once(recipe: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "epoch_rows", lambda *a, **k: calls.append(k["epoch"]) or original(*a, **k))
     evaluation = replace(feed, evaluation=True)
     for _ in range(3):
-        assert sum(batch.tokens_trained for batches in evaluation.once() for batch in batches) > 0
+        assert sum(batch.trained for batches in evaluation.once() for batch in batches) > 0
     assert feed.total_steps() > 0
     list(replace(feed).steps(0, 2 * len(feed.batches(0))))
     assert Counter(calls) == {0: 4, 1: 1} or calls.count(1) == 1
@@ -237,7 +239,7 @@ def test_prefetching_is_one_ahead_and_stops_with_who_uses_it() -> None:
 def test_an_error_comes_after_what_was_made_before_it() -> None:
     def source() -> Any:
         yield 1
-        raise DataError("broken", where="row 2")
+        raise DataError("broken", where="row 2", code="data.malformed_row")
 
     items = prefetched(source())
     assert next(items) == 1
@@ -259,7 +261,7 @@ def test_a_sample_that_can_no_longer_be_read_is_named(recipe: Any, monkeypatch: 
 
 def test_a_prefetching_feed_is_the_same_feed(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a device that is the CPU here: the thread and the copies, without page-locked memory."""
-    monkeypatch.setattr(MicroBatch, "pinned", lambda self: self)
+    monkeypatch.setattr(Batch, "pinned", lambda self: self)
     feed = feed_of(recipe, "training.gradient_accumulation_steps=2")
     ahead = replace(feed, device=torch.device("cpu"))
     for one, other in ((feed.steps(3, 14), ahead.steps(3, 14)), (feed.once(), ahead.once())):

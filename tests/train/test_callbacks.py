@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_state import live_state
 from rich.console import Console
 from torch import nn
 
@@ -22,8 +23,8 @@ from halftune.plan import BatchPlan, MemoryPlan, Plan
 from halftune.precision.plan import PrecisionPlan
 from halftune.train import callbacks
 from halftune.train.callbacks import samples as samples_module
-from halftune.train.callbacks.base import Run, StepMetrics
-from halftune.train.callbacks.crowd import Crowd
+from halftune.train.callbacks.base import StepMetrics
+from halftune.train.callbacks.callback_list import CallbackList
 from halftune.train.callbacks.early_stopping import EarlyStopping
 from halftune.train.callbacks.environment import Environment
 from halftune.train.callbacks.logger import Logger, tree
@@ -32,8 +33,9 @@ from halftune.train.callbacks.progress import Pace, ProgressBar, ProgressLines
 from halftune.train.callbacks.samples import Samples
 from halftune.train.callbacks.tensorboard import TensorBoard
 from halftune.train.callbacks.wandb import WeightsAndBiases
+from halftune.train.state import TrainState
 
-MakeRun = Callable[..., Run]
+MakeRun = Callable[..., TrainState]
 
 
 def a_plan(*, scaler: bool = False) -> Plan:
@@ -62,7 +64,9 @@ def a_plan(*, scaler: bool = False) -> Plan:
 def make_run(tmp_path: Path) -> MakeRun:
     """``make_run(step=4, logging={...})``: a run of 20 steps, 10 in an epoch, whose other arguments are sections."""
 
-    def make(step: int = 0, *, model: nn.Module | None = None, scaler: bool = False, **sections: dict[str, Any]) -> Run:
+    def make(
+        step: int = 0, *, model: nn.Module | None = None, scaler: bool = False, **sections: dict[str, Any]
+    ) -> TrainState:
         (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
@@ -81,22 +85,23 @@ def make_run(tmp_path: Path) -> MakeRun:
             "train_data": ["ab" * 32],
             "eval_data": [],
         }
-        return Run(config, plan, folder, model, None, torch.device("cpu"), True, 20, 10, step, step / 10, made_of=made)
+        parts = {"config": config, "plan": plan, "folder": folder, "model": model, "inputs": made}
+        return live_state(**parts, step=step, epoch=step / 10)
 
     return make
 
 
 def measured(loss: float = 2.0, *, trained: int = 100, norm: float = 1.0, **extra: float) -> StepMetrics:
-    return StepMetrics(loss, 1e-4, norm, 400, 300, trained, 0.5, 1_000_000, extra)
+    return StepMetrics(loss, 1e-4, norm, 400, 300, trained, 0.5, 1_000_000, extra, weight=trained)
 
 
-def advance(callback: Any, run: Run, *metrics: StepMetrics) -> None:
+def advance(callback: Any, run: TrainState, *metrics: StepMetrics) -> None:
     for numbers in metrics:
         run.step, run.epoch = run.step + 1, (run.step + 1) / run.steps_per_epoch
         callback.on_step(run, numbers)
 
 
-def lines_of(run: Run) -> list[dict[str, Any]]:
+def lines_of(run: TrainState) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -252,7 +257,7 @@ def test_bar_shows_the_numbers_and_gives_log_messages_back(make_run: MakeRun, ca
 
 
 def test_bar_survives_an_end_before_its_start(make_run: MakeRun) -> None:
-    ProgressBar().on_end(make_run(), TrainingError("no disk"))
+    ProgressBar().on_end(make_run(), TrainingError("no disk", code="core.disk_full"))
 
 
 def test_plain_lines_come_at_a_sane_rate(make_run: MakeRun, monkeypatch: Any, caplog: Any) -> None:
@@ -308,8 +313,8 @@ def test_samples_that_fail_end_a_run_only_where_others_wait_for_them(make_run: M
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(samples_module, "generate_reply", fails)
-    monkeypatch.setattr(Run, "sharded", sharded)
-    crowd, run = Crowd([Samples()]), make_run(logging={"sample_prompts": ["one"]})
+    monkeypatch.setattr(TrainState, "sharded", sharded)
+    crowd, run = CallbackList([Samples()]), make_run(logging={"sample_prompts": ["one"]})
     if sharded:
         with pytest.raises(RuntimeError, match="out of memory"):
             crowd.tell("on_start", run)
@@ -388,7 +393,7 @@ class _Broken(Logger):
         super().__init__(1)
         self.sent = 0
 
-    def open(self, run: Run) -> None:
+    def open(self, run: TrainState) -> None:
         pass
 
     def send(self, step: int, numbers: dict[str, float]) -> None:
@@ -442,7 +447,7 @@ def test_wandb_run_is_continued(make_run: MakeRun, monkeypatch: Any) -> None:
         run, callback = make_run(step=step), WeightsAndBiases(1)
         callback.on_start(run)
         advance(callback, run, measured())
-        callback.on_end(run, None if step else TrainingError("x"))
+        callback.on_end(run, None if step else TrainingError("x", code="core.disk_full"))
     assert [(call["id"], call["resume"], call["exit_code"]) for call in started] == [
         (None, None, 1),
         ("abc123", "allow", 0),

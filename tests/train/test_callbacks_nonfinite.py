@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from live_state import live_state
+from tiny_model import batch_of
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
-from halftune.train.callbacks.base import Run, StepMetrics
+from halftune.model.policy import PolicyModel
+from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.first_nonfinite import watch
 from halftune.train.callbacks.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite
+from halftune.train.state import TrainState
 
 Batch = dict[str, torch.Tensor]
 
@@ -43,9 +47,9 @@ def batch() -> Batch:
 
 
 @pytest.fixture
-def run(model: Qwen2ForCausalLM, tmp_path: Path, recipe: Callable[..., tuple[Any, Any]]) -> Run:
+def run(model: Qwen2ForCausalLM, tmp_path: Path, recipe: Callable[..., tuple[Any, Any]]) -> TrainState:
     loaded, plan = recipe()
-    return Run(loaded.run, plan, tmp_path, model, None, torch.device("cpu"), True, 20, 10, step=4)
+    return live_state(config=loaded.run, plan=plan, folder=tmp_path, model=model, step=4)
 
 
 def spoil(module: nn.Module, factor: float = float("inf")) -> None:
@@ -58,18 +62,20 @@ def rows(part: slice) -> str:
     return ", ".join(f"x.jsonl line {number}" for number in range(1, 9)[part])
 
 
-def stop(run: Run, batches: list[Batch], loss: float = math.nan, norm: float = 1.0) -> str:
+def stop(run: TrainState, batches: list[Batch], loss: float = math.nan, norm: float = 1.0) -> str:
     with pytest.raises(TrainingError) as caught:
-        check_finite(run, loss, norm, batches, rows)
+        check_finite(
+            run, loss, norm, list(map(batch_of, batches)), lambda one: PolicyModel(run.model).nll_sum(one), rows
+        )
     return str(caught.value)
 
 
-def test_healthy_step_runs_nothing(run: Run, batch: Batch) -> None:
+def test_healthy_step_runs_nothing(run: TrainState, batch: Batch) -> None:
     run.model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
-    check_finite(run, 2.0, 0.5, [batch], rows)
+    check_finite(run, 2.0, 0.5, [batch_of(batch)], lambda one: pytest.fail("the model was run"), rows)
 
 
-def test_first_module_is_named_and_the_checkpoint_too(run: Run, batch: Batch) -> None:
+def test_first_module_is_named_and_the_checkpoint_too(run: TrainState, batch: Batch) -> None:
     for step in (2, 4):
         (run.folder / f"checkpoint-{step}").mkdir()
         for name in ("trainable.safetensors", "optimizer.safetensors", "state.json"):
@@ -83,19 +89,19 @@ def test_first_module_is_named_and_the_checkpoint_too(run: Run, batch: Batch) ->
     assert "learning_rate" in words
 
 
-def test_without_a_checkpoint_it_says_so(run: Run, batch: Batch) -> None:
+def test_without_a_checkpoint_it_says_so(run: TrainState, batch: Batch) -> None:
     spoil(run.model.get_submodule("lm_head"))
     assert "there is no checkpoint yet" in stop(run, [batch])
 
 
-def test_code_between_modules_is_named_by_the_module_around_it(run: Run, batch: Batch) -> None:
+def test_code_between_modules_is_named_by_the_module_around_it(run: TrainState, batch: Batch) -> None:
     mlp: Any = run.model.get_submodule("model.layers.0.mlp")
     mlp.forward = lambda x: mlp.down_proj(mlp.up_proj(x) / 0.0)
     words = stop(run, [batch])
     assert "made in the code of model.layers.0.mlp, on the way to model.layers.0.mlp.down_proj" in words
 
 
-def test_the_micro_batch_is_named(run: Run, batch: Batch) -> None:
+def test_the_micro_batch_is_named(run: TrainState, batch: Batch) -> None:
     embedding = run.model.get_submodule("model.embed_tokens")
     poisoned = {**batch, "input_ids": batch["input_ids"].clone()}
     poisoned["input_ids"][0, 3] = 63
@@ -110,7 +116,7 @@ def test_the_micro_batch_is_named(run: Run, batch: Batch) -> None:
     assert "(micro-batch 2 of 2); it was fed x.jsonl line 2 ·" in words
 
 
-def test_gradient_that_breaks_in_the_backward_pass(run: Run, batch: Batch) -> None:
+def test_gradient_that_breaks_in_the_backward_pass(run: TrainState, batch: Batch) -> None:
     norm = run.model.get_submodule("model.layers.1.input_layernorm")
     norm.register_forward_hook(lambda _module, _args, output: _ExplodingGradient.apply(output))
     before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
@@ -136,14 +142,14 @@ class _ExplodingGradient(torch.autograd.Function):
         return gradient * math.inf
 
 
-def test_weight_that_is_broken_already(run: Run, batch: Batch) -> None:
+def test_weight_that_is_broken_already(run: TrainState, batch: Batch) -> None:
     with torch.no_grad():
         run.model.get_parameter("model.layers.0.self_attn.q_proj.weight")[0, 0] = math.nan
     assert "the weight model.layers.0.self_attn.q_proj.weight is not finite" in stop(run, [batch])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_broken_frozen_weight_is_the_files_fault(run: Run, batch: Batch, number: float) -> None:
+def test_a_broken_frozen_weight_is_the_files_fault(run: TrainState, batch: Batch, number: float) -> None:
     weight = run.model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
     weight.data[0, 0] = number
     words = stop(run, [batch])
@@ -151,11 +157,11 @@ def test_a_broken_frozen_weight_is_the_files_fault(run: Run, batch: Batch, numbe
     assert "model.layers.1.mlp.up_proj.weight is frozen" in words
 
 
-def test_what_does_not_come_back_is_said_so(run: Run, batch: Batch) -> None:
+def test_what_does_not_come_back_is_said_so(run: TrainState, batch: Batch) -> None:
     assert "did not come back" in stop(run, [batch])
 
 
-def test_fp16_is_told_about_its_range(run: Run, batch: Batch) -> None:
+def test_fp16_is_told_about_its_range(run: TrainState, batch: Batch) -> None:
     from dataclasses import replace
 
     from halftune.core.choice import Choice
@@ -167,7 +173,7 @@ def test_fp16_is_told_about_its_range(run: Run, batch: Batch) -> None:
     assert "precision: bf16 or fp32" in stop(run, [batch])
 
 
-def test_hooks_are_gone_afterwards(run: Run, batch: Batch) -> None:
+def test_hooks_are_gone_afterwards(run: TrainState, batch: Batch) -> None:
     stop(run, [batch])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
 
@@ -197,7 +203,7 @@ def test_watch_looks_into_tuples_and_past_masks() -> None:
     assert watcher.finding.largest == 0.0
 
 
-def test_fp16_updates_that_are_all_skipped_end_the_run(run: Run) -> None:
+def test_fp16_updates_that_are_all_skipped_end_the_run(run: TrainState) -> None:
     callback = NonFiniteWatch()
 
     def step(skipped: float) -> None:

@@ -95,7 +95,7 @@ def test_a_kernel_that_does_not_fit_is_said_before_training(tmp_path: Path, monk
 
     loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
     monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
-    refused = pytest.raises(PlanError, match=r"does not run here: .*shared memory.*HALFTUNE_KERNELS=torch")
+    refused = pytest.raises(PlanError, match=r"failed: .*shared memory.*HALFTUNE_KERNELS=torch")
     with standing_in(80, start), refused:
         compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
 
@@ -107,7 +107,7 @@ def test_a_machine_without_a_compiler_is_said_before_training(tmp_path: Path, mo
     start: Any = triton_s["start"]
     loaded, plan = recipe(tmp_path, "mamba2-tiny", "lora", True)
     monkeypatch.setenv("HALFTUNE_KERNELS", "triton")
-    refused = pytest.raises(PlanError, match=r"does not run here: .*needs a C compiler")
+    refused = pytest.raises(PlanError, match=r"failed: .*C compiler")
     with standing_in(80, start), refused:
         compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
 

@@ -13,9 +13,7 @@ from tiny_model import checkpoint
 
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.train.folder import RunFolder
-from halftune.train.interrupt import Interrupts
 from halftune.train.setup import build
-from halftune.train.trainer import Trainer
 from halftune.train.validation import evaluate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,14 +29,12 @@ def test_every_cell(recipe: Any, tmp_path: Path, own: str, precision: str, adapt
         f"adapter={json.dumps({'type': adapter})}",
         "data.eval_split=8",
     )
-    session = build(loaded, plan, tmp_path)
-    stepper = Trainer(session, RunFolder(tmp_path, None, finished=False), Interrupts()).attempts.stepper
+    run = build(loaded, plan, RunFolder(tmp_path, None, finished=False))
     seen: set[torch.dtype] = set()
-    for name, module in session.run.model.named_modules():
+    for name, module in run.model.named_modules():
         if name.endswith(("q_proj", "k_proj", "v_proj")):
             module.register_forward_hook(lambda m, args, out: seen.add(out.dtype))
-    assert session.eval_feed is not None
-    loss = evaluate(stepper, session.run.model, session.eval_feed)
-    assert loss is not None
-    assert 0 < loss < 20
+    measured = evaluate(run)
+    assert measured is not None
+    assert 0 < measured["eval_loss"] < 20
     assert seen == {DTYPES[precision]}

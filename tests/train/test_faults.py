@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,22 @@ from tiny_model import because
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import configure
 from halftune.core.status import read_status
+from halftune.data.batch import Batch
+from halftune.methods import Loss
+from halftune.methods.sft import Sft
+from halftune.model.policy import PolicyModel
 from halftune.model.save import save_final
 from halftune.model.state import trainable_state
 from halftune.plan import BatchPlan
 from halftune.train import trainer
-from halftune.train.attempt import out_of_memory, smaller
-from halftune.train.callbacks.base import Run, StepMetrics
+from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
-from halftune.train.lock import check_unlocked
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.step import Stepper
+from halftune.train.state import TrainState
+from halftune.train.step_recovery import out_of_memory, smaller
 from halftune.train.trainer import train
 
 FLASH_EVERYWHERE = 10**15  # bytes that no machine has
@@ -56,22 +61,26 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``narrow(4)``: a forward pass of more than 4 rows asks torch's own allocator for more than there is."""
 
     def make(rows: int, *, from_step: int = 0, training: bool = True) -> None:
-        forward, steps = Stepper.forward, iter(range(10**6))
-        step = Stepper.step
+        forward, steps = Sft.loss, iter(range(10**6))
+        step = trainer.train_step
         count = {"now": 0}
 
-        def counted(self: Stepper, batches: Any) -> Any:
+        def counted(run: TrainState, batches: Any) -> Any:
             count["now"] = next(steps)
-            return step(self, batches)
+            return step(run, batches)
 
-        def limited(self: Stepper, batch: Any, model: Any, *rest: Any) -> torch.Tensor:
-            loss = forward(self, batch, model, *rest)  # dropout has drawn by the time that memory runs out
-            if model.training == training and len(batch.inputs["input_ids"]) > rows and count["now"] >= from_step:
+        def limited(self: Sft, policy: PolicyModel, batch: Batch) -> Loss:
+            loss = forward(self, policy, batch)  # dropout has drawn by the time that memory runs out
+            if (
+                policy.model.training == training
+                and len(batch.inputs["input_ids"]) > rows
+                and count["now"] >= from_step
+            ):
                 torch.empty(FLASH_EVERYWHERE, dtype=torch.uint8)
             return loss
 
-        monkeypatch.setattr(Stepper, "step", counted)
-        monkeypatch.setattr(Stepper, "forward", limited)
+        monkeypatch.setattr(trainer, "train_step", counted)
+        monkeypatch.setattr(Sft, "loss", limited)
 
     return make
 
@@ -105,7 +114,7 @@ def test_the_first_step_is_taken_again_in_smaller_parts(recipe, narrow, tmp_path
     assert metrics(folder) == metrics(expected)
     said = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
     assert len(said) == 2
-    assert "in step 1 with 4 rows a forward pass: from now on 2, and 4 passes a step instead of 2" in said[1]
+    assert "in step 1 with a micro-batch of 4 rows: now 2 rows, and 4 passes a step instead of 2" in said[1]
 
 
 def test_a_run_that_had_to_split_goes_on_split(recipe, narrow, tmp_path: Path) -> None:
@@ -165,18 +174,18 @@ def test_one_process_of_a_sharded_evaluation_does_not_begin_it_again(recipe, nar
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Makes the loss of some steps (the first is 1) NaN."""
-    step, forward, now = Stepper.step, Stepper.forward, {"step": 0}
+    step, forward, now = trainer.train_step, Sft.loss, {"step": 0}
 
-    def counted(self: Stepper, batches: Any) -> Any:
+    def counted(run: TrainState, batches: Any) -> Any:
         now["step"] += 1
-        return step(self, batches)
+        return step(run, batches)
 
-    def poisoned(self: Stepper, batch: Any, model: Any, *rest: Any) -> torch.Tensor:
-        loss = forward(self, batch, model, *rest)
-        return loss * float("nan") if now["step"] in steps else loss
+    def poisoned(self: Sft, policy: PolicyModel, batch: Batch) -> Loss:
+        loss = forward(self, policy, batch)
+        return replace(loss, total=loss.total * float("nan")) if now["step"] in steps else loss
 
-    monkeypatch.setattr(Stepper, "step", counted)
-    monkeypatch.setattr(Stepper, "forward", poisoned)
+    monkeypatch.setattr(trainer, "train_step", counted)
+    monkeypatch.setattr(Sft, "loss", poisoned)
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,7 +193,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(recipe, monkeypatch: pytest.Mo
     seen: list[dict[str, torch.Tensor]] = []
     on_step = MetricsFile.on_step
 
-    def remember(self: MetricsFile, run: Run, numbers: StepMetrics) -> None:
+    def remember(self: MetricsFile, run: TrainState, numbers: StepMetrics) -> None:
         on_step(self, run, numbers)
         seen.append({name: value.clone() for name, value in trainable_state(run.model).items()})
 
@@ -214,15 +223,15 @@ def test_stopping_keeps_the_last_good_checkpoint(recipe, monkeypatch: pytest.Mon
 
 
 def test_an_update_that_breaks_a_weight_is_not_saved(recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    step = Stepper.step
+    step = trainer.train_step
 
-    def breaking(self: Stepper, batches: Any) -> Any:
-        found = step(self, batches)
-        if self.schedule.last_epoch == 2:
-            self.trainable[0].data.view(-1)[0] = float("inf")
+    def breaking(run: TrainState, batches: Any) -> Any:
+        found = step(run, batches)
+        if run.schedule.last_epoch == 2:
+            run.trainable[0].data.view(-1)[0] = float("inf")
         return found
 
-    monkeypatch.setattr(Stepper, "step", breaking)
+    monkeypatch.setattr(trainer, "train_step", breaking)
     with pytest.raises(TrainingError, match=r"lora_A.*is not finite after step 2.*checkpoint-1 is intact"):
         train(*recipe("training.save_steps=1", "training.max_steps=5"))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1"]
@@ -241,8 +250,8 @@ def test_what_only_looks_on_may_fail(recipe, monkeypatch: pytest.MonkeyPatch, ca
     folder = train(*recipe(*settings)).folder
     assert (folder / "finished.json").exists()
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len([words for words in warned if words.startswith("Report failed, training goes on")]) == 1
-    (summary,) = (words for words in warned if words.startswith("failed while training went on"))
+    assert len([words for words in warned if words.startswith("Report failed, training continues")]) == 1
+    (summary,) = (words for words in warned if words.startswith("callbacks that failed during training"))
     assert "Report 4 times (OSError: [Errno 28] No space left on device)" in summary
     assert "LossPlot 4 times (AttributeError" in summary
 
@@ -289,15 +298,15 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]) -> None:
     """Does something just before a step ends."""
-    step, now = Stepper.step, {"step": 0}
+    step, now = trainer.train_step, {"step": 0}
 
-    def acting(self: Stepper, batches: Any) -> Any:
-        found = step(self, batches)
+    def acting(run: TrainState, batches: Any) -> Any:
+        found = step(run, batches)
         now["step"] += 1
         actions.get(now["step"], lambda: None)()
         return found
 
-    monkeypatch.setattr(Stepper, "step", acting)
+    monkeypatch.setattr(trainer, "train_step", acting)
 
 
 def test_disk_full_at_a_checkpoint(recipe, disk: Disk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd) -> None:
@@ -369,19 +378,22 @@ def test_a_disk_that_vanishes_is_said(recipe, disk: Disk, monkeypatch: pytest.Mo
     assert newest_valid(disk.path / "run") == disk.path / "run" / "checkpoint-2"
 
 
-def test_a_folder_that_is_moved_is_followed(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    moved = tmp_path / "elsewhere"
+@pytest.mark.parametrize("what", ["moved", "deleted"])
+def test_a_folder_that_is_gone_ends_the_run_at_the_next_save(recipe, tmp_path: Path, monkeypatch, what: str) -> None:
+    moved, run = tmp_path / "elsewhere", tmp_path / "run"
+    gone = {"moved": lambda: run.rename(moved) and None, "deleted": lambda: shutil.rmtree(run)}[what]
     settings = ("training.max_steps=5", "training.save_steps=2", "training.per_device_train_batch_size=2")
-    at_step(monkeypatch, {3: lambda: (tmp_path / "run").rename(moved) and None})
-    outcome = train(*recipe(*settings))
-    assert outcome.message == f"trained 5 steps; the result is in {moved / 'final'}"
-    assert [line["step"] for line in metrics(moved)] == [1, 2, 3, 4, 5]
-    assert newest_valid(moved) == moved / "checkpoint-5"
-    assert not (tmp_path / "run").exists()
-    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert f"{tmp_path / 'run'} was moved to {moved}: the run goes on in there" in warned
-    assert not [words for words in warned if "failed" in words]
-    assert "nothing to do" in train(*recipe(*settings, f"training.output_dir={moved}")).message
+    at_step(monkeypatch, {3: gone})
+    with pytest.raises(TrainingError) as caught:
+        train(*recipe(*settings))
+    assert caught.value.code == "train.folder_vanished"
+    assert not list(run.glob("checkpoint-*"))
+    if what == "moved":  # back to where it was: nothing up to the last checkpoint is lost
+        shutil.rmtree(run, ignore_errors=True)
+        moved.rename(run)
+    monkeypatch.undo()
+    expected = [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics(train(*recipe(*settings)).folder)] == expected
 
 
 def test_a_folder_that_becomes_read_only_is_said(recipe, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,35 +417,8 @@ def test_a_read_only_folder_is_refused_at_once(recipe, disk: Disk) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
     with pytest.raises(TrainingError, match=r"cannot write the run folder: Read-only file system.*choose another"):
         train(loaded, plan)
-    with pytest.raises(ConfigError, match=r"training\.output_dir: .* may not be written"):  # the check before torch
+    with pytest.raises(ConfigError, match=r"training\.output_dir: no permission to write"):  # the check before torch
         recipe(f"training.output_dir={disk.path / 'run'}")
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["folder", "files"])
-def test_a_folder_that_is_deleted_is_made_again(recipe, tmp_path: Path, monkeypatch, caplog, whole: bool) -> None:
-    """At the next step, and with ``save_steps: end`` too: what is trained from then on is not lost."""
-    run, held = tmp_path / "run", []
-
-    def delete() -> None:
-        for path in [*run.iterdir()]:
-            path.unlink()
-        if whole:
-            run.rmdir()
-
-    def look() -> None:
-        held.append((run / "resolved.yaml").exists())
-        with pytest.raises(ConfigError, match="another process is training"):
-            check_unlocked(run)
-
-    settings = ("training.max_steps=4", "training.per_device_train_batch_size=2")
-    at_step(monkeypatch, {2: delete, 4: look})
-    assert train(*recipe(*settings)).step == 4
-    assert held == [True]
-    assert [line["step"] for line in metrics(run)] == [2, 3, 4]
-    said = [record.getMessage() for record in caplog.records if "was deleted" in record.getMessage()]
-    assert said == [f"{run} was deleted under the run: made again; checkpoints and metrics so far are gone"]
-    assert said[0] in (run / "train.log").read_text()
-    assert "nothing to do" in train(*recipe(*settings)).message
 
 
 def test_the_log_of_a_run_holds_evaluations_and_the_end(recipe, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from process_group import in_processes, train_all
 from safetensors.torch import load_file
 
-from halftune.train.folder import FINISHED
+from halftune.model.result import FINISHED
 from halftune.train.trainer import train
 
 PACKED = ("data.packing=true", "training.max_steps=2")
@@ -25,17 +23,11 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_two_processes_follow_one(recipe, losses, tmp_path: Path) -> None:
-    loaded, plan = recipe(*FUSED, "training.per_device_train_batch_size=2", f"training.output_dir={tmp_path}/one")
-    expected = losses(train(loaded, plan).folder)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "halftune", "train",
-        "--config", str(tmp_path / "recipe.yaml"), *FUSED, "training.per_device_train_batch_size=1",
-        f"training.output_dir={tmp_path}/two",
-    ]  # fmt: skip
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+    rows = "training.per_device_train_batch_size"
+    one = recipe(*FUSED, f"{rows}=2", f"training.output_dir={tmp_path}/one")
+    two = recipe(*FUSED, f"{rows}=1", f"training.output_dir={tmp_path}/two", world_size=2)
+    assert in_processes(2, train_all([two])) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(train(*one).folder), rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

@@ -10,7 +10,7 @@ import pytest
 from halftune.core.launcher import Process
 from halftune.core.log import _ALIKE, configure
 from halftune.data import pipeline
-from halftune.train import home
+from halftune.train import resume
 from halftune.train.parallel import reading
 
 
@@ -24,7 +24,7 @@ def test_one_process_of_a_machine_warns_of_what_all_find(
     monkeypatch.setattr("sys.stderr", shown)
     try:
         configure(Process(rank, local, world_size=9))
-        for one in (pipeline, home, reading):
+        for one in (pipeline, resume, reading):
             one.log.warning("mind")
     finally:
         root.handlers[:], _, root.propagate = before

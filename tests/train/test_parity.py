@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from halftune.data.batch import Batch
 from halftune.model.state import trainable_state
-from halftune.train.feed import LABEL_POSITIONS, MicroBatch
+from halftune.train.folder import RunFolder
 from halftune.train.setup import build
 from halftune.train.trainer import train
 
@@ -36,8 +37,8 @@ class _Losses(TrainerCallback):
             self.curve.append(logs["loss"])
 
 
-def without_positions(batch: MicroBatch) -> dict[str, torch.Tensor | int]:
-    return {name: value for name, value in batch.inputs.items() if name != LABEL_POSITIONS}
+def without_positions(batch: Batch) -> dict[str, torch.Tensor | int]:
+    return {**batch.inputs, "labels": batch.tokens["labels"]}
 
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
@@ -51,13 +52,13 @@ def test_twenty_steps_equal_transformers_trainer(recipe, losses, tmp_path: Path,
         "training.learning_rate=2e-3",
     )
     loaded, plan = recipe(*settings)
-    session = build(loaded, plan, tmp_path / "their-start")
-    initial = {name: value.clone() for name, value in trainable_state(session.run.model).items()}
-    batches = [without_positions(batch) for _, step in session.feed.steps(0, 20) for batch in step]
+    run = build(loaded, plan, RunFolder(tmp_path / "their-start", None, finished=False))
+    initial = {name: value.clone() for name, value in trainable_state(run.model).items()}
+    batches = [without_positions(batch) for _, step in run.feed.steps(0, 20) for batch in step]
 
     ours = losses(train(loaded, plan).folder)
 
-    assert all(torch.equal(value, initial[name]) for name, value in trainable_state(session.run.model).items())
+    assert all(torch.equal(value, initial[name]) for name, value in trainable_state(run.model).items())
     recorder = _Losses()
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "theirs"),
@@ -76,7 +77,7 @@ def test_twenty_steps_equal_transformers_trainer(recipe, losses, tmp_path: Path,
         train_sampling_strategy="sequential",
     )
     theirs = Trainer(
-        session.run.model, arguments, train_dataset=_Rows(batches), data_collator=lambda rows: dict(rows[0]),
+        run.model, arguments, train_dataset=_Rows(batches), data_collator=lambda rows: dict(rows[0]),
         callbacks=[recorder],
     )  # fmt: skip
     theirs.train()

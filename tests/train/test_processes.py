@@ -26,21 +26,19 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def overrides(case: str, world_size: int, strategy: str, folder: Path, steps: int) -> list[str]:
+def overrides(case: str, world_size: int, strategy: str, folder: Path) -> list[str]:
     accumulation = 2 if "training.gradient_accumulation_steps=2" in CASES[case] else 1
     rows = f"training.per_device_train_batch_size={ROWS // world_size // accumulation}"
     return [
         *CASES[case],
-        f"training.max_steps={steps}",
+        "training.max_steps=3",
         rows,
         f"distributed.strategy={strategy}",
         f"training.output_dir={folder}",
     ]
 
 
-def grid(
-    recipe, tmp_path: Path, cases: list[str], sizes: list[int], steps: int = 3
-) -> dict[tuple[str, int, str], Path]:
+def grid(recipe, tmp_path: Path, cases: list[str], sizes: list[int]) -> dict[tuple[str, int, str], Path]:
     """Trains every case by every strategy with every number of processes."""
     folders: dict[tuple[str, int, str], Path] = {}
     for size in sizes:
@@ -48,7 +46,7 @@ def grid(
         for case in cases:
             for strategy in ("ddp", "fsdp2") if size > 1 else ("auto",):
                 folder = tmp_path / f"{case.replace(' ', '-')}-{size}-{strategy}"
-                made.append(recipe(*overrides(case, size, strategy, folder, steps), world_size=size))
+                made.append(recipe(*overrides(case, size, strategy, folder), world_size=size))
                 folders[case, size, strategy] = folder
         assert in_processes(size, train_all(made)) == [0] * size
     return folders
@@ -67,16 +65,11 @@ def check(folders: dict[tuple[str, int, str], Path], case: str) -> None:
         assert all(one[key].dtype == other[key].dtype and one[key].shape == other[key].shape for key in one)
 
 
-def test_two_processes_follow_one(recipe, tmp_path: Path) -> None:
-    folders = grid(recipe, tmp_path, ["lora", "full packed"], [1, 2], steps=2)
-    for case in ("lora", "full packed"):
-        check(folders, case)
-
-
 @pytest.mark.slow
 def test_one_two_and_four_processes_follow_the_same_curve(recipe, tmp_path: Path) -> None:
-    folders = grid(recipe, tmp_path, ["hybrid"], [1, 2])
-    folders |= grid(recipe, tmp_path, [case for case in CASES if case != "hybrid"], [1, 2, 4])
+    by_four = ["lora packed", "full"]  # which differ in all that a case can differ in
+    folders = grid(recipe, tmp_path, [case for case in CASES if case not in by_four], [1, 2])
+    folders |= grid(recipe, tmp_path, by_four, [1, 2, 4])
     for case in CASES:
         check(folders, case)
 

@@ -12,8 +12,8 @@ from process_group import in_processes
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from halftune.model.library_output import no_progress_bars
 from halftune.model.load import load_model
-from halftune.model.quiet import quiet
 from halftune.precision.dtypes import kept_names
 from halftune.train.parallel import make_strategy, reading
 from halftune.train.parallel.shards import own_rows
@@ -34,7 +34,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     routed: dict[str, Any] = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     folder = tmp_path_factory.mktemp("experts")
     config = Qwen2MoeConfig(**sizes, **routed, num_key_value_heads=1, vocab_size=513, tie_word_embeddings=True)
-    with quiet():
+    with no_progress_bars():
         Qwen2MoeForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="40KB")
     return folder
 

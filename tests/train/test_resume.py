@@ -105,9 +105,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(recipe, stopped: Path,
     (folder / "checkpoint-4" / MARKER).unlink()
     assert train(*recipe(*SETTINGS)).step == 6
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "checkpoint-6 is no valid checkpoint and is ignored: optimizer.safetensors is not what was written" in said
+    assert "checkpoint-6 is no valid checkpoint and is ignored: optimizer.safetensors has a wrong checksum" in said
     assert "checkpoint-4 is no valid checkpoint and is ignored: checkpoint.json cannot be read: No such file" in said
-    assert f"going on from {folder / 'checkpoint-2'}" in said
+    assert f"resuming from {folder / 'checkpoint-2'}" in said
     assert same_end(folder, whole)
     assert sorted(path.name for path in (folder / "set-aside").iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_folder_must_be_of_the_same_configuration(
         train(*recipe("adapter.dropout=0.2", *SETTINGS[1:], named, other))
     assert not (tmp_path / "other" / "resolved.yaml").exists()
     flip(folder / "checkpoint-4" / "state.json", 0.5)
-    with pytest.raises(TrainingError, match=r"no valid checkpoint: state\.json is not what was written"):
+    with pytest.raises(TrainingError, match=r"no valid checkpoint: state\.json has a wrong checksum"):
         train(*recipe(*SETTINGS, named, other))
 
 
@@ -166,7 +166,7 @@ def test_other_packing_code_is_refused(recipe, stopped: Path, monkeypatch: pytes
     batches = "halftune.train.feed.Feed.batches"
     real = __import__("halftune.train.feed", fromlist=["Feed"]).Feed.batches
     monkeypatch.setattr(batches, lambda self, epoch: list(reversed(real(self, epoch))))
-    with pytest.raises(ConfigError, match="order of the data is not what the run began with"):
+    with pytest.raises(ConfigError, match="order of the data differs"):
         train(*recipe(*SETTINGS))
 
 
@@ -174,10 +174,10 @@ def test_a_run_that_stopped_early_stays_stopped(recipe, tmp_path: Path, monkeypa
     settings = (*SETTINGS[:1], "training.save_steps=1", "training.max_steps=9", "training.logging_steps=4")
     settings += ("data.eval_split=8", "training.eval_steps=1", "training.early_stopping_patience=2")
 
-    def worse(stepper: Any, model: Any, feed: Any, abandoned: Any) -> float:
-        return 1.0 + next(numbers)
+    def worse(*_: Any) -> dict[str, float]:
+        return {"eval_loss": 1.0 + next(numbers)}
 
-    monkeypatch.setattr("halftune.train.attempt.evaluate", worse)
+    monkeypatch.setattr("halftune.train.trainer.evaluate", worse)
     numbers = iter(range(99))
     folder = train(*recipe(*settings)).folder
     assert newest_valid(folder) == folder / "checkpoint-3"
@@ -195,9 +195,9 @@ def test_a_damaged_best_is_not_passed_off_as_the_result(recipe, stopped: Path, w
     on_save, taken = "halftune.train.trainer.load_weights", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_save, lambda *_: taken.append(1))
-        patch.setattr("halftune.train.attempt.evaluate", lambda *_: 99.0)
+        patch.setattr("halftune.train.trainer.evaluate", lambda *_: {"eval_loss": 99.0})
         patch.setattr("halftune.train.trainer.flaw", lambda *_, **__: "it is broken")
-        assert "NOT the best weights but the last ones" in train(*recipe(*but(load_best="true", max_steps=7))).message
+        assert "NOT the best" in train(*recipe(*but(load_best="true", max_steps=7))).message
     assert not taken
 
 
@@ -213,6 +213,10 @@ def flip_weights(final: Path) -> None:
     flip(final / "adapter_model.safetensors", 0.9)
 
 
+def link_back(final: Path, name: str) -> None:
+    (final / name).symlink_to(final.parent / name)
+
+
 RESULT_FAULTS: dict[str, Callable[[Path], object]] = {
     "flipped": flip_weights,
     "missing": lambda final: (final / "tokenizer.json").unlink(),
@@ -220,6 +224,8 @@ RESULT_FAULTS: dict[str, Callable[[Path], object]] = {
     "no manifest": lambda final: (final / MANIFEST).unlink(),
     "another manifest": lambda final: [flip_weights(final), (final / MANIFEST).unlink(), seal(final, MANIFEST)],
     "gone": shutil.rmtree,
+    "link": lambda final: [shutil.move(final / "tokenizer.json", final.parent), link_back(final, "tokenizer.json")],
+    "a file more": lambda final: (final / "adapter_model.bin").write_bytes(b"x"),
 }
 
 
@@ -227,14 +233,14 @@ RESULT_FAULTS: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_result_is_made_anew(recipe, whole: Path, tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    assert "finished already" in train(*recipe(*SETTINGS)).message
+    assert "already complete" in train(*recipe(*SETTINGS)).message
     RESULT_FAULTS[fault](folder / "final")
     assert not already_finished(recipe(*SETTINGS)[0])
     assert train(*recipe(*SETTINGS)).step == 6
     assert same_end(folder, whole)
     assert not damage(folder / "final", thorough=True, marker=MANIFEST)
     assert (folder / "set-aside" / "final").exists() == (fault != "gone"), "nothing of the user's is written over"
-    assert "finished already" in already_finished(recipe(*SETTINGS)[0])
+    assert "already complete" in already_finished(recipe(*SETTINGS)[0])
 
 
 def test_a_damaged_result_without_checkpoints_is_refused(recipe, whole: Path, tmp_path: Path) -> None:
@@ -252,7 +258,7 @@ def test_a_result_of_an_earlier_version_is_finished(recipe, whole: Path, tmp_pat
     shutil.copytree(whole, folder)
     (folder / "final" / MANIFEST).unlink()
     (folder / "finished.json").write_text('{"step": 6, "time": 1.0}')
-    assert "finished already" in train(*recipe(*SETTINGS)).message
+    assert "already complete" in train(*recipe(*SETTINGS)).message
 
 
 def test_a_kill_between_a_save_and_its_rotation_leaves_no_checkpoint_too_many(recipe, stopped: Path) -> None:
@@ -305,6 +311,13 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
     assert events == [*first, *first[:2], "rename x", *first[2:]]
 
 
+def test_the_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[int]()
+    monkeypatch.setattr(os, "fsync", waited.append)
+    atomic.sync(tmp_path)
+    assert waited
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_folder_that_cannot_be_finished_leaves_what_was_there(tmp_path: Path, there: bool) -> None:
     target = tmp_path / "x"
@@ -343,9 +356,9 @@ def test_what_a_hand_or_another_version_left_gives_way_to_the_one_before(recipe,
     train(*recipe(*SETTINGS))
     assert same_end(stopped, whole)
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "checkpoint-6 is no valid checkpoint and is ignored: state.json has no 'random': another version" in said
+    assert "checkpoint-6 is no valid checkpoint and is ignored: state.json has no 'random'" in said
     assert "checkpoint-4 is no valid checkpoint and is ignored: checkpoint.json does not list optimizer.saf" in said
-    assert f"going on from {oldest}" in said
+    assert f"resuming from {oldest}" in said
 
 
 def test_other_versions_are_said(recipe, stopped: Path, caplog) -> None:
@@ -356,7 +369,7 @@ def test_other_versions_are_said(recipe, stopped: Path, caplog) -> None:
     reseal(stopped / "checkpoint-6")
     train(*recipe(*SETTINGS))
     (said,) = (text for record in caplog.records if "bit-identical" in (text := record.getMessage()))
-    assert said.startswith("the checkpoint was made with threads 77, torch 1.0; here it is threads")
+    assert said.startswith("the checkpoint was written with threads 77, torch 1.0, this process has threads")
 
 
 def test_a_run_that_ended_before_its_first_step_blocks_no_folder(recipe, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ import pytest
 from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.data.batch import Batch
+from halftune.methods.sft import Sft
+from halftune.model.policy import PolicyModel
+from halftune.train import trainer
 from halftune.train.callbacks import nonfinite
 from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.interrupt import Interrupted
 from halftune.train.report.page import bring_up_to_date
-from halftune.train.step import Stepper
+from halftune.train.state import TrainState
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
@@ -47,14 +52,14 @@ def same_end(one: Path, other: Path) -> bool:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
     """Does something when ``number - 1`` updates have been made."""
-    step = Stepper.step
+    step = trainer.train_step
 
-    def acting(self: Stepper, batches: Any) -> Any:
-        if self.schedule.last_epoch == number - 1:
+    def acting(run: TrainState, batches: Any) -> Any:
+        if run.schedule.last_epoch == number - 1:
             action()
-        return step(self, batches)
+        return step(run, batches)
 
-    monkeypatch.setattr(Stepper, "step", acting)
+    monkeypatch.setattr(trainer, "train_step", acting)
 
 
 def send(number: signal.Signals) -> Callable[[], None]:
@@ -76,7 +81,7 @@ def killed_before(number: int, loaded: Any, plan: Any) -> None:
 def test_best_patience_and_rotation_outlive_kills(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (*QUICK, "training.max_steps=18", "training.save_steps=3", "data.eval_split=4", "training.eval_steps=2")
     settings += ("training.save_total_limit=1", "training.load_best=true", "training.early_stopping_patience=3")
-    monkeypatch.setattr("halftune.train.attempt.evaluate", lambda stepper, *_: COURSE[stepper.schedule.last_epoch])
+    monkeypatch.setattr(trainer, "evaluate", lambda run, *_: {"eval_loss": COURSE[run.schedule.last_epoch]})
     whole = train(*recipe(*settings, f"training.output_dir={tmp_path}/whole"))
     assert "stopped early: no better evaluation loss than 2.5 (step 10) in 3 evaluations" in whole.message
     assert [path.name for path in checkpoints(whole.folder)] == ["checkpoint-10", "checkpoint-16"]
@@ -120,18 +125,19 @@ def test_batches_of_tokens_by_length_go_on_in_the_middle_of_an_epoch(recipe, row
 
 def test_skipped_updates_are_counted_over_a_resume(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "MAX_SKIPPED", 5)
-    forward, step, taken = Stepper.forward, Stepper.step, iter(range(99))
+    forward, step, taken = Sft.loss, trainer.train_step, iter(range(99))
 
-    def poisoned(self: Stepper, batch: Any, model: Any, *rest: Any) -> Any:
-        return forward(self, batch, model, *rest) * float("nan")
+    def poisoned(self: Sft, policy: PolicyModel, batch: Batch) -> Any:
+        loss = forward(self, policy, batch)
+        return replace(loss, total=loss.total * float("nan"))
 
-    def acting(self: Stepper, batches: Any) -> Any:
+    def acting(run: TrainState, batches: Any) -> Any:
         if next(taken) == 2:
             send(signal.SIGTERM)()
-        return step(self, batches)
+        return step(run, batches)
 
-    monkeypatch.setattr(Stepper, "forward", poisoned)
-    monkeypatch.setattr(Stepper, "step", acting)
+    monkeypatch.setattr(Sft, "loss", poisoned)
+    monkeypatch.setattr(trainer, "train_step", acting)
     loaded = recipe(*QUICK, "training.on_non_finite=skip", "training.max_steps=9")
     with pytest.raises(Interrupted, match="after step 3"):
         train(*loaded)
@@ -185,19 +191,19 @@ def test_the_same_command_with_a_named_checkpoint_does_not_begin_there_again(
     caplog.clear()
     train(*loaded)
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "run was begun from run/checkpoint-2 before, and has come to checkpoint-5" in said
+    assert "run was started from run/checkpoint-2; resuming from its checkpoint-5" in said
     assert sorted(path.name for path in (done / "set-aside").iterdir()) == ["checkpoint-4", "checkpoint-6"]
     assert same_end(done, made["run"])
 
 
 def test_a_run_of_another_length_says_what_becomes_of_the_learning_rate(without, done: Path, caplog) -> None:
-    with pytest.raises(ConfigError, match="has taken 6 steps already and is to be 4 steps long"):
+    with pytest.raises(ConfigError, match="at step 6, but the run has only 4 steps"):
         train(*without("max_steps", "training.max_steps=4"))
     assert (done / "finished.json").exists(), "nothing has changed"
     train(*without("max_steps", "training.max_steps=12"))
-    (said,) = (text for record in caplog.records if "steps long now" in (text := record.getMessage()))
+    (said,) = (text for record in caplog.records if "number of steps changed" in (text := record.getMessage()))
     rate = metrics(done)[-6]["learning_rate"]
-    assert f"the run is 12 steps long now, not 6: the next step has the learning rate {rate:.3g} of the new" in said
+    assert f"changed from 6 to 12; the learning rate continues at {rate:.3g} (was " in said
     assert rate > metrics(done)[5]["learning_rate"], "the cosine had come to its end"
 
 
@@ -205,7 +211,7 @@ def test_a_finished_run_goes_on_where_something_is_left_to_do(
     recipe, without, done: Path, made: dict[str, Path]
 ) -> None:
     before = (done / "metrics.jsonl").read_bytes()
-    assert "nothing to do" in train(*recipe(*SHORT, "training.logging_steps=7")).message
+    assert "already complete" in train(*recipe(*SHORT, "training.logging_steps=7")).message
     assert (done / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(done / "final")
     assert "trained 6 steps" in train(*recipe(*SHORT)).message
@@ -226,7 +232,9 @@ def test_another_configuration_does_not_train_over_a_run(recipe, done: Path) -> 
 
 def test_a_finished_run_is_not_written_over_from_an_earlier_checkpoint(recipe, done: Path, tmp_path: Path) -> None:
     named = f"training.resume={done}/checkpoint-2"
-    with pytest.raises(ConfigError, match=r"is finished, and resume names .*checkpoint-2: its result would be written"):
+    with pytest.raises(
+        ConfigError, match=r"is finished, and resume names .*checkpoint-2: its result would be overwritten"
+    ):
         train(*recipe(*SHORT, named))
     assert "trained 6 steps" in train(*recipe(*SHORT, named, f"training.output_dir={tmp_path}/other")).message
 
@@ -255,7 +263,7 @@ def test_a_finished_run_is_told_without_torch(recipe, done: Path, tmp_path: Path
     command = [sys.executable, "-c", code, "--config", str(tmp_path / "recipe.yaml"), *SHORT]
     (done / "report.html").unlink(missing_ok=True)
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "is finished already (6 steps): nothing to do" in found
+    assert "is already complete (6 steps)" in found
     assert found.endswith("False False\n")
     # killed after its result and before its report: the report is made up for
     assert "finished" in (done / "report.html").read_text()
@@ -291,5 +299,5 @@ def test_a_signal_that_a_library_turns_into_something_else_is_still_one(recipe, 
             raise ImportError("cannot import name 'x' from partially initialised module") from None
 
     monkeypatch.setattr("halftune.train.trainer.build", clumsy)
-    with pytest.raises(Interrupted, match="stopped by SIGTERM before training went on"):
+    with pytest.raises(Interrupted, match="stopped by SIGTERM before the first step"):
         train(*recipe(*QUICK))

@@ -1,4 +1,4 @@
-"""What may change between two sittings of a run, and what happens: the table in docs/resume.md."""
+"""What may change between two sittings of a run, and what happens: the table in docs/reference/resume.md."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from halftune.config.load import load_run
 from halftune.config.sections.model import ModelSection
-from halftune.core.errors import ConfigError, TrainingError
-from halftune.core.manifest import MARKER, seal
+from halftune.core.errors import ConfigError, ModelError, TrainingError
+from halftune.core.manifest import MARKER, damage, entry, seal
 from halftune.model import identity
+from halftune.model.completed_run import open_checkpoint
 from halftune.model.identity import model_identity, tokenizer_identity
-from halftune.train.checkpoint_list import flaw
-from halftune.train.folder import finished_at
+from halftune.model.result import base_of_result, finished_at
+from halftune.train.checkpoint import opened
+from halftune.train.checkpoint_list import flaw, state_of
+from halftune.train.checkpoint_result import write_result
 from halftune.train.same_run import recorded
 from halftune.train.trainer import train
 
@@ -122,6 +128,50 @@ def test_what_a_run_is_made_of_may_not_change_unless_it_is_allowed(recipe, place
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 2, 4], "evaluated anew before it goes on"
 
 
+@pytest.mark.parametrize("part", [None, "model", "template", "train_data"])
+def test_a_rerun_begins_anew_and_says_what_differs(
+    recipe, place: Place, tmp_path: Path, caplog, part: str | None
+) -> None:
+    if part is not None:
+        CHANGES[part][0](place)
+    again = ("training.max_steps=1", "training.eval_steps=1", f"training.output_dir={tmp_path / 'again'}")
+    caplog.set_level("WARNING")
+    assert train(load_run(place["run"], again), recipe(*settings(place, *again))[1]).step == 1
+    said = [line for line in caplog.messages if str(place["run"]) in line]
+    assert len(said) == (part is not None)
+    assert part is None or CHANGES[part][1] in said[0]
+
+
+def test_a_rerun_of_a_run_that_names_no_inputs_says_so(recipe, place: Place, tmp_path: Path, caplog) -> None:
+    (place["run"] / "environment.json").unlink()
+    again = ("training.max_steps=1", "training.eval_steps=1", f"training.output_dir={tmp_path / 'again'}")
+    train(load_run(place["run"], again), recipe(*settings(place, *again))[1])
+    assert "not compared" in caplog.text
+
+
+def test_the_date_of_a_template_is_that_of_the_first_sitting(recipe, place: Place, monkeypatch, tmp_path: Path) -> None:
+    class Clock(date):
+        now = "2031-03-01"
+
+        @classmethod
+        def today(cls) -> date:
+            return date.fromisoformat(cls.now)
+
+    monkeypatch.setattr("halftune.data.pipeline.date", Clock)
+    path = place["model"] / "chat_template.jinja"
+    path.write_text("{{ strftime_now('%d %B') }}" + path.read_text())
+    run, whole = tmp_path / "dated", tmp_path / "whole"
+    train(*recipe(*settings(place, f"training.output_dir={run}")))
+    shutil.copytree(run / "final", whole)
+    for gone in ("final", "checkpoint-4"):
+        shutil.rmtree(run / gone)
+    (run / "finished.json").unlink()
+    Clock.now = "2031-04-22"
+    assert train(*recipe(*settings(place, f"training.output_dir={run}"))).step == 4
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, run / "final"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def edit_state(place: Place, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes what the checkpoint says, as another version or machine would have written it."""
     checkpoint = place["run"] / "checkpoint-2"
@@ -137,9 +187,9 @@ def model_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 NOTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "an earlier version wrote it": (lambda state: state.pop("made_of"), "not compared"),
     "another commit": (lambda state: model_of(state).update(commit="0" * 40), "commit"),
-    "written again": (lambda s: model_of(s)["files"]["model.safetensors"].update(mtime_ns=1), "written again"),
+    "generation_config.json": (lambda s: model_of(s).update(noted={"generation_config.json": ""}), "generation_config"),
+    "written again": (lambda s: model_of(s)["files"]["model.safetensors"].update(mtime_ns=1), "rewritten"),
     "versions": (lambda state: state["made_with"].update(torch="1.0"), "torch 1.0"),
     "hardware": (lambda state: state["made_with"].update(device="cuda", gpu="X"), "device cuda"),
     "dtype of auto": (lambda state: state["made_with"].update(compute="bf16"), "compute bf16"),
@@ -147,12 +197,22 @@ NOTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NOTED)
-def test_what_changes_no_content_is_noted(recipe, place: Place, case: str) -> None:
-    change, said = NOTED[case]
-    edit_state(place, change)
+AT_ONCE = [name for name in NOTED if name != "written again"]  # which is told where the commit is the same
+
+
+@pytest.mark.parametrize("cases", [["written again"], AT_ONCE], ids=["written again", "all else"])
+def test_what_changes_no_content_is_noted(recipe, place: Place, cases: list[str]) -> None:
+    edit_state(place, lambda state: [NOTED[case][0](state) for case in cases])
     assert train(*recipe(*settings(place))).step == 4
-    assert said in (place["run"] / "train.log").read_text()
+    log = (place["run"] / "train.log").read_text()
+    assert not [case for case in cases if NOTED[case][1] not in log]
+    assert not (place["run"] / "set-aside").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_not_compared(recipe, place: Place) -> None:
+    edit_state(place, lambda state: state.pop("made_of"))
+    assert train(*recipe(*settings(place))).step == 4
+    assert "not compared" in (place["run"] / "train.log").read_text()
     assert not (place["run"] / "set-aside").exists()
 
 
@@ -192,7 +252,7 @@ def test_a_stray_launchers_variable_changes_nothing(
         monkeypatch.setenv(name, value)
     assert train(*recipe(*settings(place))).step == 4
     assert not (place["run"] / "set-aside").exists()
-    assert f"going on from {place['run'] / 'checkpoint-2'}" in caplog.text
+    assert f"resuming from {place['run'] / 'checkpoint-2'}" in caplog.text
     assert (place["run"] / "finished.json").exists()
 
 
@@ -262,6 +322,73 @@ def test_a_recipe_of_a_run_that_is_a_pipe_or_a_bomb(tmp_path: Path) -> None:
 def test_a_last_step_that_is_no_number_is_no_end(tmp_path: Path) -> None:
     (tmp_path / "finished.json").write_text('{"step": 1e400}')
     assert finished_at(tmp_path) is None
+
+
+def test_a_checkpoint_is_exported_with_its_own_base_model(place: Place, tmp_path: Path) -> None:
+    checkpoint = place["run"] / "checkpoint-2"
+    scaled(place)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        write_result(checkpoint, open_checkpoint(checkpoint, [], tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
+    allowed = open_checkpoint(checkpoint, ["training.allow_changes=[model]"], tmp_path / "final")
+    write_result(checkpoint, allowed)
+    assert isinstance(base_of_result(tmp_path / "final"), dict)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/proc/kcore", "a/../../outside"])
+def test_a_manifest_names_files_in_its_folder_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "outside").write_text("x")
+    marker = tmp_path / "run" / MARKER
+    marker.write_text(json.dumps({"format": 1, "files": {name: entry(tmp_path / "outside")}}))
+    assert "manifest" in damage(tmp_path / "run", thorough=True)
+
+
+def test_a_fault_of_an_export_is_not_one_of_the_checkpoint(place: Place) -> None:
+    with pytest.raises(LookupError, match="ours"), opened(place["run"] / "checkpoint-2"):
+        raise LookupError("ours")
+
+
+@pytest.mark.parametrize(("part", "value"), [("model", "x"), ("tokenizer", "x"), ("train_data", [None])])
+def test_an_identity_that_is_none_is_not_compared(recipe, place: Place, part: str, value: Any) -> None:
+    edit_state(place, lambda state: state["made_of"].update({part: value}))
+    assert train(*recipe(*settings(place))).step == 4
+    assert "not compared" in (place["run"] / "train.log").read_text()
+
+
+LACKING: dict[str, Callable[[dict[str, Any]], object]] = {
+    "position": lambda state: state["position"].pop("rows_per_step"),
+    "rows": lambda state: state["position"].update(rows_per_step=0),
+    "step": lambda state: state.update(step="2"[:0]),
+    "group": lambda state: state["optimizer"]["groups"][0].pop("params"),
+    "numbers": lambda state: state["optimizer"].update(numbers=None),
+    "rate": lambda state: state["schedule"].pop("_last_lr"),
+    "schedule": lambda state: state["schedule"].clear(),
+    "callback": lambda state: state["callbacks"]["MetricsFile"].pop("waiting"),
+    "window": lambda state: state["callbacks"]["MetricsFile"].update(window=[{"loss": 1}]),
+    "python": lambda state: state["random"][0].update(python=[3]),
+    "cpu": lambda state: state["random"][0].update(cpu=[1, 2]),
+    "numpy": lambda state: state["random"][0].pop("numpy"),
+    "random": lambda state: state.update(random=[None]),
+    "micro_batch": lambda state: state.update(micro_batch=[4]),
+    "best": lambda state: state.update(best=[2]),
+}
+
+
+@pytest.mark.parametrize("what", LACKING)
+def test_a_state_that_lacks_something_is_an_error_with_a_code(recipe, place: Place, what: str) -> None:
+    edit_state(place, LACKING[what])
+    with pytest.raises(TrainingError) as caught:
+        train(*recipe(*settings(place)))
+    assert caught.value.code == "train.checkpoint_damaged"
+    assert "checkpoint-2" in str(caught.value) or "state.json" in str(caught.value)
+
+
+def test_a_huge_state_is_not_read(place: Place) -> None:
+    with (place["run"] / "checkpoint-2" / "state.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="at most"):
+        state_of(place["run"] / "checkpoint-2")
 
 
 def test_lost_metrics_are_noticed(recipe, place: Place) -> None:

@@ -12,10 +12,10 @@ from process_group import apart, curve, in_processes, train_all
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from halftune.core import alive, manifest
-from halftune.model import save_pieces
+from halftune.model import save_shards
 from halftune.train.callbacks import CALLBACKS, chosen
-from halftune.train.parallel.meeting import meet
-from halftune.train.parallel.pulse import Pulse
+from halftune.train.parallel.rendezvous import join_rendezvous
+from halftune.train.parallel.watchdog import Watchdog
 from halftune.train.processes import GRACE
 
 NEED_MORE = {"progress_bar", "wandb"}  # a terminal, an account
@@ -34,8 +34,7 @@ EVERYTHING = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("strategy", "adapter"), [("ddp", "lora"), ("fsdp2", "none")])
 def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str, adapter: str) -> None:
     def run(name: str, *more: str):
         where = (f"training.output_dir={tmp_path / name}", f"distributed.strategy={strategy}")
@@ -53,7 +52,7 @@ def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str
     for name in ("guard.json", "dtypes.json", "environment.json", "profile.json", "report.html", "finished.json"):
         assert (folder / name).exists(), name
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    assert "failed, training goes on" not in (folder / "train.log").read_text()
+    assert "failed, training continues" not in (folder / "train.log").read_text()
     assert apart(curve(folder), curve(tmp_path / "without")) < 1e-6, "looking on changes nothing"
 
 
@@ -73,7 +72,7 @@ def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe,
         "training.load_best=true",
         world_size=2,
     )
-    checksum, write = manifest._sha256, save_pieces.save_file
+    checksum, write = manifest._sha256, save_shards.save_file
 
     def slowly() -> None:
         for _ in range(10):
@@ -91,8 +90,8 @@ def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe,
 
     def work(rank: int) -> None:
         if rank == 0:
-            manifest._sha256, save_pieces.save_file = slow_checksum, slow_write
-        with Pulse(meet(), limit):
+            manifest._sha256, save_shards.save_file = slow_checksum, slow_write
+        with Watchdog(join_rendezvous(), limit):
             train_all([(loaded, plan)])(rank)
 
     assert in_processes(2, work, timeout=300) == [0, 0]
@@ -111,6 +110,35 @@ def test_processes_share_the_checksums_of_a_checkpoint(tmp_path: Path, monkeypat
     assert [bool(wrong) for wrong in found] == [False, True]
     assert sorted(read) == names, "each file is read by one process"
     assert "d " in manifest.damage(tmp_path, thorough=True)
+
+
+@pytest.mark.slow
+def test_processes_share_the_checksums_when_a_run_goes_on(recipe, tmp_path: Path) -> None:
+    """Of a damaged checkpoint, which is ignored, and of the one before it."""
+    made = [recipe("training.save_steps=1", f"training.max_steps={steps}", world_size=2) for steps in (2, 3)]
+    assert in_processes(2, train_all(made[:1]), timeout=120) == [0, 0]
+    newest = tmp_path / "run" / "checkpoint-2"
+    data = bytearray((newest / "optimizer.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "optimizer.safetensors").write_bytes(data)
+    checksum = manifest._sha256
+
+    def work(rank: int) -> None:
+        read = list[str]()
+        manifest._sha256 = lambda path: (read.append(f"{path.parent.name}/{path.name}"), checksum(path))[1]
+        try:
+            train_all(made[1:])(rank)
+        finally:
+            (tmp_path / f"read-{rank}").write_text("\n".join(read))
+
+    assert in_processes(2, work, timeout=120) == [0, 0]
+    read = [(tmp_path / f"read-{rank}").read_text().splitlines() for rank in (0, 1)]
+    for name in ("checkpoint-1", "checkpoint-2"):
+        shares = [{one for one in names if one.startswith(f"{name}/")} for names in read]
+        assert all(shares), "both read some of it"
+        assert not shares[0] & shares[1], "neither reads what the other does"
+    assert (tmp_path / "run" / "set-aside" / "checkpoint-2").is_dir()
+    assert json.loads((tmp_path / "run" / "finished.json").read_text())["step"] == 3
 
 
 @pytest.mark.slow

@@ -17,12 +17,15 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError
 from halftune.core.startup import quick_imports
+from halftune.data.batch import Batch
+from halftune.methods.sft import Sft
+from halftune.model.policy import PolicyModel
 from halftune.train import trainer
 from halftune.train.callbacks.progress import ProgressLines
 from halftune.train.checkpoint_list import newest_valid
 from halftune.train.interrupt import SIGNALS, Interrupted, Interrupts
 from halftune.train.lock import check_unlocked, locked
-from halftune.train.step import Stepper
+from halftune.train.state import TrainState
 from halftune.train.trainer import train
 
 SETTINGS = (
@@ -74,15 +77,15 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
-    step, now = Stepper.step, {"step": 0}
+    step, now = trainer.train_step, {"step": 0}
 
-    def acting(self: Stepper, batches: Any) -> Any:
+    def acting(run: TrainState, batches: Any) -> Any:
         now["step"] += 1
         if now["step"] == number:
             action()
-        return step(self, batches)
+        return step(run, batches)
 
-    monkeypatch.setattr(Stepper, "step", acting)
+    monkeypatch.setattr(trainer, "train_step", acting)
 
 
 def send(number: signal.Signals) -> None:
@@ -107,14 +110,14 @@ def test_the_step_is_finished_and_saved(recipe, whole: Path, monkeypatch, number
 
 
 def test_an_evaluation_is_left_and_made_up_for(recipe, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, once = Stepper.forward, iter([send])
+    forward, once = Sft.loss, iter([send])
 
-    def acting(self: Stepper, batch: Any, model: Any, *rest: Any) -> Any:
-        if not model.training:
+    def acting(self: Sft, policy: PolicyModel, batch: Batch) -> Any:
+        if not policy.model.training:
             next(once, lambda _: None)(signal.SIGTERM)
-        return forward(self, batch, model, *rest)
+        return forward(self, policy, batch)
 
-    monkeypatch.setattr(Stepper, "forward", acting)
+    monkeypatch.setattr(Sft, "loss", acting)
     # two batches of four rows: the signal comes in the first
     loaded, plan = recipe(*SETTINGS, "training.per_device_eval_batch_size=4")
     with pytest.raises(Interrupted, match="after step 3"):
@@ -135,7 +138,7 @@ def test_before_the_first_step_it_leaves_at_once(recipe, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(trainer, "build", slow)
     loaded, plan = recipe("training.max_steps=1")
-    with pytest.raises(Interrupted, match=r"stopped by SIGTERM before training went on.*nothing was lost") as caught:
+    with pytest.raises(Interrupted, match=r"stopped by SIGTERM before the first step.*nothing was lost") as caught:
         train(loaded, plan)
     assert caught.value.exit_code == 143
     left = {path.name for path in Path(loaded.run.training.output_dir).iterdir()}
@@ -195,7 +198,7 @@ def test_a_second_signal_leaves_in_the_middle_of_a_save(recipe, whole: Path, mon
         save = trainer.save_checkpoint
 
         def acting(*arguments: Any) -> Path:
-            if arguments[1] == 5:
+            if arguments[0].step == 5:
                 monkeypatch.setattr("halftune.train.checkpoint.seal", lambda *_, **__: send(signal.SIGINT))
             return save(*arguments)
 

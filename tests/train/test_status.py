@@ -47,14 +47,14 @@ def test_what_ended_a_run_is_in_the_file(recipe: Any, tmp_path: Path, monkeypatc
     class Faulty(Callback):
         def on_step(self, run: Any, metrics: Any) -> None:
             if run.step == 2:
-                raise TrainingError("the sky fell", remedy="look up")
+                raise TrainingError("the sky fell", remedy="look up", code="core.disk_full")
 
     loaded, plan = recipe()
     made = Trainer.__init__
 
     def with_fault(self: Trainer, *arguments: Any) -> None:
         made(self, *arguments)
-        self.crowd.callbacks.insert(0, Faulty())
+        self.callbacks.callbacks.insert(0, Faulty())
 
     monkeypatch.setattr(Trainer, "__init__", with_fault)
     with pytest.raises(TrainingError):
@@ -66,12 +66,12 @@ def test_what_ended_a_run_is_in_the_file(recipe: Any, tmp_path: Path, monkeypatc
 
 def test_an_error_before_training_is_told_and_the_folder_stays_usable(recipe: Any, tmp_path: Path) -> None:
     loaded, plan = recipe("data.max_length=8")
-    with pytest.raises(Exception, match="no row is left"):
+    with pytest.raises(Exception, match="no rows left"):
         train(loaded, plan)
     last = read_status(tmp_path / "run" / NAME)
     assert last is not None
     assert last.state == "failed"
-    assert "no row is left" in last.error
+    assert "no rows left" in last.error
     loaded, plan = recipe("training.max_steps=1")
     train(loaded, plan)
     last = read_status(tmp_path / "run" / NAME)
@@ -89,7 +89,7 @@ def test_a_file_that_is_no_status_is_refused(tmp_path: Path) -> None:
     path = tmp_path / NAME
     for text in ("[]", "{}", "3", '{"state": "running"}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is no status"):
+        with pytest.raises(ValueError, match="not a valid status"):
             read_status(path)
 
 
@@ -125,13 +125,13 @@ def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
 
 
 def test_endings() -> None:
-    assert status_callback.ending(KeyboardInterrupt()) == {"state": "stopped", "error": "KeyboardInterrupt"}
+    assert status_callback.ending(KeyboardInterrupt()) == {"state": "stopped", "error": "KeyboardInterrupt", "code": ""}
     assert status_callback.ending(ZeroDivisionError("x"))["error"] == "ZeroDivisionError: x"
 
 
 def test_a_checkpoint_that_cannot_be_read_is_told(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Trainer) -> None:
-        raise TrainingError("cannot read this checkpoint")
+        raise TrainingError("cannot read this checkpoint", code="train.checkpoint_damaged")
 
     monkeypatch.setattr(Trainer, "_restore", fail)
     with pytest.raises(TrainingError):

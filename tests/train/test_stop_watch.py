@@ -16,9 +16,10 @@ import pytest
 from process_group import in_processes, train_all
 
 from halftune.core.failures import FILE, read
+from halftune.train import trainer
 from halftune.train.interrupt import Interrupts
-from halftune.train.parallel.meeting import meet
-from halftune.train.step import Stepper
+from halftune.train.parallel.rendezvous import join_rendezvous
+from halftune.train.state import TrainState
 from halftune.train.stop_watch import StopWatch
 
 LONG = 600.0  # seconds: nobody comes to their end
@@ -82,21 +83,21 @@ def test_what_a_forked_helper_is_told_is_not_for_us(tmp_path: Path) -> None:
 def test_two_processes_that_wait_for_each_other_end_and_name_the_checkpoint(recipe, tmp_path: Path) -> None:
     settings = ("training.save_steps=2", "training.per_device_train_batch_size=2", "distributed.stop_seconds=1")
     made = recipe(*settings, world_size=2)
-    step, taken = Stepper.step, list[int]()
+    step, taken = trainer.train_step, list[int]()
 
-    def hanging(self: Stepper, batches: Any) -> Any:
+    def hanging(run: TrainState, batches: Any) -> Any:
         taken.append(1)
         if len(taken) == 4 and os.environ["RANK"] == "1":
             time.sleep(2.0)  # until the other one waits in a sum
-            for pid in meet().ask("pid", LONG):
+            for pid in join_rendezvous().ask("pid", LONG):
                 os.kill(pid, signal.SIGTERM)
             time.sleep(LONG)
-        return step(self, batches)
+        return step(run, batches)
 
     def work(rank: int) -> None:
         os.environ[FILE] = str(tmp_path / f"{rank}.json")
-        Stepper.step = hanging  # type: ignore[method-assign]
-        meet().tell("pid", os.getpid())
+        trainer.train_step = hanging
+        join_rendezvous().tell("pid", os.getpid())
         train_all([made])(rank)
 
     assert in_processes(2, work, timeout=120) == [143, 143]

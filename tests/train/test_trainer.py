@@ -7,22 +7,28 @@ import math
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.methods import Loss
 from halftune.model.state import trainable_state
-from halftune.train.callbacks.base import Run, StepMetrics
+from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint_list import checkpoints
 from halftune.train.folder import RunFolder
-from halftune.train.interrupt import Interrupted, Interrupts
+from halftune.train.interrupt import Interrupted
 from halftune.train.lock import locked
+from halftune.train.schedule import steps_between
 from halftune.train.setup import build
-from halftune.train.trainer import Trainer, train
+from halftune.train.state import TrainState
+from halftune.train.step import train_step
+from halftune.train.trainer import train
 from halftune.train.validation import evaluate
 
 
@@ -86,7 +92,7 @@ def test_an_interrupted_run_goes_on_bit_identically(recipe, losses, tmp_path: Pa
     loaded, plan = recipe(*settings, f"training.output_dir={tmp_path}/parts")
     on_step = MetricsFile.on_step
 
-    def interrupt(self: MetricsFile, run: Run, metrics: StepMetrics) -> None:
+    def interrupt(self: MetricsFile, run: TrainState, metrics: StepMetrics) -> None:
         on_step(self, run, metrics)
         if run.step == 7:  # a signal that arrives in the middle of an epoch
             os.kill(os.getpid(), signal.SIGTERM)
@@ -114,7 +120,7 @@ def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.Mon
         "training.max_steps=6",
     )
     measured = iter((0.7, 0.5, 0.6))
-    monkeypatch.setattr("halftune.train.attempt.evaluate", lambda stepper, model, feed, abandoned: next(measured))
+    monkeypatch.setattr("halftune.train.trainer.evaluate", lambda *_: {"eval_loss": next(measured)})
     folder = train(loaded, plan).folder
     evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = min((line for line in evaluations if "eval_loss" in line), key=lambda line: line["eval_loss"])
@@ -124,6 +130,20 @@ def test_the_best_evaluation_is_saved_when_asked(recipe, monkeypatch: pytest.Mon
     shorten = {name.replace(".default", ""): value for name, value in kept.items()}
     assert saved
     assert all(torch.equal(value, shorten[name]) for name, value in saved.items())
+
+
+def test_periods_that_are_a_share_of_all_steps(recipe, losses, tmp_path: Path, monkeypatch) -> None:
+    """At the steps at which transformers evaluates and saves: every ceil(share × steps), after a resume too."""
+    assert [steps_between(every, 7) for every in (3, 0.25, 1 / 7, 0.01)] == [3, 2, 1, 1]
+    periods = ("data.eval_split=4", "training.eval_steps=0.25", "training.save_steps=0.3", "training.max_steps=7")
+    folder = train(*recipe(*periods, "training.save_total_limit=9")).folder
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4, 6, 7]
+    first = f"training.resume={folder / 'checkpoint-3'}"
+    again = train(*recipe(*periods, first, f"training.output_dir={tmp_path / 'again'}")).folder
+    assert [path.name for path in checkpoints(again)] == ["checkpoint-6", "checkpoint-7"]
+    assert losses(again) == losses(folder)[3:]
 
 
 @pytest.mark.parametrize(("adapter", "guard"), [("lora", "cast"), ("none", "strict")])
@@ -138,28 +158,26 @@ def test_a_bf16_run_needs_no_casts_at_attention(recipe, adapter: str, guard: str
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_evaluation_is_the_mean_over_all_labelled_tokens(recipe, tmp_path: Path, packing: str) -> None:
     loaded, plan = recipe("data.eval_split=20", f"data.packing={packing}", "training.per_device_eval_batch_size=7")
-    session = build(loaded, plan, tmp_path)
-    stepper = Trainer(session, RunFolder(tmp_path, None, finished=False), Interrupts()).attempts.stepper
-    model, split = session.run.model.train(), session.data.eval
-    assert session.eval_feed is not None
-    measured = evaluate(stepper, model, session.eval_feed)
+    run = build(loaded, plan, RunFolder(tmp_path, None, finished=False))
+    model, split = run.model.train(), run.data.eval
+    measured = evaluate(run)
     assert model.training
     total = count = 0.0
     with torch.no_grad():
         for index in range(len(split)):
-            sample = split.sample(index)
+            sample = split.example(index).segments[0]
             ids, labels = torch.from_numpy(sample.input_ids).long()[None], torch.from_numpy(sample.labels).long()
             logits = model.eval()(input_ids=ids).logits[0, :-1].double()
             total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
             count += int((labels[1:] != -100).sum())
-    assert abs(measured - total / count) / (total / count) < 1e-6
+    assert abs(measured["eval_loss"] - total / count) / (total / count) < 1e-6
 
 
 def test_a_folder_with_other_files_is_not_written_over(recipe, tmp_path: Path) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "final" / "precious.txt").write_text("mine")
     loaded, plan = recipe()
-    with pytest.raises(ConfigError, match="holds no run of halftune"):
+    with pytest.raises(ConfigError, match="unrelated files"):
         train(loaded, plan)
     assert (tmp_path / "run" / "final" / "precious.txt").read_text() == "mine"
 
@@ -183,7 +201,7 @@ def test_going_on_with_other_data_is_refused(recipe, rows_file: Path, tmp_path: 
         return {path.name: path.read_bytes() for path in files}
 
     before = content()
-    with pytest.raises(ConfigError, match="not what the run began with"):
+    with pytest.raises(ConfigError, match="changed since the checkpoint"):
         train(*recipe(*settings, "training.max_steps=4"))
     assert content() == before
 
@@ -224,18 +242,20 @@ def test_a_full_disk_is_said_and_leaves_earlier_checkpoints(recipe, tmp_path: Pa
 
 def test_overflowing_scaled_gradients_skip_the_update_and_the_schedule(recipe, tmp_path: Path) -> None:
     loaded, plan = recipe()
-    session = build(loaded, plan, tmp_path)
-    session.trained.scaler = torch.amp.GradScaler("cpu", init_scale=float(2**127))
-    stepper = Trainer(session, RunFolder(tmp_path, None, finished=False), Interrupts()).attempts.stepper
-    forward = stepper.forward
-    stepper.forward = lambda batch, model, scale: (
-        forward(batch, model, scale) * 1e6
-    )  # gradients that the scale carries over the top
-    before = {name: value.clone() for name, value in trainable_state(session.run.model).items()}
-    (_, batches) = next(session.feed.steps(0, 1))
-    metrics = stepper.step(batches)
+    run = build(loaded, plan, RunFolder(tmp_path, None, finished=False))
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=float(2**127))
+    forward = run.method.loss
+
+    def steep(*inputs: Any) -> Loss:
+        loss = forward(*inputs)
+        return replace(loss, total=loss.total * 1e6)  # gradients that the scale carries over the top
+
+    run.method.loss = steep  # type: ignore[method-assign]
+    before = {name: value.clone() for name, value in trainable_state(run.model).items()}
+    (_, batches) = next(run.feed.steps(0, 1))
+    metrics = train_step(run, batches)
     assert metrics.extra["skipped"] == 1.0
     assert metrics.extra["loss_scale"] < 2**127
     assert math.isfinite(metrics.loss)
-    assert all(torch.equal(value, before[name]) for name, value in trainable_state(session.run.model).items())
-    assert session.trained.schedule.last_epoch == 0
+    assert all(torch.equal(value, before[name]) for name, value in trainable_state(run.model).items())
+    assert run.schedule.last_epoch == 0

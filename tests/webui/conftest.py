@@ -1,4 +1,4 @@
-"""A board of its own per test file, and a headless browser to look at it."""
+"""A web UI of its own per test file, and a headless browser to look at it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 60_000  # milliseconds for whatever a page does by itself; what start
 
 
 @dataclass
-class Board:
+class WebUI:
     """A running ``halftune webui``.
 
     Attributes:
@@ -47,16 +47,16 @@ class Board:
 
 
 @pytest.fixture(scope="module")
-def start_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Board]]:
-    """``start_board(*arguments, folder=None, before="", **variables)`` → a board on a free port.
+def start_web_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., WebUI]]:
+    """``start_web_ui(*arguments, folder=None, before="", **variables)`` → a web UI on a free port.
 
     It is stopped after the test file. ``before`` is Python that its process runs first.
     """
-    pytest.importorskip("gradio", reason="the web board's package is not installed")
-    boards: list[Board] = []
+    pytest.importorskip("gradio", reason="the web UI's package is not installed")
+    web_uis: list[WebUI] = []
 
-    def start(*arguments: str, folder: Path | None = None, before: str = "", **variables: str) -> Board:
-        folder = folder or tmp_path_factory.mktemp("board")
+    def start(*arguments: str, folder: Path | None = None, before: str = "", **variables: str) -> WebUI:
+        folder = folder or tmp_path_factory.mktemp("web_ui")
         program = ["-c", f"{before}\nfrom halftune.cli import main\nmain()"] if before else ["-m", "halftune"]
         command = [sys.executable, *program, "webui", "--port", "0", *arguments]
         environment = {**os.environ, "LANG": "C.UTF-8", **variables}
@@ -65,28 +65,28 @@ def start_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
             process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        boards.append(Board(_address(process, terminal), folder, process, terminal))
-        return boards[-1]
+        web_uis.append(WebUI(_address(process, terminal), folder, process, terminal))
+        return web_uis[-1]
 
     yield start
-    for board in boards:
-        if board.process.poll() is None:
-            board.stop()
-        print(board.terminal.read_text(), file=sys.stderr)
+    for web_ui in web_uis:
+        if web_ui.process.poll() is None:
+            web_ui.stop()
+        print(web_ui.terminal.read_text(), file=sys.stderr)
 
 
 def _address(process: subprocess.Popen[str], terminal: Path) -> str:
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START)
     line = process.stdout.readline() if ready else ""
-    assert "http://" in line, f"the board did not start: {line!r}, exit code {process.poll()}, {terminal.read_text()}"
+    assert "http://" in line, f"the web UI did not start: {line!r}, exit code {process.poll()}, {terminal.read_text()}"
     return line.split()[-1]
 
 
 @pytest.fixture(scope="module")
-def board(start_board: Callable[..., Board]) -> Board:
-    """A board in an empty folder."""
-    return start_board()
+def web_ui(start_web_ui: Callable[..., WebUI]) -> WebUI:
+    """A web UI in an empty folder."""
+    return start_web_ui()
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +113,7 @@ class Seen:
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """``open_page(url, width=1280, recipe="", **context)`` → a page of a browser that knows nothing yet but a recipe.
 
-    After the test, by ``page.seen``: no request went anywhere but to the board, and the page raised no error.
+    After the test, by ``page.seen``: no request went anywhere but to the web UI, and the page raised no error.
     """
     contexts, pages = [], []
 

@@ -30,9 +30,9 @@ while (request := requests.get()) is not None:
     stop.clear()
     words, text = request["messages"][-1]["content"].split(), ""
     if words == ["die"]:
-        sys.exit("halftune chat: the memory of the GPU is full")
+        sys.exit("halftune chat: out of GPU memory")
     if words == ["wrong"]:
-        say(event="error", id=request["id"], message="generation.top_p: too big")
+        say(event="error", id=request["id"], message="generation.top_p: too big", code="infer.bad_request")
         continue
     words = words if words != ["long"] else ["on"] * 10**6
     for word in ["tuned" if request["adapter"] else "base", *words]:

@@ -21,8 +21,8 @@ training: {output_dir: runs/adder}
 
 
 @pytest.fixture(scope="module", params=["en", "zh"])
-def filled_board(request: Any, start_board: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A board with data, a finished run with curves, and one that failed."""
+def filled_web_ui(request: Any, start_web_ui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A web UI with data, a finished run with curves, and one that failed."""
     folder = tmp_path_factory.mktemp("accessible")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, end in (("good", {"state": "finished"}), ("bad", {"state": "failed", "error": "no row is left"})):
@@ -34,13 +34,17 @@ def filled_board(request: Any, start_board: Callable[..., Any], tmp_path_factory
         (run / "status.json").write_text(json.dumps({"step": 8, "total": 8, **end}))
         if name == "good":
             (run / "finished.json").write_text(json.dumps({"step": 8}))
-    board = start_board("--lang", request.param, folder=folder)
-    board.language = request.param
-    return board
+    web_ui = start_web_ui("--lang", request.param, folder=folder)
+    web_ui.language = request.param
+    return web_ui
 
 
-def opened(open_page: Callable[..., Any], board: Any, **options: Any) -> Any:
-    page = open_page(board.url, recipe=RECIPE, **options)
+# Of what is the same in both: colours and keys have no words.
+in_english = pytest.mark.parametrize("filled_web_ui", ["en"], indirect=True)
+
+
+def opened(open_page: Callable[..., Any], web_ui: Any, **options: Any) -> Any:
+    page = open_page(web_ui.url, recipe=RECIPE, **options)
     page.wait_for_selector(".ht-plan .memory")
     page.wait_for_selector('.row[data-path="training.output_dir"].set')
     return page
@@ -54,12 +58,12 @@ def to(page: Any, name: str) -> None:
     page.wait_for_timeout(400)  # colours change slowly
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_tab_has_a_serious_fault(filled_board: Any, open_page: Callable[..., Any], scheme: str) -> None:
+@pytest.mark.parametrize(("filled_web_ui", "scheme"), [("en", "light"), ("zh", "dark")], indirect=["filled_web_ui"])
+def test_no_tab_has_a_serious_fault(filled_web_ui: Any, open_page: Callable[..., Any], scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
-    page = opened(open_page, filled_board, color_scheme=scheme)
+    page = opened(open_page, filled_web_ui, color_scheme=scheme)
     page.evaluate(Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8"))
-    assert page.evaluate("document.documentElement.lang") == filled_board.language
+    assert page.evaluate("document.documentElement.lang") == filled_web_ui.language
     found = []
     for name in TABS:
         to(page, name)
@@ -86,9 +90,29 @@ UNMARKED = """() => [...document.querySelectorAll('input, select, textarea, butt
     return document.activeElement === node && (look.outlineStyle === 'none' || parseFloat(look.outlineWidth) < 2);
   }).map((node) => node.outerHTML.slice(0, 120))"""
 
+# Tabs whose ring reaches over an edge at which something around them cuts it off.
+CLIPPED = """() => [...document.querySelectorAll('#tabs [role=tab]')].filter((node) => {
+  if (!node.checkVisibility() || node.tabIndex < 0) return false;
+  node.focus({focusVisible: true});
+  const look = getComputedStyle(node), ring = parseFloat(look.outlineWidth) + parseFloat(look.outlineOffset);
+  const box = node.getBoundingClientRect();
+  for (let outer = node.parentElement; outer.id !== 'tabs'; outer = outer.parentElement) {
+    const edge = outer.getBoundingClientRect();
+    if (getComputedStyle(outer).overflowY === 'visible') continue;
+    if (box.top - ring < edge.top - .5 || box.bottom + ring > edge.bottom + .5) return true;
+  }
+  return false;
+}).map((node) => node.innerText)"""
 
-def test_every_field_shows_the_focus_and_no_text_is_tiny(filled_board: Any, open_page: Callable[..., Any]) -> None:
-    page = opened(open_page, filled_board)
+
+def test_the_ring_of_a_tab_is_whole(filled_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_web_ui, width=390)
+    assert page.evaluate(CLIPPED) == []
+
+
+@in_english
+def test_every_field_shows_the_focus_and_no_text_is_tiny(filled_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_web_ui)
     for name in TABS:
         to(page, name)
         assert page.evaluate(UNMARKED) == [], name
@@ -96,8 +120,9 @@ def test_every_field_shows_the_focus_and_no_text_is_tiny(filled_board: Any, open
         assert page.locator("h1:visible, h2:visible").count() == 2, name
 
 
-def test_tab_leaves_the_editor_and_leaves_the_recipe_alone(filled_board: Any, open_page: Callable[..., Any]) -> None:
-    page = opened(open_page, filled_board)
+@in_english
+def test_tab_leaves_the_editor_and_leaves_the_recipe_alone(filled_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_web_ui)
     editor = page.locator("#recipe .cm-content")
     before = editor.inner_text()
     editor.focus()
@@ -112,8 +137,8 @@ def test_tab_leaves_the_editor_and_leaves_the_recipe_alone(filled_board: Any, op
     assert order[-1] == "reset"  # after what it resets
 
 
-def test_small_screens_say_whether_it_fits(filled_board: Any, open_page: Callable[..., Any]) -> None:
-    page = opened(open_page, filled_board, width=768)
+def test_small_screens_say_whether_it_fits(filled_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_web_ui, width=768)
     form, plan = (page.locator(one).bounding_box() for one in ("#form", "#plan"))
     assert plan["y"] > form["y"] + form["height"]
     page.set_viewport_size({"width": 390, "height": 844})
@@ -127,8 +152,23 @@ def test_small_screens_say_whether_it_fits(filled_board: Any, open_page: Callabl
     page.wait_for_function("document.querySelector('#plan').getBoundingClientRect().top < 300")
 
 
-def test_the_address_brings_back_tab_and_compared_runs(filled_board: Any, open_page: Callable[..., Any]) -> None:
-    page = opened(open_page, filled_board)
+def test_buttons_keep_their_place_on_small_screens(filled_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_web_ui, width=768)
+    to(page, "runs")
+    card = page.locator("#run-cards .card[data-card] .command").first
+    code, copy = (card.locator(one).bounding_box() for one in ("code", "button"))
+    assert copy["y"] < code["y"] + code["height"], "Copy stands beside its command"
+    page.set_viewport_size({"width": 390, "height": 844})
+    to(page, "data")
+    row = page.locator(".ht-row:has(#look-at-data)")
+    whole, buttons = row.bounding_box(), [one.bounding_box() for one in row.locator("> button").all()]
+    assert max(one["x"] + one["width"] for one in buttons[:2]) > whole["x"] + whole["width"] - 2
+    assert buttons[-1]["width"] > whole["width"] - 2  # alone in its line
+
+
+@in_english
+def test_the_address_brings_back_tab_and_compared_runs(filled_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, filled_web_ui)
     to(page, "runs")
     for box in page.locator("#run-list input[type=checkbox]:not(:checked)").all():
         box.click()

@@ -64,7 +64,7 @@ def test_a_malformed_row_is_told_until_it_is_corrected(settings: Settings, monke
     Path("rows.jsonl").write_text(good)
     assert places(text, settings) == []
     with monkeypatch.context() as patch:  # nothing has changed that says how data is read
-        patch.setattr(before_start, "look_over", lambda config: pytest.fail("read again"))
+        patch.setattr(before_start, "validate_data", lambda config: pytest.fail("read again"))
         assert places(text.replace("{output_dir", "{learning_rate: 0.1, output_dir"), settings) == []
     Path("rows.jsonl").write_text("")
     os.utime("rows.jsonl", (1, 1))

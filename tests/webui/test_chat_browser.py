@@ -20,7 +20,7 @@ RECIPE = "model: {name_or_path: builtin:qwen2-tiny}\ndata: {train: builtin:pytho
 
 
 def finished(folder: Path, name: str) -> Path:
-    """A run with a result, as far as the board looks at one."""
+    """A run with a result, as far as the web UI looks at one."""
     run = folder / "runs" / name
     (run / "final").mkdir(parents=True)
     (run / "resolved.yaml").write_text(f"{RECIPE}training: {{output_dir: {run}}}\ngeneration: {{max_new_tokens: 7}}\n")
@@ -29,17 +29,17 @@ def finished(folder: Path, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chat_board(start_board: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chat_web_ui(start_web_ui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("chats")
     for name in ("one", "two"):
         finished(folder, name)
-    return start_board(folder=folder, before=STAND_IN)
+    return start_web_ui(folder=folder, before=STAND_IN)
 
 
-def opened(open_page: Callable[..., Any], board: Any, run: str = "one", **options: Any) -> Any:
+def opened(open_page: Callable[..., Any], web_ui: Any, run: str = "one", **options: Any) -> Any:
     """A page in the Chat tab, at a run; as its address says."""
-    place = quote(str(board.folder / "runs" / run))
-    page = open_page(f"{board.url}/#tab=chat&chat={place}", **options)
+    place = quote(str(web_ui.folder / "runs" / run))
+    page = open_page(f"{web_ui.url}/#tab=chat&chat={place}", **options)
     page.wait_for_function(
         "run => document.querySelector('#chat-run input')?.value === run"
         " && document.querySelector('#chat [data-chat]')",
@@ -62,8 +62,8 @@ def idle(page: Any) -> None:
     page.wait_for_selector("#chat-again:enabled")
 
 
-def test_nothing_that_is_typed_gets_lost(chat_board: Any, open_page: Callable[..., Any]) -> None:
-    page, box = opened(open_page, chat_board), "#chat-message"
+def test_nothing_that_is_typed_gets_lost(chat_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page, box = opened(open_page, chat_web_ui), "#chat-message"
     assert enabled(page) == {"load"}
     page.locator(box).fill("a b")
     page.keyboard.press("Shift+Enter")
@@ -96,9 +96,9 @@ def test_nothing_that_is_typed_gets_lost(chat_board: Any, open_page: Callable[..
 
 
 def test_it_says_who_answers_and_keeps_a_conversation_over_a_reload(
-    chat_board: Any, open_page: Callable[..., Any]
+    chat_web_ui: Any, open_page: Callable[..., Any]
 ) -> None:
-    page = opened(open_page, chat_board)
+    page = opened(open_page, chat_web_ui)
     page.locator("#chat-message").fill("hello <img src=x>")
     page.keyboard.press("Enter")
     page.locator("#base p.assistant").wait_for()
@@ -106,6 +106,8 @@ def test_it_says_who_answers_and_keeps_a_conversation_over_a_reload(
     assert page.locator("#chat-ready").inner_text().startswith("one is loaded")
     assert page.locator("#trained h3").inner_text() == "one"
     assert "tiny" in page.locator("#base h3").inner_text()
+    page.locator("#chat-settings > button").click()
+    page.wait_for_function("document.querySelector('#chat-settings input[type=number]')?.value === '7'")  # the recipe's
     page.reload()
     page.locator("#trained p.assistant", has_text="hello <img src=x>").wait_for()  # as text
     assert page.evaluate("new URLSearchParams(location.hash.slice(1)).get('tab')") == "chat"
@@ -125,17 +127,17 @@ def test_it_says_who_answers_and_keeps_a_conversation_over_a_reload(
     assert enabled(page) == {"load"}
 
 
-def test_what_goes_wrong_leaves_the_question_to_ask_again(chat_board: Any, open_page: Callable[..., Any]) -> None:
-    page = opened(open_page, chat_board)
+def test_what_goes_wrong_leaves_the_question_to_ask_again(chat_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, chat_web_ui)
     page.locator("#chat-message").fill("die")
     page.keyboard.press("Enter")
-    page.locator("#chat .cause", has_text="the memory of the GPU is full").wait_for()
+    page.locator("#chat .cause", has_text="out of GPU memory").wait_for()
     idle(page)
     assert page.locator("#trained p.user").inner_text() == "die"
 
 
-def test_on_a_telephone_the_message_box_is_in_view(chat_board: Any, open_page: Callable[..., Any]) -> None:
-    page = opened(open_page, chat_board, width=390)
+def test_on_a_telephone_the_message_box_is_in_view(chat_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, chat_web_ui, width=390)
     page.locator("#chat-message").fill("a " * 400)
     page.keyboard.press("Enter")
     page.locator("#trained p.assistant").wait_for()

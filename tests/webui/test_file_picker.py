@@ -1,4 +1,4 @@
-"""Data files that the page lists and takes: inside the board's folders only."""
+"""Data files that the page lists and takes: inside the web UI's folders only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first hour with a file of one's own, in a browser: upload, a wrong try, the way back, a result; and many runs."""
+"""The first hour with a file of one's own, by keyboard alone, on a wide and on a narrow screen; and many runs."""
 
 from __future__ import annotations
 
@@ -19,77 +19,206 @@ def tab(page: Any, name: str) -> None:
     page.get_by_role("tab", name=name, exact=True).click()
 
 
-def field(page: Any, path: str) -> Any:
-    return page.locator(f'.row[data-path="{path}"]')
-
-
-def put(page: Any, path: str, text: str) -> None:
-    field(page, path).locator("input").fill(text)
-    page.keyboard.press("Tab")
-    has(page, f"{path.rpartition('.')[2]}: {text}")
-
-
-def has(page: Any, text: str) -> None:
-    """Waits until the recipe says it."""
-    page.wait_for_function("text => document.querySelector('#recipe .cm-content')?.innerText.includes(text)", arg=text)
-
-
 def card(page: Any) -> Any:
     return page.locator("#run-cards .card[data-card]")
 
 
-def test_own_data_from_upload_to_result(board: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
-    rows = [{"prompt": f"Add {n} and 1.", "completion": f"It is {n + 1}."} for n in range(30)]
+# Where something to be reached lies as seen from the focus.
+WHERE = """(selector) => {
+  const now = document.activeElement, every = [...document.querySelectorAll(selector)];
+  const there = every.find((one) => one.checkVisibility());
+  if (!there) return 'nowhere';
+  if (now === there) return 'found';
+  const follows = there.compareDocumentPosition(now) & Node.DOCUMENT_POSITION_FOLLOWING;
+  return now !== document.body && follows ? 'before' : 'behind';
+}"""
+# What has the focus: it has a ring, lies in the window, nothing covers it, and no list of another field is left open.
+SEEN = """() => {
+  const now = document.activeElement, look = getComputedStyle(now), box = now.getBoundingClientRect();
+  const on = document.elementFromPoint(box.x + box.width / 2, box.y + Math.min(box.height, 30) / 2);
+  return [look.outlineStyle !== 'none' && parseFloat(look.outlineWidth) >= 2,
+    box.left >= 0 && box.right <= innerWidth + 1, Boolean(on) && (now.contains(on) || on.contains(now)),
+    [...document.querySelectorAll(".options")].every((one) => !one.checkVisibility() || one.parentNode.contains(now))];
+}"""
+
+
+class Keyboard:
+    """A reader without a mouse: goes from field to field, types, presses."""
+
+    def __init__(self, page: Any, shots: Path | None) -> None:
+        self.page, self.shots, self.taken = page, shots, 0
+
+    def go(self, selector: str) -> None:
+        """Presses Tab, or Shift and Tab, until the focus is there; it can be seen then."""
+        self.page.locator(selector).first.wait_for()
+        for _ in range(200):
+            where = self.page.evaluate(WHERE, selector)
+            if where == "found":
+                break
+            self.page.keyboard.press("Shift+Tab" if where == "before" else "Tab")
+        else:
+            raise AssertionError(f"no key leads to {selector}")
+        assert self.page.evaluate(SEEN) == [True] * 4, selector
+
+    def press(self, selector: str, key: str = "Enter") -> None:
+        """Goes there and presses a key."""
+        self.go(selector)
+        self.page.keyboard.press(key)
+
+    def write(self, selector: str, text: str, end: str = "Tab") -> None:
+        """Types a text in place of the one that is there."""
+        self.go(selector)
+        if self.page.evaluate("document.activeElement.matches('input, textarea')"):
+            self.page.keyboard.press("Control+A")
+        self.page.keyboard.type(text)
+        self.page.keyboard.press(end)
+
+    def put(self, path: str, text: str) -> None:
+        """Types a value into the form, which reaches the recipe."""
+        self.write(f'.row[data-path="{path}"] :is(input, select)', text)
+        self.says(f"{path.rpartition('.')[2]}: {text}")
+
+    def says(self, text: str) -> None:
+        """Waits until the recipe says it."""
+        self.page.wait_for_function("text => window.halftuneRecipe?.includes(text)", arg=text)
+
+    def tab(self, name: str) -> None:
+        """Opens a tab; on a narrow screen it may be behind the three points."""
+        if not self.page.locator(f"#tab-{name}-button").is_visible():
+            self.press("#tabs .overflow-menu > button")
+            label = {"chat": "Chat", "export": "Export", "doctor": "Doctor"}[name]
+            places = self.page.locator("#tabs .overflow-dropdown button").all_inner_texts()
+            self.press(f"#tabs .overflow-dropdown button:nth-of-type({places.index(label) + 1})")
+        else:
+            self.press(f"#tab-{name}-button")
+        self.page.locator(f"#tab-{name}").wait_for()
+
+    def shot(self) -> None:
+        """A picture to be looked at, where HALFTUNE_PICTURES names a folder."""
+        self.taken += 1
+        if self.shots:
+            width = self.page.viewport_size["width"]
+            self.page.screenshot(path=self.shots / f"hour-{width}-{self.taken:02}.png")
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_first_hour_by_keyboard(
+    start_web_ui: Callable[..., Any], open_page: Callable[..., Any], tmp_path: Path, width: int
+) -> None:
+    """Own data from the upload to the exported model, and no mouse."""
+    rows = [{"prompt": f"Add {n} and 1.", "completion": f"It is {n + 1}."} for n in range(12)]
     mine = tmp_path / "mine.jsonl"
     mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = open_page(board.url)
+    web_ui = start_web_ui()
+    page = open_page(web_ui.url, width=width)
+    pictures = os.environ.get("HALFTUNE_PICTURES")
+    keys = Keyboard(page, Path(pictures) if pictures else None)
     page.wait_for_function("document.querySelector('#recipes input')?.value.startsWith('own_data.yaml')")
     with page.expect_file_chooser() as chooser:
-        page.get_by_role("button", name="Upload…").click()
+        keys.press(".ht-files .bar button:nth-of-type(2)")
     chooser.value.set_files(mine)
-    has(page, "data/mine.jsonl")
+    keys.says("data/mine.jsonl")
     page.wait_for_function("!document.querySelector('#recipes input').value.startsWith('own_data.yaml')")
-    assert (board.folder / "data" / "mine.jsonl").read_text() == mine.read_text()
+    assert (web_ui.folder / "data" / "mine.jsonl").read_text() == mine.read_text()
+    keys.shot()
 
-    put(page, "data.eval_split", "64")  # told before anything is written
-    field(page, "data.eval_split").locator(".problem", has_text="64").wait_for()
+    keys.tab("data")
+    keys.press("#look-at-data")
+    page.locator("#data-report .sample .t", has_text="It is").first.wait_for(timeout=LONG)
+    keys.shot()
+
+    keys.tab("train")
+    keys.put("data.eval_split", "64")  # told before anything is written
+    page.locator('.row[data-path="data.eval_split"] .problem', has_text="64").wait_for()
     page.wait_for_selector("#start:disabled")
-    put(page, "data.eval_split", "0")
-    page.wait_for_selector("#start:enabled")
-
-    page.locator("#machine input").click()  # what a T4 cannot run does not keep this machine from starting
-    page.get_by_role("option", name="Tesla T4").click()
+    keys.put("data.eval_split", "0")
+    keys.write("#machine input", "Tesla T4", "Enter")  # what a T4 cannot run does not keep this one from starting
     page.locator(".ht-plan .subject", has_text="Tesla T4").wait_for()
-    field(page, "precision.compute").locator("select").select_option("bf16")
+    keys.write('.row[data-path="precision.compute"] select', "bf16")
     page.locator(".ht-plan .problem").wait_for()
     page.wait_for_selector(".ht-problems.fine", state="attached")
     page.wait_for_selector("#start:enabled")
-    field(page, "precision.compute").locator("select").select_option("fp32")
-    has(page, "precision: fp32")
+    keys.shot()
+    keys.write('.row[data-path="precision.compute"] select', "fp32")
+    keys.says("precision: fp32")
+    keys.put("data.max_length", "64")
+    keys.put("training.max_steps", "9999")
 
-    put(page, "data.max_length", "8")  # nothing is left of a row in so few tokens: it fails after its start
-    put(page, "training.max_steps", "2")
-    page.locator("#start:enabled").click()
-    card(page).get_by_text("failed", exact=True).wait_for(timeout=LONG)
-    page.on("dialog", lambda dialog: dialog.accept())
-    card(page).get_by_role("button", name="Edit and run again").click()
-    page.locator("#form").wait_for(state="visible")
-    has(page, "max_length: 8")
-    has(page, "output_dir: runs/own-data")  # no step was made: the folder is used again
-    put(page, "data.max_length", "128")
-    page.locator("#start:enabled").click()
-    card(page).get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
+    page.wait_for_selector("#start:enabled")
+    keys.press("#start")
+    page.locator("[data-chart=loss] path.main").wait_for(timeout=LONG)
+    keys.shot()
+    keys.press("#run-cards [data-act=stop]")
+    card(page).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
+    keys.press("#run-cards [data-act=edit]")
+    keys.says("output_dir: runs/own-data-2")
+    keys.put("training.max_steps", "3")
+    page.wait_for_selector("#start:enabled")
+    keys.press("#start")
+    card(page).get_by_text("finished", exact=True).wait_for(timeout=LONG)
 
-    tab(page, "Train")  # the folder is in use now, and the field says so
-    field(page, "training.output_dir").locator(".problem", has_text="runs/own-data-2").wait_for()
-    page.wait_for_selector("#start:disabled")
-    tab(page, "Runs")
-    card(page).get_by_role("button", name="Try in Chat").click()
-    page.locator("#chat-load").wait_for(state="visible")
-    page.wait_for_function("document.querySelector('#chat-run input')?.value === 'own-data'")
-    tab(page, "Runs")
-    card(page).get_by_role("button", name="Export", exact=True).click()
-    page.wait_for_function("document.querySelector('#export-run input')?.value === 'own-data'")
+    keys.press("#run-list tbody tr:not(.open) input", "Space")
+    page.locator(".differences", has_text="max_steps").wait_for()
+    keys.shot()
+
+    keys.press("#run-cards [data-act=chat]")
+    page.locator("#chat [data-chat$=own-data-2]").wait_for(state="attached")
+    keys.write("#chat-message", "Add 3 and 1.", "Enter")
+    page.locator("#trained p.user + p").wait_for(timeout=LONG)
+    page.wait_for_selector("#chat-again:enabled", timeout=LONG)
+    keys.shot()
+
+    keys.tab("export")
+    page.wait_for_function("document.querySelector('#export-run input')?.value === 'own-data-2'")
+    keys.press("#export-start")
+    page.locator("#exports").get_by_text("finished", exact=True).wait_for(timeout=LONG)
+    keys.shot()
+    assert (web_ui.folder / "models" / "own-data-2" / "model.safetensors").stat().st_size > 0
+
+
+DROP = """([name, text]) => {
+  const data = new DataTransfer(), box = document.querySelector('#form .ht-files');
+  data.items.add(new File([text], name));
+  const options = {dataTransfer: data, bubbles: true, cancelable: true};
+  const send = (kind) => box.dispatchEvent(new DragEvent(kind, options));
+  return [send('dragover'), document.querySelectorAll('.ht-files.over').length, send('drop')];
+}"""
+
+
+def test_a_file_that_is_dropped_is_taken(web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = open_page(web_ui.url)
+    page.wait_for_function("window.halftuneRecipe?.includes('python-docs')")
+    text = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
+    # the browser itself opens no file: both events are taken
+    assert page.evaluate(DROP, ["dropped.jsonl", text]) == [False, 1, False]
+    page.wait_for_function("window.halftuneRecipe?.includes('data/dropped.jsonl')")
+    assert (web_ui.folder / "data" / "dropped.jsonl").read_text() == text
+    assert page.locator(".ht-files.over").count() == 0
+    page.evaluate(DROP, ["dropped.exe", "x"])  # no data
+    page.locator(".ht-files .problem").wait_for()
+    assert [one.name for one in (web_ui.folder / "data").iterdir()] == ["dropped.jsonl"]
+
+
+def test_a_dropped_row_unfolds(web_ui: Any, open_page: Callable[..., Any]) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "<img src=x> " + "long " * 99, "completion": "b"}]
+    (web_ui.folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = "model: {name_or_path: builtin:qwen2-tiny}\ndata: {train: two.jsonl, max_length: 32}\n"
+    page = open_page(f"{web_ui.url}/#tab=data", recipe=f"{recipe}training: {{output_dir: runs/two}}\n")
+    page.locator("#data-subject b", has_text="two.jsonl").wait_for()
+    page.locator("#look-at-data").click()
+    row = page.locator("#data-report details")
+    row.locator("summary").wait_for(timeout=LONG)
+    assert not row.locator("pre").is_visible()
+    row.locator("summary").press("Enter")
+    row.locator("pre", has_text="<img src=x>").wait_for()  # as text
+    assert page.locator("#data-report .old").count() == 0
+    tab(page, "Train")
+    limit = page.locator('.row[data-path="data.max_length"] input')
+    limit.fill("64")
+    limit.press("Tab")
+    tab(page, "Data")
+    page.locator("#data-report .old .stale").wait_for()  # the report is of another recipe now
+    assert row.locator("pre").is_visible()
 
 
 def make(runs: Path, number: int) -> None:
@@ -110,12 +239,12 @@ def listed(page: Any, count: int) -> None:
 
 
 def test_many_runs_are_found_compared_named_and_deleted(
-    start_board: Callable[..., Any], open_page: Callable[..., Any], tmp_path: Path
+    start_web_ui: Callable[..., Any], open_page: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = tmp_path.resolve()
     for number in range(120):
         make(folder / "runs", number)
-    page = open_page(start_board(folder=folder).url, width=1440)
+    page = open_page(start_web_ui(folder=folder).url, width=1440)
     tab(page, "Runs")
     listed(page, 50)
     page.get_by_role("button", name="Show more").click()

@@ -15,7 +15,7 @@ from halftune_webui.settings import check_address, is_loopback, read_auth
 
 
 def answer(bound: str, method: str = "POST", kind: str = "http", signed_in: bool = True, **headers: str) -> int:
-    """The status that a board ``bound`` to an address answers a request with these headers with."""
+    """The status that a web UI ``bound`` to an address answers a request with these headers with."""
     sent: list[dict[str, Any]] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:
@@ -27,10 +27,10 @@ def answer(bound: str, method: str = "POST", kind: str = "http", signed_in: bool
     path = headers.pop("path", "/")
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": kind, "method": method, "path": path, "headers": raw}
-    board = SameOrigin(inner, bound, lambda scope: signed_in)
+    web_ui = SameOrigin(inner, bound, lambda scope: signed_in)
     # nothing in there waits; a loop of its own could not run in a thread where a browser's is at work
     with suppress(StopIteration):
-        board(scope, None, send).send(None)  # pyright: ignore
+        web_ui(scope, None, send).send(None)  # pyright: ignore
     if sent[0].get("status") == 200:
         assert dict(sent[0]["headers"])[b"x-frame-options"] == b"DENY"
     return sent[0].get("status") or sent[0]["code"]
@@ -53,7 +53,7 @@ def answer(bound: str, method: str = "POST", kind: str = "http", signed_in: bool
         ({}, 403),
     ],
 )
-def test_posts_to_a_board_on_this_machine(headers: dict[str, str], status: int) -> None:
+def test_posts_to_a_web_ui_on_this_machine(headers: dict[str, str], status: int) -> None:
     assert answer("127.0.0.1", **headers) == status
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_served_or_taken_beside_the_page(path: str) -> None:
     assert answer("127.0.0.1", "GET", host="localhost", path="/gradio_api/queue/data") == 200
 
 
-def test_board_for_others_answers_under_any_name_but_one_origin() -> None:
+def test_web_ui_for_others_answers_under_any_name_but_one_origin() -> None:
     assert answer("0.0.0.0", host="box.lan:7860", origin="http://box.lan:7860") == 200
     assert answer("0.0.0.0", host="box.lan:7860", origin="http://evil.example") == 403
 

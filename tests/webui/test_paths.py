@@ -1,4 +1,4 @@
-"""Paths from the browser stay under the board's folders."""
+"""Paths from the browser stay under the web UI's folders."""
 
 from __future__ import annotations
 

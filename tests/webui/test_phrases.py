@@ -1,4 +1,4 @@
-"""What plans and problems say is known in every language of the board, sentence by sentence."""
+"""What plans and problems say is known in every language of the web UI, sentence by sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from published import QWEN2_5_0_5B
 
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
-from halftune.core.errors import PlanError
+from halftune.core.error_codes import catalogue
+from halftune.core.errors import HalftuneError, PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.facts import Hardware
 from halftune.plan import Plan, resolve
@@ -70,6 +71,9 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"precision": {"tf32": True}},
     {"precision": {"optimizer_state": "bf16"}, "training": {"optim": "sgd"}},
     {"precision": {"trainable": "fp32", "optimizer_state": "fp32"}},
+    {"adapter": "none", "training": {"optim": "muon"}},
+    {"model": {"quantization": "nf4"}},
+    {"model": {"quantization": "int8"}, "adapter": "none"},
     {"attention": "fa2", "precision": "fp32"},
     {"attention": "fa2"},
     {"attention": "fa3"},
@@ -84,6 +88,9 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"training": {"per_device_train_batch_size": 64}, "data": {"max_length": 40000}},
     {"training": {"tokens_per_batch": 2_000_000}, "data": {"max_length": 40000}, "adapter": "none"},
     {"adapter": {"type": "lora", "target_modules": ["q_prj"]}},
+    {"method": "pretrain"},
+    {"method": "dpo"},
+    {"method": "dpo", "adapter": "none"},
     {"adapter": {"type": "lora", "target_modules": "q_proj"}},
     {"adapter": {"type": "lora", "modules_to_save": ["lm_hat"]}},
 )
@@ -114,6 +121,7 @@ def models() -> Iterator[ModelFacts]:
     for kind in KINDS:
         yield facts_from_config({**QWEN2_5_0_5B, **kind}, "x")
     yield replace(facts_from_config(QWEN2_5_0_5B, "x"), stored={"a.weight": "bf16", "b.weight": "fp32"})
+    yield replace(facts_from_config(QWEN2_5_0_5B, "x"), prediction_heads=("mtp.norm.weight",))
     for name in BUILTIN:
         yield read_model_facts(config(model={"name_or_path": f"builtin:{name}"}).model)
 
@@ -137,8 +145,8 @@ def machines() -> Iterator[Hardware]:
 
 
 def reasons(plan: Plan) -> Iterator[str]:
-    """Everything that the board shows of a plan."""
-    for part in (plan.precision, plan.attention, plan.batch, plan.memory, plan):
+    """Everything that the web UI shows of a plan."""
+    for part in (plan.weights, plan.precision, plan.attention, plan.batch, plan.memory, plan):
         yield from (value.reason for value in vars(part).values() if hasattr(value, "reason"))
     yield from (reason for _, reason in (*plan.attention.rejected, *plan.attention.rejected_linear))
     yield from (*plan.warnings, plan.machine)
@@ -189,21 +197,21 @@ def test_every_sentence_is_known() -> None:
             told = told.replace(name, "")
         if re.search(r"[A-Za-z]{2,} [a-z]{2,}\b", told):
             left[text] = told
-    assert not left, f"labels/reasons.{LANGUAGE}.yaml has no sentence for these (text: as told)"
+    assert not left, "labels/reasons.*.yaml have no sentence for these (text: as told)"
 
 
 def test_no_sentence_is_taken_for_one_that_stands_before_it() -> None:
-    said, filled = table(), {english: re.sub(r"\{[a-z]+\}", "x1", english) for english in table().table}
-    wanted = {english: re.sub(r"\{[a-z]+\}", "x1", theirs) for english, theirs in said.table.items()}
-    assert [english for english, text in filled.items() if said(text) != wanted[english]] == []
+    said, filled = table(), {key: re.sub(r"\{[a-z]+\}", "x1", english) for key, english in table().english.items()}
+    wanted = {key: re.sub(r"\{[a-z]+\}", "x1", theirs) for key, theirs in said.table.items()}
+    assert [key for key, text in filled.items() if said(text) != wanted[key]] == []
 
 
 def test_no_sentence_is_left_of_what_is_not_said_any_more() -> None:
     """What was not said above stands in the program: its own words between the pieces do, all of them."""
     beside = strings([*WEBUI.rglob("*.py"), *(file for room in BESIDE for file in (SOURCE / room).rglob("*.py"))])
     program = strings([GATE, *BEFORE_START, *(file for room in ROOMS for file in (SOURCE / room).rglob("*.py"))])
-    used = {english for text in said() for english in sentences(text)}
-    rest = [english for english in table().table if english not in used]
+    used = {key for text in said() for key in sentences(text)}
+    rest = [english for key, english in table().english.items() if key not in used]
     rest = [english for english in rest if not all(part in beside for part in words_of(english))]
     assert len(rest) < len(used) / 4
     assert [english for english in rest if not all(part in program for part in words_of(english))] == []
@@ -216,7 +224,7 @@ def strings(files: list[Path]) -> str:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentence of the table that makes a text, and those that make its pieces."""
+    """The key of the sentence that makes a text, and those of its pieces."""
     if (found := table().match(text)) is not None:
         yield found[0]
         for piece in found[1].values():
@@ -227,13 +235,21 @@ def words_of(english: str) -> list[str]:
     return [part for part in re.split(r"\{[a-z]+\}", english) if len(part) > 12]
 
 
-def test_pieces_are_the_same_in_both_languages() -> None:
-    for english, other in table().table.items():
-        assert sorted(re.findall(r"\{[a-z]+\}", english)) == sorted(re.findall(r"\{[a-z]+\}", other)), english
+def test_keys_and_pieces_are_the_same_in_both_languages() -> None:
+    assert table().english.keys() == table().table.keys()
+    for key, other in table().table.items():
+        assert sorted(re.findall(r"\{[a-z]+\}", table().english[key])) == sorted(re.findall(r"\{[a-z]+\}", other)), key
+
+
+def test_a_reworded_sentence_needs_no_new_translation() -> None:
+    theirs = {"compute.slow": "{device} 很慢"}
+    for english in ("{device} is slow", "slow: {device}"):
+        assert Phrases({"compute.slow": english}, theirs)(english.format(device="x")) == "x 很慢"
 
 
 def test_pieces_are_translated_in_turn_and_stay_where_they_are_not_known() -> None:
-    phrases = Phrases({"{first}; {rest}": "{first}；{rest}", "{a} beats {b}": "{b} < {a}", "one": "eins"})
+    english = {"both": "{first}; {rest}", "beats": "{a} beats {b}", "one": "one"}
+    phrases = Phrases(english, {"both": "{first}；{rest}", "beats": "{b} < {a}", "one": "eins"})
     assert phrases("one beats two; one; 3 beats one") == "two < eins；eins；eins < 3"
     assert phrases("nothing of this") == "nothing of this"
 
@@ -241,6 +257,15 @@ def test_pieces_are_translated_in_turn_and_stay_where_they_are_not_known() -> No
 def test_english_stays_as_it_is() -> None:
     words = load_words(FALLBACK)
     assert all(words.said(text) == text for text in said())
+
+
+def test_every_error_code_is_told_in_the_language_whatever_its_sentence() -> None:
+    words = load_words(LANGUAGE)
+    assert words.codes.keys() == catalogue().keys()
+    for code in words.codes:
+        told = words.problem(HalftuneError("a sentence that nobody has translated", code=code))
+        assert told.startswith(words.codes[code])
+    assert load_words(FALLBACK).problem(HalftuneError("a", code="data.empty")) == "a [data.empty]"
 
 
 def test_a_plan_is_told_in_the_language(monkeypatch: pytest.MonkeyPatch) -> None:

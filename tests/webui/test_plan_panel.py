@@ -41,7 +41,7 @@ def test_precision_is_marked_by_the_machine_and_not_by_the_attention() -> None:
     marked = planned(GOOD + "attention: fa2\n", "cpu-amx")
     assert marked.plan is None
     assert marked.problem is not None
-    assert "fa2 is not possible" in marked.problem.what
+    assert "fa2 is unavailable" in marked.problem.what
     assert "bf16" not in marked.impossible["precision.compute"]
 
 
@@ -53,6 +53,16 @@ def test_panel_for_every_machine(machine: str) -> None:
     for name in ("compute", "storage", "trainable", "reduce", "optimizer_state", "softmax", "linear"):
         assert f'data-plan="{name}"' in text
     assert found.plan.precision.compute.reason.split("<")[0].split("'")[0] in text
+
+
+@pytest.mark.parametrize("recipe", [GOOD, GOOD + "precision: bf16\n"])  # fits; a T4 cannot run it
+def test_the_line_of_a_narrow_screen_says_that_it_is_of_another_machine(recipe: str) -> None:
+    found, words = planned(recipe, "t4"), load_words("en")
+    assert (found.plan is None) == ("bf16" in recipe)
+    here, there = (plan_panel(found.plan, found.problem, words, elsewhere=one) for one in (False, True))
+    mark = words("plan.brief_elsewhere", text="")
+    assert mark not in here
+    assert mark in there[there.index("ht-brief") :]
 
 
 def test_bar_is_as_long_as_the_need() -> None:
@@ -74,7 +84,7 @@ def test_names_are_text_and_never_markup() -> None:
 def test_problem_of_the_plan_stands_beside_its_field() -> None:
     text = GOOD + "precision: bf16\n"
     state = json.loads(form_state(examine(text, HERE), planned(text, "t4"), load_words("en")))
-    assert "bf16 is not possible" in state["problems"]["precision.compute"][0]
+    assert "bf16 is unavailable" in state["problems"]["precision.compute"][0]
     state = json.loads(form_state(examine("training: 3\n", HERE), None, load_words("en")))
     assert set(state["problems"]) == {"model.name_or_path", "data.train", "training.output_dir"}
 

@@ -1,4 +1,4 @@
-"""A recipe of the browser: the words of the command line, and the board's limits."""
+"""A recipe of the browser: the words of the command line, and the web UI's limits."""
 
 from __future__ import annotations
 

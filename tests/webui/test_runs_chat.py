@@ -58,10 +58,10 @@ def test_what_is_wrong_is_said_in_its_words(talk: Chat) -> None:
     with pytest.raises(HalftuneError, match="top_p: too big"):
         said(talk, "wrong")
     assert said(talk, "a") == "tuned a"
-    with pytest.raises(HalftuneError, match=r"^the memory of the GPU is full"):
+    with pytest.raises(HalftuneError, match=r"^out of GPU memory"):
         said(talk, "die")
     assert not talk.alive
-    with pytest.raises(HalftuneError, match="the memory of the GPU is full"):
+    with pytest.raises(HalftuneError, match="out of GPU memory"):
         said(talk, "again")
 
 
@@ -100,7 +100,7 @@ def test_a_verb_that_fails_speaks_for_itself(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lies in a file of the board while it is looked at, which nobody knows."""
+    """It lies in a file of the web UI while it is looked at, which nobody knows."""
     script = tmp_path / "verb.py"
     script.write_text(
         "import json, sys\n"

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 
 from halftune.config.sections.generation import GenerationSection
-from halftune.core.errors import HalftuneError
+from halftune.core.errors import ConfigError, HalftuneError
+from halftune.core.files import read_json
 from halftune.core.process import identity
-from halftune.core.status import Status, read_json, read_status
+from halftune.core.status import Status, read_status
 from halftune_webui.labels import load_words
 from halftune_webui.runs import launch, queue
-from halftune_webui.runs.desk import Desk, View, act, refresh
+from halftune_webui.runs.controller import RunsController, View, act, refresh
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail, root_cause
 from halftune_webui.runs.metrics import Metrics
 from halftune_webui.runs.show import run_card, run_list
 from halftune_webui.runs.started import note_stop, read_started
 from halftune_webui.runs.state import look
-from halftune_webui.runs.stored import check_model, generation_of
+from halftune_webui.runs.stored import check_model, command, generation_of
 from halftune_webui.settings import Settings
 
 GOOD: dict[str, Any] = {
@@ -72,8 +73,8 @@ def test_a_stored_recipe_keeps_within_the_limits(
     (run / "resolved.yaml").write_text(json.dumps(recipe))
     with pytest.raises(HalftuneError, match=said):
         launch.resume(settings, run)
-    (settings.runs / ".board").mkdir()
-    (settings.runs / ".board" / "queue.json").write_text(json.dumps([str(run)]))
+    (settings.runs / ".webui").mkdir()
+    (settings.runs / ".webui" / "queue.json").write_text(json.dumps([str(run)]))
     assert queue.start_next(settings) is None
     assert not launched
     assert not queue.waiting(settings.runs)
@@ -195,7 +196,7 @@ def test_no_pipe_is_waited_for_and_nothing_huge_is_read(settings: Settings) -> N
         os.mkfifo(run / name)
     assert look(run).state == "unreadable"
     assert not Metrics(run).update()
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_status(run / "status.json")
     (run / "large.json").write_text("1" * 100)
     with pytest.raises(ValueError, match="100 bytes"):
@@ -211,17 +212,17 @@ def test_no_file_of_a_run_is_read_through_a_link(settings: Settings, tmp_path: P
     (run / name).symlink_to(secret)
     metrics = Metrics(run)
     metrics.update()
-    shown = f"{log_tail(run)} {root_cause(run)} {look(run)} {metrics.last}"
+    shown = f"{log_tail(run)} {root_cause(run)} {look(run)} {metrics.series}"
     assert "7777" not in shown
     if name == "report.html":
         with pytest.raises(HalftuneError):
-            act(Desk(settings, load_words("en")), View(), "report", str(run), True)
+            act(RunsController(settings, load_words("en")), View(), "report", str(run), True)
 
 
-@pytest.mark.parametrize("name", ["x/samples.json", "x/resolved.yaml", ".board"])
+@pytest.mark.parametrize("name", ["x/samples.json", "x/resolved.yaml", ".webui"])
 def test_cards_show_nothing_through_a_link(settings: Settings, name: str) -> None:
-    desk, view = Desk(settings, load_words("en")), View()
-    other = settings.roots[0] / "other"  # a folder that the board may use, and yet not this run's
+    controller, view = RunsController(settings, load_words("en")), View()
+    other = settings.roots[0] / "other"  # a folder that the web UI may use, and yet not this run's
     other.mkdir()
     answers = {"samples": [{"prompt": "a", "before": "b", "after": "7777"}]}
     (other / "samples.json").write_text(json.dumps(answers))
@@ -234,7 +235,24 @@ def test_cards_show_nothing_through_a_link(settings: Settings, name: str) -> Non
     link.unlink(missing_ok=True)
     link.symlink_to(other / link.name if link.suffix else other)
     view.show([settings.runs / "x", settings.runs / "y"])
-    assert "7777" not in str(refresh(desk, view))
+    assert "7777" not in str(refresh(controller, view))
+
+
+@pytest.mark.parametrize("name", ["resolved.yaml", ".started/config.yaml", ".started"])
+def test_a_recipe_is_read_through_no_link(settings: Settings, name: str) -> None:
+    run, other = settings.runs / "x", settings.roots[0] / "other"  # inside the web UI's folders, and yet not this run's
+    other.mkdir()
+    recipe = "model: {name_or_path: secret}\ngeneration: {max_new_tokens: 77}\n"
+    for file in ("resolved.yaml", "config.yaml"):
+        (other / file).write_text(recipe)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(other / Path(name).name if name.endswith("yaml") else other)
+    with pytest.raises(ConfigError, match="symbolic link"):
+        act(RunsController(settings, load_words("en")), View(), "edit", str(run), False)
+    with pytest.raises(HalftuneError):
+        command(settings, run)
+    assert generation_of(run) == GenerationSection()
+    assert look(run).model == ""
 
 
 def test_the_notes_of_a_run_are_not_written_through_a_link(settings: Settings, tmp_path: Path) -> None:

@@ -93,9 +93,9 @@ def test_a_run_is_nobody_s_child_and_its_end_is_noted(settings: Settings) -> Non
     started = read_started(run)
     assert started is not None
     assert started.child is not None
-    assert started.keeper is not None
+    assert started.supervisor is not None
     assert os.getsid(started.child.pid) == started.child.pid != os.getsid(0)
-    assert os.getsid(started.keeper.pid) not in (os.getsid(0), started.child.pid)
+    assert os.getsid(started.supervisor.pid) not in (os.getsid(0), started.child.pid)
     variables = Path(f"/proc/{started.child.pid}/environ").read_bytes()
     assert b"secret" not in variables
     (run / "go").touch()
@@ -119,7 +119,7 @@ def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
         launch.start(settings, recipe("other"))
     with pytest.raises(HalftuneError, match="outside"):
         launch.start(settings, recipe("../../elsewhere"))
-    assert not list((tmp_path / "runs" / ".board").glob("*.yaml"))
+    assert not list((tmp_path / "runs" / ".webui").glob("*.yaml"))
     launch.stop(settings, run)
     until(run, is_now("stopped"))
 
@@ -174,10 +174,10 @@ def test_stop_resume_and_kill(settings: Settings, monkeypatch: pytest.MonkeyPatc
         launch.stop(settings, run)
     launch.delete(settings, run)
     assert not run.exists()
-    assert not [left for left in run.parent.iterdir() if left.name != ".board"]
+    assert not [left for left in run.parent.iterdir() if left.name != ".webui"]
 
 
-def test_the_queue_goes_on_without_a_board(settings: Settings) -> None:
+def test_the_queue_goes_on_without_a_web_ui(settings: Settings) -> None:
     first = launch.start(settings, recipe("first"))
     until(first, is_now("running"))
     second, third = (launch.start(settings, recipe(name), wait=True) for name in ("second", "third"))
@@ -189,7 +189,7 @@ def test_the_queue_goes_on_without_a_board(settings: Settings) -> None:
     assert look(third).state == "stopped"
     launch.resume(settings, third, wait=True)
     (first / "go").touch()
-    until(second, is_now("running"))  # nobody but the first run's keeper has looked
+    until(second, is_now("running"))  # nobody but the first run's supervisor has looked
     waits_until(lambda: queue.waiting(settings.runs) == [third])  # it writes this when the run is on its way
     launch.start_now(settings, third)
     until(third, is_now("running"))
@@ -198,7 +198,7 @@ def test_the_queue_goes_on_without_a_board(settings: Settings) -> None:
         until(run, is_now("finished"))
 
 
-def test_two_boards_that_start_a_run_at_once_start_one_after_the_other(settings: Settings) -> None:
+def test_two_web_uis_that_start_a_run_at_once_start_one_after_the_other(settings: Settings) -> None:
     """Neither sees the other's run before its own is in the queue; the queue's lock decides."""
     together = threading.Barrier(2)
 
@@ -206,8 +206,8 @@ def test_two_boards_that_start_a_run_at_once_start_one_after_the_other(settings:
         together.wait(PATIENCE)
         return launch.start(settings, recipe(name), wait=True)
 
-    with ThreadPoolExecutor(2) as boards:
-        runs = list(boards.map(begin, ("one", "two")))
+    with ThreadPoolExecutor(2) as web_uis:
+        runs = list(web_uis.map(begin, ("one", "two")))
     waits = queue.waiting(settings.runs)
     assert len(waits) == 1
     ahead = next(run for run in runs if run not in waits)
@@ -218,7 +218,7 @@ def test_two_boards_that_start_a_run_at_once_start_one_after_the_other(settings:
     until(waits[0], is_now("finished"))
 
 
-def test_two_boards_that_start_the_same_recipe_start_it_once(settings: Settings) -> None:
+def test_two_web_uis_that_start_the_same_recipe_start_it_once(settings: Settings) -> None:
     together = threading.Barrier(2)
 
     def begin(_: int) -> str:
@@ -228,8 +228,8 @@ def test_two_boards_that_start_the_same_recipe_start_it_once(settings: Settings)
         except HalftuneError as error:
             return error.what
 
-    with ThreadPoolExecutor(2) as boards:
-        said = sorted(boards.map(begin, range(2)))
+    with ThreadPoolExecutor(2) as web_uis:
+        said = sorted(web_uis.map(begin, range(2)))
     assert said == ["one", "there is a run in this folder already"]
     run = settings.runs / "one"
     (run / "go").touch()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from halftune.train.report.series import POINTS, Series, smoothed, thinned
 from halftune_webui.runs import metrics as module
-from halftune_webui.runs.curves import POINTS, chart, smoothed, thinned
-from halftune_webui.runs.metrics import Metrics, Series
+from halftune_webui.runs.metrics import Metrics
 
 
 def line(step: int, **values: Any) -> str:
@@ -41,9 +41,10 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write(tmp_path, third[20:])
     assert metrics.update()
     assert parsed == [third.encode().rstrip()]
-    assert list(metrics.series["loss"].steps) == [1, 2, 3]
-    assert list(metrics.series["eval_loss"].values) == [0.7]
-    assert list(metrics.series["tokens_per_second"].values) == [200.0] * 3
+    assert metrics.charts() == ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory"]
+    assert list(metrics["loss"].steps) == [1, 2, 3]
+    assert list(metrics["eval_loss"].values) == [0.7]
+    assert list(metrics["tokens_per_second"].values) == [200.0] * 3
 
 
 @pytest.mark.parametrize("again", [1, 3, 9])
@@ -55,8 +56,8 @@ def test_a_resumed_run_cuts_the_file_back(tmp_path: Path, again: int) -> None:
     # truncated in place, and by the next look shorter than, as long as, or longer than before
     write(tmp_path, *kept, *(line(4 + number, loss=9.0) for number in range(1, again + 1)), mode="w")
     assert metrics.update()
-    assert list(metrics.series["loss"].steps) == [1, 2, 3, 4, *range(5, 5 + again)]
-    assert list(metrics.series["loss"].values)[4:] == [9.0] * again
+    assert list(metrics["loss"].steps) == [1, 2, 3, 4, *range(5, 5 + again)]
+    assert list(metrics["loss"].values)[4:] == [9.0] * again
 
 
 def test_a_file_that_goes_and_comes_is_read_anew(tmp_path: Path) -> None:
@@ -65,10 +66,10 @@ def test_a_file_that_goes_and_comes_is_read_anew(tmp_path: Path) -> None:
     metrics.update()
     (tmp_path / "metrics.jsonl").unlink()
     assert metrics.update()
-    assert not len(metrics.series["loss"].steps)
+    assert not len(metrics["loss"].steps)
     write(tmp_path, line(1), "{broken\n", '"text"\n', '{"loss": 1}\n', line(2))
     metrics.update()
-    assert list(metrics.series["loss"].steps) == [1, 2]
+    assert list(metrics["loss"].steps) == [1, 2]
 
 
 def test_alarms(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_alarms(tmp_path: Path) -> None:
     found = {alarm.kind: (alarm.step, alarm.count) for alarm in metrics.alarms}
     expected = {"loss_zero": (2, 2), "loss_not_finite": (4, 1), "norm_not_finite": (4, 1), "skipped": (5, 1)}
     assert found == expected
-    assert math.isnan(metrics.series["loss"].values[3])
+    assert math.isnan(metrics["loss"].values[3])
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -103,18 +104,25 @@ def test_thinning_keeps_ends_extremes_and_gaps(values: list[float], random: Any)
     assert (None in [value for _, value in points]) == (len(finite) < len(values))
 
 
-def test_a_chart_of_long_runs_is_small() -> None:
-    series = Series()
+def test_a_chart_of_long_runs_is_small(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
     for step in range(1, 100_001):
-        series.add(step, math.sin(step / 9000) + (5 if step == 77_777 else 0))
-    sent = chart("loss", [("a", series), ("empty", Series())], smooth=True)
-    assert [one["run"] for one in sent["lines"]] == ["a"]
-    assert len(sent["lines"][0]["points"]) <= POINTS
-    assert [77_777, pytest.approx(5 + math.sin(77_777 / 9000), rel=1e-5)] in sent["lines"][0]["points"]
-    smooth = sent["lines"][0]["smooth"]
+        metrics.take({"step": step, "loss": math.sin(step / 9000) + (5 if step == 77_777 else 0)})
+    sent = metrics.line("a", "loss", smooth=True)
+    assert sent["run"] == "a"
+    assert len(sent["points"]) <= POINTS
+    assert [77_777, pytest.approx(5 + math.sin(77_777 / 9000), rel=1e-5)] in sent["points"]
+    smooth = sent["smooth"]
     assert len(smooth) <= POINTS
-    inner = [point for point in smooth if 5_000 < point[0] < 70_000]
+    inner = [point for point in smooth if point[0] < 70_000]
     assert max(abs(value - math.sin(step / 9000)) for step, value in inner) < 0.02
+
+
+def test_the_methods_own_metrics_get_charts(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.take({"step": 1, "loss": 0.7, "rewards/margin": 0.1})
+    metrics.take({"step": 1, "eval_loss": 0.7, "eval_rewards/margin": 0.2})
+    assert metrics.charts() == ["loss", "eval_loss", "rewards/margin"]
 
 
 def test_a_short_series_is_not_smoothed() -> None:

@@ -133,6 +133,11 @@ def test_samples_show_what_is_trained() -> None:
         "efficiency": {"padded": 0.5, "packed": 0.9, "packed_rows": 3},
         "samples": [sample],
     }
+    both = data_view({**report, "eval": [source], "rows": [{}, {}]}, load_words("en"))
+    keys = [attributes["data-keep"] for tag, attributes in Tags(both).found if tag == "details"]
+    assert len(keys) == len(set(keys))  # a file that is trained on and evaluated on is two sources
+    assert both.count('class="tag"') == 2  # in the table and in its card
+    assert "≤ 5<" not in both  # nothing is as short
     html = data_view(report, load_words("en"))
     tags = Tags(html).found
     assert "img" not in [tag for tag, _ in tags]

@@ -1,4 +1,4 @@
-"""What the board says of a run, from its folder alone: every state, every kind of end, and nobody else's process."""
+"""What the web UI says of a run, from its folder alone: every state, every kind of end, and nobody else's process."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ def test_listing_finds_nested_and_foreign_runs_and_orders_them(
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "resolved.yaml").write_text("{}")
-    (runs / ".board").mkdir()
-    (runs / ".board" / "elsewhere.txt").write_text(f"{foreign}\n{tmp_path / 'deleted'}\n")
+    (runs / ".webui").mkdir()
+    (runs / ".webui" / "elsewhere.txt").write_text(f"{foreign}\n{tmp_path / 'deleted'}\n")
     status(runs / "group/b", process.pid, phase="training")
     assert set(run_folders(runs)) == {*(runs / name for name in ("a", "group/b", "group/deep/c", "waits")), foreign}
     listing = Listing(runs)

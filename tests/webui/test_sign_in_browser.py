@@ -11,10 +11,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_wrong_password_is_told_and_the_name_stays(
-    start_board: Callable[..., Any], open_page: Callable[..., Any]
+    start_web_ui: Callable[..., Any], open_page: Callable[..., Any]
 ) -> None:
-    board = start_board("--host", "0.0.0.0", "--lang", "zh", HALFTUNE_WEBUI_AUTH="me:right-one")
-    page = open_page(board.url.replace("0.0.0.0", "127.0.0.1"))
+    web_ui = start_web_ui("--host", "0.0.0.0", "--lang", "zh", HALFTUNE_WEBUI_AUTH="me:right-one")
+    page = open_page(web_ui.url)
     assert page.locator("h1").inner_text() == "halftune"
     assert page.evaluate("[document.documentElement.lang, document.activeElement.id]") == ["zh", "username"]
     fields = [page.locator(f"#{name}").get_attribute("autocomplete") for name in ("username", "password")]

@@ -51,8 +51,8 @@ def test_pages_turn_dropped_rows_unfold_and_the_recipe_is_known() -> None:
     shown = data_view(answer(7), WORDS, 5, 5, "key", 'model: "x"')
     assert shown.count('class="sample"') == 2
     assert 'data-report="key"' in shown
-    assert 'data-of="model: &quot;x&quot;"' in shown
-    assert re.search(r"<details[^>]*><summary>Row 4</summary><pre[^>]*>\{&quot;prompt&quot;: &quot;&lt;b&gt;", shown)
+    assert 'data-of="model: &#34;x&#34;"' in shown
+    assert re.search(r"<details[^>]*><summary>Row 4</summary><pre[^>]*>\{&#34;prompt&#34;: &#34;&lt;b&gt;", shown)
     assert re.search(r'id="data-next" disabled', shown)
     assert not re.search(r'id="data-previous" disabled', shown)
     assert 'class="sample"' not in data_view(answer(0), WORDS)
@@ -65,7 +65,7 @@ def test_only_the_latest_reports_are_kept() -> None:
 
 
 def test_what_will_be_looked_at_is_named_before() -> None:
-    text = "data: {train: [a.jsonl, {path: b.jsonl}], eval: c.jsonl}\ntraining: {output_dir: runs/<x>}"
+    text = "data: {train: [a.jsonl, {path: b.jsonl}], eval: [a.jsonl, c.jsonl]}\ntraining: {output_dir: runs/<x>}"
     shown = subject_of(text, WORDS)
     assert "a.jsonl, b.jsonl, c.jsonl" in shown
     assert "runs/&lt;x&gt;" in shown
@@ -105,7 +105,7 @@ def test_the_doctor_says_first_what_needs_a_look() -> None:
     shown = doctor_view({"environment": checks}, WORDS)
     assert shown.index("torch") < shown.index("hub") < shown.index("<details") < shown.index("python")
     assert "wandb" not in shown
-    assert "本机没有加速器" in load_words("zh").said("this machine has no accelerator: the trace is for NVIDIA A100")
+    assert "本机没有加速器" in load_words("zh").said("this machine has no accelerator: tracing for NVIDIA A100")
 
 
 def test_a_machine_says_what_is_free_and_nothing_twice() -> None:
@@ -132,4 +132,4 @@ def test_an_export_into_what_is_there_starts_nothing(tmp_path: Path) -> None:
         assert "--" not in str(error.value)
     with pytest.raises(ModelError):
         export.start(settings, run, str(other), None, force=True)
-    assert not (root / "runs" / ".board").exists()
+    assert not (root / "runs" / ".webui").exists()

@@ -86,6 +86,21 @@ def test_text_that_is_only_comments_becomes_a_recipe() -> None:
     assert set_value("# mine\n", ("model", "name_or_path"), "x") == "# mine\nmodel:\n  name_or_path: x\n"
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "left"),
+    [
+        (("adapter", "rank"), False, {"adapter": {"type": "lora"}}),  # an adapter without a type is one of LoRA
+        (("adapter", "rank"), 3, {"adapter": {"type": "lora"}}),
+        (("data", "train", 0, "path"), "x", {"data": {"max_length": 8, "train": [{}]}}),
+    ],
+)
+def test_the_only_key_of_a_section_goes_and_comments_stay(path: Any, value: Any, left: Any) -> None:
+    text = "# mine\ndata:\n  max_length: 8  # short\n"
+    changed = set_value(set_value(text, path, value), path, ABSENT)
+    assert lines_changed(text, changed)[0] == []
+    assert read(changed).values == {**read(text).values, **left}
+
+
 def test_block_scalar_ends_where_it_ends() -> None:
     text = "data:\n  system: |\n    one\n    two\n\n  max_length: 8\nmodel: {name_or_path: x}\n"
     assert set_value(text, ("data", "system"), "three") == (

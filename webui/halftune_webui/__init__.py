@@ -1,1 +1,1 @@
-"""The browser board of halftune. It imports the configuration only and starts runs as processes of their own."""
+"""The web UI of halftune. It imports the configuration only and starts runs as processes of their own."""

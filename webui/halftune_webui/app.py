@@ -1,4 +1,4 @@
-"""The whole board: header, tabs, theme."""
+"""The whole web UI: header, tabs, theme."""
 
 from __future__ import annotations
 
@@ -12,41 +12,36 @@ import gradio as gr
 from gradio.themes import Base, Color, colors, sizes
 
 from halftune.core.table import load
-from halftune_webui.calls import Board
+from halftune_webui.calls import WebUI
 from halftune_webui.context import Context
 from halftune_webui.labels import load_words
 from halftune_webui.runs.listing import Listing
 from halftune_webui.settings import Settings
 from halftune_webui.tabs import TABS
 from halftune_webui.tabs.choose import choosers
+from halftune_webui.tabs.live import script as asset
 
 STYLES = [
-    Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("board", "runs", "workbench")
+    Path(str(files("halftune.train.report").joinpath("charts.css"))),
+    *(Path(str(files("halftune_webui").joinpath("assets", f"{name}.css"))) for name in ("page", "runs", "workbench")),
 ]
 # Fonts of the reader's system: the page asks no other server for anything.
 SANS = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans CJK SC", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace"]
 
 
-# assets/page.js opens the tab that the address keeps by its button; on a narrow screen the button may not be there.
-HIDDEN_TAB = """() => {
-  const name = new URLSearchParams(location.hash.slice(1)).get('tab') || '';
-  return [document.getElementById(`tab-${name}-button`) ? '' : name];
-}"""
-
-
 def build(settings: Settings, *, sign_out: bool = False) -> gr.Blocks:
     """The page for these settings; nothing is started or listened on.
 
     Args:
-        settings: limits of the board.
+        settings: limits of the web UI.
         sign_out: whether there is a password, and so a link that ends the visit.
     """
     words = load_words(settings.language)
-    with Board(title=words("board.title"), analytics_enabled=False, fill_width=True) as board:
-        head = f"<h1>{escape(words('board.title'))}</h1><span>{escape(words('board.tagline'))}</span>"
+    with WebUI(title=words("page.title"), analytics_enabled=False, fill_width=True) as blocks:
+        head = f"<h1>{escape(words('page.title'))}</h1><span>{escape(words('page.tagline'))}</span>"
         if sign_out:
-            head += f'<a href="logout">{escape(words("board.sign_out"))}</a>'
+            head += f'<a href="logout">{escape(words("page.sign_out"))}</a>'
         gr.HTML(f'<header class="ht-head">{head}</header>', js_on_load=None)
         recipe = gr.Code(
             language="yaml",
@@ -63,18 +58,22 @@ def build(settings: Settings, *, sign_out: bool = False) -> gr.Blocks:
         address = gr.Textbox(visible=False)
         with gr.Tabs(elem_id="tabs") as tabs:
             listing = Listing(settings.runs)
-            context = Context(settings, words, board, tabs, recipe, start, address, listing, choosers(words))
+            context = Context(settings, words, blocks, tabs, recipe, start, address, listing, choosers(words))
             for name in TABS:
                 with gr.Tab(title := words(f"tabs.{name}"), id=name, elem_id=f"tab-{name}"):
                     gr.HTML(f'<h2 class="ht-hidden">{escape(title)}</h2>', js_on_load=None)
                     load(TABS, name, kind="tab")(context)
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
-        board.load(
-            lambda name: gr.Tabs(selected=name) if name in TABS else gr.skip(), address, tabs, js=HIDDEN_TAB, **quiet
+        blocks.load(
+            lambda name: gr.Tabs(selected=name) if name in TABS else gr.skip(),
+            address,
+            tabs,
+            js=asset("hidden_tab"),
+            **quiet,
         )
-    for function in board.fns.values():
-        function.api_visibility = "private"  # the board is for people; programs have the command line
-    return board
+    for function in blocks.fns.values():
+        function.api_visibility = "private"  # the web UI is for people; programs have the command line
+    return blocks
 
 
 def script(language: str) -> str:
@@ -83,7 +82,7 @@ def script(language: str) -> str:
     return text[text.index("() =>") :].replace("LANGUAGE", json.dumps(language))
 
 
-# The accent of assets/board.css in every strength that Gradio asks for.
+# The accent of assets/page.css in every strength that Gradio asks for.
 _SHADES = ("f1f7f6", "dcebe9", "bcd9d6", "93c2bd", "6cc0b8", "4a938d", "397d78", "2f6f6b", "265a57", "1f4946", "143230")
 ACCENT = Color(*(f"#{shade}" for shade in _SHADES), name="halftune")
 

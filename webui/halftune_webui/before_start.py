@@ -10,7 +10,7 @@ from typing import Any
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
-from halftune.data.preflight import look_over
+from halftune.data.preflight import validate_data
 from halftune.data.sources import files_of
 from halftune_webui.recipe import Examined
 from halftune_webui.runs.launch import check_place
@@ -52,7 +52,7 @@ def _of_data(run: RunConfig) -> HalftuneError | None:
 @lru_cache(maxsize=64)
 def _looked_over(config: str, marks: tuple[object, ...]) -> HalftuneError | None:
     try:
-        look_over(RunConfig.model_validate_json(config))
+        validate_data(RunConfig.model_validate_json(config))
     except HalftuneError as error:
         return error
     return None

@@ -19,7 +19,7 @@ class Context:
     Attributes:
         settings: roots, runs folder, language.
         words: the labels.
-        board: the page; ``board.load(…)`` runs when a browser opens it.
+        blocks: the page; ``blocks.load(…)`` runs when a browser opens it.
         tabs: the row of tabs; ``gr.Tabs(selected="runs")`` returned to it opens the tab of that name.
         recipe: the YAML text of the Train tab; an input for whoever needs the recipe as it stands.
         start: the button under the recipe; the Train tab shows it, the Runs tab gives it its work. Before anything is
@@ -31,7 +31,7 @@ class Context:
 
     settings: Settings
     words: Words
-    board: gr.Blocks
+    blocks: gr.Blocks
     tabs: gr.Tabs
     recipe: gr.Code
     start: gr.Button

@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import Any, get_origin
 
 from halftune.config.reading.yaml_source import parse, scalar
-from halftune.config.shape import Path, Shape, accepts, choices, options, shape_at, shape_of
+from halftune.config.shape import KeyPath, Shape, accepts, choices, shape_at
 from halftune.core.errors import ConfigError
 from halftune_webui.dependencies import without_needless
-from halftune_webui.form import display
+from halftune_webui.form import display, takes_list
 from halftune_webui.settings import Settings
 from halftune_webui.yaml_edit import ABSENT, child_at, read, set_value
 
@@ -34,7 +34,7 @@ def edited(text: str, edits: list[Any], settings: Settings) -> str:
     return text
 
 
-def path_of(dotted: str) -> Path:
+def path_of(dotted: str) -> KeyPath:
     """``data.train[0].path`` as a path.
 
     Raises:
@@ -42,7 +42,7 @@ def path_of(dotted: str) -> Path:
     """
     path = tuple(int(index) if index else name for name, index in _PART.findall(dotted))
     if not path or shape_at(path) is None:
-        raise ConfigError("there is no such field", where=dotted)
+        raise ConfigError("there is no such field", where=dotted, code="core.unknown_name")
     return path
 
 
@@ -61,10 +61,15 @@ def change(text: str, dotted: str, written: str | bool | list[str]) -> str:
     value = _value(shape, written)
     if value is ABSENT and child_at(values, path) is ABSENT:
         return text
-    if value is ABSENT and isinstance(path[-2] if len(path) > 1 else None, int):
-        entry = child_at(values, path[:-1])
-        value = "" if isinstance(entry, dict) and len(entry) == 1 else value  # an entry stays until it is removed
+    if value is ABSENT and _is_last_key(values, path):
+        value = ""  # an entry stays until it is removed
     return set_value(text, path, value)
+
+
+def _is_last_key(values: Any, path: KeyPath) -> bool:
+    """Whether a path is the only key of a list's entry."""
+    entry = child_at(values, path[:-1])
+    return len(path) > 1 and isinstance(path[-2], int) and isinstance(entry, dict) and len(entry) == 1
 
 
 def add_entry(text: str, dotted: str) -> str:
@@ -87,7 +92,7 @@ def remove_entry(text: str, dotted: str) -> str:
     return set_value(text, whole, ABSENT)
 
 
-def _switch(text: str, path: Path, word: str) -> str:
+def _switch(text: str, path: KeyPath, word: str) -> str:
     """Another variant of a tagged union: keys that it does not know go."""
     section = path[:-1]
     shape = shape_at(section)
@@ -105,23 +110,24 @@ def _value(shape: Shape, written: str | bool | list[str]) -> Any:
     """The value that a person means by what stands in the field; what fits no type stays text, for the check to say."""
     if not isinstance(written, str):
         return written if written != [] else ABSENT
-    lines = [line.strip() for line in written.strip().splitlines() if line.strip()]
+    lines = list(filter(None, map(str.strip, written.splitlines())))
     if not lines:
         return ABSENT
     if get_origin(shape.annotation) is dict:
         return _pairs(lines)
-    if any(get_origin(shape_of(option).annotation) is tuple for option in options(shape.annotation)):
+    if takes_list(shape):
         one = len(lines) == 1 and accepts(shape, str)
         return lines[0] if one or lines[0] in choices(shape) else lines
-    text = written.strip()
+    return _scalar(shape, written.strip())
+
+
+def _scalar(shape: Shape, text: str) -> Any:
     words = {display(word): word for word in choices(shape)}
     if text in words:
         return words[text]
     if accepts(shape, bool) and text in ("true", "false"):
         return text == "true"
-    if accepts(shape, int) or accepts(shape, float):
-        return scalar(text)
-    return text
+    return scalar(text) if accepts(shape, int) or accepts(shape, float) else text
 
 
 def _pairs(lines: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Data files for the page: what lies under the board's folders, and what a browser uploads into ``data/``."""
+"""Data files for the page: what lies under the web UI's folders, and what a browser uploads into ``data/``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halftune.config.rules.files import DATA_ENDINGS
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune_webui.hints import hints
-from halftune_webui.paths import inside
+from halftune_webui.paths import inside, is_below
 from halftune_webui.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def listing(settings: Settings, folder: str) -> dict[str, Any]:
     """What a folder holds for training.
 
     Args:
-        settings: limits of the board.
+        settings: limits of the web UI.
         folder: a path of the browser; empty for the working directory.
 
     Returns:
@@ -40,23 +40,14 @@ def listing(settings: Settings, folder: str) -> dict[str, Any]:
         ConfigError: it lies outside the roots, or cannot be read.
     """
     place = inside(settings.roots, folder or str(settings.roots[0]))
-    folders, found = [], []
     try:
-        with os.scandir(place) as entries:
-            for entry in itertools.islice(sorted(entries, key=lambda one: one.name), 20 * MOST):
-                path = Path(entry.path)
-                if entry.name.startswith(".") or not _allowed(settings, path):
-                    continue
-                if entry.is_dir():
-                    folders.append({"name": entry.name, "path": named(settings, path)})
-                elif is_data(entry.name) and entry.is_file():
-                    size = entry.stat().st_size
-                    found.append({"name": entry.name, "path": named(settings, path), "bytes": size})
+        folders, found = _entries(settings, place)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=folder, remedy="choose another folder") from None
+        what = f"cannot be read: {error.strerror}"
+        raise ConfigError(what, where=folder, remedy="choose another folder", code="core.unreadable") from None
     return {
         "folder": named(settings, place),
-        "up": named(settings, place.parent) if _allowed(settings, place.parent) else None,
+        "up": named(settings, place.parent) if is_below(settings.roots, place.parent) else None,
         "roots": [named(settings, root) for root in settings.roots],
         "folders": folders[:MOST],
         "files": found[:MOST],
@@ -68,6 +59,22 @@ def named(settings: Settings, path: Path) -> str:
     """A path as a recipe names it: relative to the working directory where it lies below it."""
     home = settings.roots[0]
     return os.path.relpath(path, home) if path.is_relative_to(home) else str(path)
+
+
+def _entries(settings: Settings, place: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Folders and data files that may be shown."""
+    folders, found = [], []
+    with os.scandir(place) as entries:
+        for entry in itertools.islice(sorted(entries, key=lambda one: one.name), 20 * MOST):
+            path = Path(entry.path)
+            if entry.name.startswith(".") or not is_below(settings.roots, path):
+                continue
+            if entry.is_dir():
+                folders.append({"name": entry.name, "path": named(settings, path)})
+            elif is_data(entry.name) and entry.is_file():
+                size = entry.stat().st_size
+                found.append({"name": entry.name, "path": named(settings, path), "bytes": size})
+    return folders, found
 
 
 def is_data(name: str) -> bool:
@@ -83,7 +90,8 @@ def upload_target(settings: Settings, name: str) -> Path:
     """
     if "/" in name or "\0" in name or name.startswith(".") or len(os.fsencode(name)) > 200 or not is_data(name):
         endings = ", ".join(DATA_ENDINGS)
-        raise ConfigError("is not the name of a data file", where=name[:80], remedy=f"known endings: {endings}")
+        what = "is not the name of a data file"
+        raise ConfigError(what, where=name[:80], remedy=f"known endings: {endings}", code="data.unknown_file_type")
     folder = inside(settings.roots, str(settings.roots[0] / FOLDER))
     stem, dot, ending = name.partition(".")
     tries = itertools.chain([name], (f"{stem}-{number}{dot}{ending}" for number in itertools.count(2)))
@@ -97,10 +105,7 @@ def add_routes(outer: Starlette, settings: Settings) -> None:
     from starlette.responses import JSONResponse
 
     def listed(request: Request) -> Response:
-        try:
-            return JSONResponse(listing(settings, request.query_params.get("folder", "")))
-        except HalftuneError as error:
-            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse(listing(settings, request.query_params.get("folder", "")))
 
     async def uploaded(request: Request) -> Response:
         name = str(request.path_params["name"])
@@ -114,8 +119,6 @@ def add_routes(outer: Starlette, settings: Settings) -> None:
                 except (OSError, ClientDisconnect):
                     target.unlink()
                     raise
-        except HalftuneError as error:
-            return JSONResponse({"error": str(error)}, 400)
         except OSError as error:
             return JSONResponse({"error": f"{name}: {error.strerror}"}, 507)
         except ClientDisconnect:
@@ -125,12 +128,11 @@ def add_routes(outer: Starlette, settings: Settings) -> None:
     def suggested(request: Request) -> Response:
         return JSONResponse(hints(settings))
 
+    def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HalftuneError)
+        return JSONResponse({"error": str(error), "code": error.code}, 400)
+
+    outer.add_exception_handler(HalftuneError, refused)
     outer.add_route(f"{PREFIX}files", listed)
     outer.add_route(f"{PREFIX}hints", suggested)
     outer.add_route(UPLOADS + "{name}", uploaded, methods=["PUT"])
-
-
-def _allowed(settings: Settings, path: Path) -> bool:
-    """Whether a path, its links resolved, lies under a root."""
-    real = Path(os.path.realpath(path))
-    return any(real.is_relative_to(root) for root in settings.roots)

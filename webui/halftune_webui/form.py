@@ -11,7 +11,18 @@ from pydantic.fields import FieldInfo
 
 from halftune.config.render.text import inline
 from halftune.config.run import RunConfig
-from halftune.config.shape import ROOT, Path, Shape, accepts, choices, describe, dotted, field_shape, options, shape_of
+from halftune.config.shape import (
+    ROOT,
+    KeyPath,
+    Shape,
+    accepts,
+    choices,
+    describe,
+    dotted,
+    field_shape,
+    options,
+    shape_of,
+)
 
 COMMON = (
     "model.name_or_path",
@@ -102,14 +113,7 @@ def _rows(path: str, info: FieldInfo, when: tuple[str, str] | None = None) -> It
         inner = tuple(row for name, part in section.model_fields.items() for row in _rows(name, part))
         yield Row(path, _plain(info.description), "entries", required=info.is_required(), when=when, rows=inner)
     elif len(shape.sections) > 1:
-        tag = f"{path}.type"
-        default = info.get_default(call_default_factory=True)
-        usual = default.__dict__["type"] if isinstance(default, BaseModel) else ""
-        yield Row(tag, _plain(info.description), "choice", words=tuple(shape.sections), default=usual, when=when)
-        for word, section in shape.sections.items():
-            for name, part in section.model_fields.items():
-                if name != "type":
-                    yield from _rows(f"{path}.{name}", part, (tag, word))
+        yield from _variants(path, info, shape, when)
     elif shape.sections:
         section = next(iter(shape.sections.values()))
         for name, part in section.model_fields.items():
@@ -118,23 +122,38 @@ def _rows(path: str, info: FieldInfo, when: tuple[str, str] | None = None) -> It
         yield _row(path, info, shape, when)
 
 
+def _variants(path: str, info: FieldInfo, shape: Shape, when: tuple[str, str] | None) -> Iterator[Row]:
+    """The choice of a tagged union, and the fields of each of its sections."""
+    tag = f"{path}.type"
+    default = info.get_default(call_default_factory=True)
+    usual = default.__dict__["type"] if isinstance(default, BaseModel) else ""
+    yield Row(tag, _plain(info.description), "choice", words=tuple(shape.sections), default=usual, when=when)
+    for word, section in shape.sections.items():
+        for name, part in section.model_fields.items():
+            if name != "type":
+                yield from _rows(f"{path}.{name}", part, (tag, word))
+
+
 def _row(path: str, info: FieldInfo, shape: Shape, when: tuple[str, str] | None) -> Row:
     kind, words = _kind(shape)
     default = "" if info.is_required() else display(info.get_default(call_default_factory=True))
     return Row(path, _plain(info.description), kind, words, default, info.is_required(), describe(shape), when)
 
 
+def takes_list(shape: Shape) -> bool:
+    """Whether a field accepts a list of values."""
+    return any(get_origin(shape_of(option).annotation) is tuple for option in options(shape.annotation))
+
+
 def _kind(shape: Shape) -> tuple[str, tuple[str, ...]]:
     """The widget, and its words."""
-    words = tuple(display(word) for word in choices(shape))
-    open_types = [accepts(shape, kind) for kind in (str, int, float)]
-    listed = any(get_origin(shape_of(option).annotation) is tuple for option in options(shape.annotation))
+    words = tuple(map(display, choices(shape)))
+    closed = bool(words) and not any(accepts(shape, kind) for kind in (str, int, float))
     if get_origin(shape.annotation) is dict:
         return "pairs", ()
-    if listed:
-        closed = bool(words) and not any(open_types) and get_origin(shape.annotation) is tuple
-        return ("several" if closed else "lines"), words
-    if words and not any(open_types):
+    if takes_list(shape):
+        return ("several" if closed and get_origin(shape.annotation) is tuple else "lines"), words
+    if closed:
         return "choice", (("true", "false") if accepts(shape, bool) else ()) + words
     if accepts(shape, bool):
         return "flag", ()
@@ -157,7 +176,7 @@ def display(value: Any) -> str:
     return str(value)
 
 
-def shown(values: Any, shape: Shape = ROOT, path: Path = ()) -> Iterator[tuple[str, str]]:
+def shown(values: Any, shape: Shape = ROOT, path: KeyPath = ()) -> Iterator[tuple[str, str]]:
     """The text of every field that a recipe sets: (dotted key, text). Unknown keys have no field."""
     section = shape.section(values)
     if shape.many and isinstance(values, list):

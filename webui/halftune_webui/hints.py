@@ -14,7 +14,7 @@ MOST = 60
 
 
 def hints(settings: Settings) -> dict[str, list[str]]:
-    """Dotted key (without indices) → suggestions: what halftune brings, then what lies in the board's folders now."""
+    """Dotted key (without indices) → suggestions: what halftune brings, then what lies in the web UI's folders now."""
     data = [f"{BUILTIN}{name}" for name in BUILTIN_DATA]
     models = [f"{BUILTIN}{name}" for name in BUILTIN_MODELS]
     sources = [*data, *_data_files(settings.roots[0])]
@@ -32,6 +32,6 @@ def _data_files(here: Path) -> list[str]:
 
 
 def _finished_models(settings: Settings) -> list[str]:
-    """Whole models that earlier runs of this board have left."""
+    """Whole models that earlier runs of this web UI have left."""
     found = settings.runs.glob("*/final/config.json")
     return sorted(name_of(path.parent, settings.roots[0]) for path in found)[:MOST]

@@ -1,4 +1,4 @@
-"""Finds models on the Hugging Face hub, when somebody asks for it; the board asks no other server for anything else."""
+"""Finds models on the Hugging Face hub when somebody asks for it; the web UI asks no other server for anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def search(text: str) -> list[str]:
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         remedy = "start the web UI without it, or name a local folder"
-        raise HalftuneError("HF_HUB_OFFLINE is set: the hub is not asked", remedy=remedy)
+        raise HalftuneError("HF_HUB_OFFLINE is set: the hub is not asked", remedy=remedy, code="model.hub_unreachable")
     import httpx
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -32,4 +32,5 @@ def search(text: str) -> list[str]:
         found = HfApi().list_models(search=text, filter="text-generation", sort="downloads", limit=MOST)
         return [model.id for model in found]
     except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
-        raise HalftuneError(f"{host} cannot be reached: {error}", remedy="name a local folder") from error
+        what = f"{host} cannot be reached: {error}"
+        raise HalftuneError(what, remedy="name a local folder", code="model.hub_unreachable") from error

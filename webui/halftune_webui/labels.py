@@ -1,4 +1,4 @@
-"""The board's words, one YAML file per language; no tab holds a word of its own."""
+"""The web UI's words, one YAML file per language; no tab holds a word of its own."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class Words:
         language: its code.
         table: dotted key → label.
         said: what halftune says in English, in this language as far as it is known.
+        codes: error code → what it means, in this language; empty in English.
     """
 
     language: str
     table: Mapping[str, str]
-    said: Phrases = field(default_factory=lambda: Phrases({}))
+    said: Phrases = field(default_factory=Phrases)
+    codes: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, key: str, **values: object) -> str:
         """The label under ``key`` with ``{name}`` replaced by ``values``.
@@ -40,10 +42,16 @@ class Words:
         return text.format(**values) if values else text
 
     def problem(self, problem: HalftuneError, *, place: bool = True) -> str:
-        """What is wrong, with its place or without, and the remedy."""
+        """What is wrong, with its place or without, the remedy and the code: ``place: what · remedy [code]``.
+
+        A sentence that is not known in this language stands behind what its code means.
+        """
         head = f"{problem.where}: " if place and problem.where else ""
         tail = f" · {self.said(problem.remedy)}" if problem.remedy else ""
-        return f"{head}{self.said(problem.what)}{tail}"
+        what = self.said(problem.what)
+        if what == problem.what and problem.code in self.codes:
+            what = f"{self.codes[problem.code]} ({what})"
+        return f"{head}{what}{tail} [{problem.code}]"
 
     def below(self, prefix: str) -> dict[str, str]:
         """The labels under ``prefix``, by the rest of their key."""
@@ -53,9 +61,12 @@ class Words:
 
 @cache
 def load_words(language: str) -> Words:
-    """The labels of a language: ``labels/<language>.yaml``, and sentences in ``labels/reasons.<language>.yaml``."""
-    reasons = _read(f"reasons.{language}") if language != FALLBACK else {}
-    return Words(language, dict(_flat(_read(language), "")), Phrases(reasons))
+    """The labels of a language: ``labels/<language>.yaml``, its sentences in ``reasons`` and errors in ``codes``."""
+    table = dict(_flat(_read(language), ""))
+    if language == FALLBACK:
+        return Words(language, table)
+    sentences, theirs = (dict(_flat(_read(f"reasons.{one}"), "")) for one in (FALLBACK, language))
+    return Words(language, table, Phrases(sentences, theirs), _read(f"codes.{language}"))
 
 
 def _read(name: str) -> dict[str, Any]:

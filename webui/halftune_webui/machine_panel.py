@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ import psutil
 from halftune.core.optional import pip_line, version_of
 from halftune.hardware.facts import Hardware
 from halftune.plan.explain import size
+from halftune_webui.html import render
 from halftune_webui.labels import Words
 
 # why each is wanted says the label of its name
@@ -54,20 +54,6 @@ def machine_view(machine: Hardware, free: Free, words: Words) -> str:
         (words("machine.cores"), str(machine.cpu_cores)),
         *((name, version) for name, version in machine.packages if name not in OPTIONAL),
     ]
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts)
-    notes = "".join(f'<p class="alarm">{escape(words.said(note))}</p>' for note in machine.notes)
-    there = f'<section class="card"><header><h3>{escape(words("machine.title"))}</h3></header>'
-    return f"{there}{notes}<table><tbody>{rows}</tbody></table></section>{_optional(machine, words)}"
-
-
-def _optional(machine: Hardware, words: Words) -> str:
-    rows = []
-    for name in OPTIONAL:
-        version = machine.version(name) or version_of(name)
-        badge = f'<span class="ok">{escape(version)}</span>' if version else escape(words("machine.absent"))
-        command = "" if version else f'<pre class="command">{escape(pip_line(name))}</pre>'
-        why = escape(words(f"machine.packages.{name}"))
-        rows.append(f"<tr><td><b>{escape(name)}</b><br>{why}{command}</td><td>{badge}</td></tr>")
-    title = escape(words("machine.optional"))
-    body = f"<table><tbody>{''.join(rows)}</tbody></table>"
-    return f'<section class="card"><header><h3>{title}</h3></header>{body}</section>'
+    versions = [(name, machine.version(name) or version_of(name)) for name in OPTIONAL]
+    optional = [(name, version, pip_line(name)) for name, version in versions]
+    return render("machine", machine=machine, facts=facts, optional=optional, words=words)

@@ -1,4 +1,4 @@
-"""Refuses what another web site asks of the board, also by a name that it points here (DNS rebinding)."""
+"""Refuses what another web site asks of the web UI, also by a name that it points here (DNS rebinding)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMES = (
 )
 _CLOSED = tuple(f"/{name}" for name in _NAMES)
 # Answered without a look at the password. A heartbeat keeps its connection open as long as the caller likes; the last
-# name is that of the board's own addresses.
+# name is that of the web UI's own addresses.
 _SIGNED_IN = tuple(f"/{name}" for name in ("heartbeat", "cancel", "reset", "token", "app_id", "halftune"))
-# Nothing from outside, also where a text slips through as markup; and no other site shows the board in a frame.
+# Nothing from outside, also where a text slips through as markup; and no other site shows the web UI in a frame.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'; "
     "frame-ancestors 'none'"
@@ -36,16 +36,33 @@ _HEADERS = [
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+def _headers(scope: Scope) -> dict[bytes, list[str]]:
+    """The values of each header, by its name in lower case."""
+    headers: dict[bytes, list[str]] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.lower(), []).append(value.decode("latin-1"))
+    return headers
+
+
+def _is_foreign(scope: Scope, headers: dict[bytes, list[str]], host: str) -> bool:
+    """Whether the request comes from a page of another site, and is more than a plain visit."""
+    if any(urlsplit(origin).netloc.lower() != host.lower() for origin in headers.get(b"origin", [])):
+        return True
+    visit = scope.get("method") in ("GET", "HEAD") and headers.get(b"sec-fetch-mode") == ["navigate"]
+    visit = visit and headers.get(b"sec-fetch-dest", ["document"]) == ["document"]  # and in no frame of that site
+    return headers.get(b"sec-fetch-site", ["none"]) not in (["same-origin"], ["none"]) and not visit
+
+
 class SameOrigin:
-    """ASGI layer in front of the whole board.
+    """ASGI layer in front of the whole web UI.
 
     A page of another site can send requests to an address of this machine, and one whose name was re-pointed to it can
-    even read the answers. So the ``Host`` must be the board's own (behind a password any name may stand there, since a
+    even read the answers. So the ``Host`` must be the web UI's own (behind a password any name may stand there, since a
     rebound name has no cookie), ``Origin`` must be that host, and what the browser marks as cross-site is refused
     unless it is a plain visit of the page.
 
     Args:
-        app: the board.
+        app: the web UI.
         host: the address that it listens on.
         signed_in: whether a request comes from somebody who gave the password; always true where there is none.
     """
@@ -66,24 +83,17 @@ class SameOrigin:
 
     def _objection(self, scope: Scope) -> str:
         """Why the request is refused; empty where it is not."""
-        headers: dict[bytes, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.lower(), []).append(value.decode("latin-1"))
+        headers = _headers(scope)
         hosts = headers.get(b"host", [])
         if len(hosts) != 1 or (self._local and not is_loopback(_name(hosts[0]))):
-            return "halftune: this board is not served under that name"
-        for origin in headers.get(b"origin", []):
-            if urlsplit(origin).netloc.lower() != hosts[0].lower():
-                return "halftune: refused, the request comes from another site"
+            return "halftune: this web UI is not served under that name"
+        if _is_foreign(scope, headers, hosts[0]):
+            return "halftune: refused, the request comes from another site"
         path = re.sub(r"/{2,}", "/", scope.get("path", "")).removeprefix("/gradio_api")
         if path.startswith(_CLOSED):
-            return "halftune: this board has nothing there"
+            return "halftune: this web UI has nothing there"
         if path.startswith(_SIGNED_IN) and not self._signed_in(scope):
             return "halftune: sign in first"
-        visit = scope.get("method") in ("GET", "HEAD") and headers.get(b"sec-fetch-mode") == ["navigate"]
-        visit = visit and headers.get(b"sec-fetch-dest", ["document"]) == ["document"]  # and in no frame of that site
-        if headers.get(b"sec-fetch-site", ["none"]) not in (["same-origin"], ["none"]) and not visit:
-            return "halftune: refused, the request comes from another site"
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Sentences that halftune says in English, in the reader's language: known ones by a file, all others as they are."""
+"""Sentences that halftune says in English, in the reader's language: known ones by their key, others as they are."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Phrases:
     """``phrases(text)`` → the text as the reader should see it.
 
     Attributes:
-        table: English sentences → theirs, with ``{pieces}``: see ``labels/reasons.*.yaml``.
+        english: key → sentence with ``{pieces}``: see ``labels/reasons.en.yaml``.
+        table: key → the sentence in the reader's language.
     """
 
-    table: Mapping[str, str]
+    english: Mapping[str, str] = field(default_factory=dict)
+    table: Mapping[str, str] = field(default_factory=dict)
     _known: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, text: str) -> str:
@@ -36,22 +38,22 @@ class Phrases:
         return told
 
     def match(self, text: str) -> tuple[str, dict[str, str]] | None:
-        """The sentence of the table that makes a text, and its pieces."""
-        for shape, english in self._shapes:
+        """The key of the sentence that makes a text, and its pieces."""
+        for shape, key in self._shapes:
             if found := shape.fullmatch(text):
-                return english, found.groupdict()
+                return key, found.groupdict()
         return None
 
     def _told(self, text: str, deep: int) -> str:
         if not deep or (found := self.match(text)) is None:
             return text
-        english, pieces = found
-        return _PIECE.sub(lambda mark: self._told(pieces[mark[1]], deep - 1), self.table[english])
+        key, pieces = found
+        return _PIECE.sub(lambda mark: self._told(pieces[mark[1]], deep - 1), self.table[key])
 
     @cached_property
     def _shapes(self) -> list[tuple[re.Pattern[str], str]]:
         """Every sentence as a pattern."""
-        return [(_shape(english), english) for english in self.table]
+        return [(_shape(self.english[key]), key) for key in self.english]
 
 
 def _shape(english: str) -> re.Pattern[str]:

@@ -97,5 +97,5 @@ def _objection(run: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
         resolve(run, hardware, facts)
     except PlanError as error:
         first = error.problems[0].what
-        return first.partition(" is not possible: ")[2] or first
+        return first.partition(" is unavailable: ")[2] or first
     return ""

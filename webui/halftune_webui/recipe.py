@@ -1,4 +1,4 @@
-"""What the board knows about a recipe: its values, everything wrong with it, and whether it keeps within the limits."""
+"""What the web UI knows about a recipe: its values, what is wrong with it, and whether it keeps within the limits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from halftune.config.load import Draft, LoadedConfig, read_draft
 from halftune.config.reading.yaml_source import MAX_BYTES, KeyProblem, Tree, parse, read_text
-from halftune.config.shape import Path as Key
-from halftune.config.shape import child
+from halftune.config.shape import KeyPath, child
 from halftune.config.shipped import recipes
 from halftune.config.validate import validate
 from halftune.core.errors import ConfigError, HalftuneError
@@ -56,12 +55,14 @@ class Examined:
 
 
 def examine(text: str, settings: Settings) -> Examined:
-    """Reads a recipe of the browser and checks it as ``halftune train`` would, and against the board's limits.
+    """Reads a recipe of the browser and checks it as ``halftune train`` would, and against the web UI's limits.
 
     Files are looked at only where every path of the recipe keeps within the roots.
     """
     if len(text.encode()) > MAX_BYTES:
-        problem = ConfigError(f"has more than {MAX_BYTES:,} bytes, too many for a configuration", where=LABEL)
+        problem = ConfigError(
+            f"has more than {MAX_BYTES:,} bytes, too many for a configuration", where=LABEL, code="config.too_large"
+        )
         return Examined(text, None, (problem,), None)
     secrets = tuple(_secrets(text))
     try:
@@ -79,7 +80,7 @@ def examine(text: str, settings: Settings) -> Examined:
 
 
 # Where these are wrong there is nothing to plan.
-_NEEDED: tuple[Key, ...] = (("model",), ("model", "name_or_path"), ("depends_on",))
+_NEEDED: tuple[KeyPath, ...] = (("model",), ("model", "name_or_path"), ("depends_on",))
 
 
 def _values(text: str) -> dict[str, Any] | None:
@@ -100,14 +101,14 @@ def _secrets(text: str) -> Iterator[HalftuneError]:
     for number, line in enumerate(text.splitlines(), 1):
         if SECRET.search(line):
             what = "holds what looks like a password or an access token, and a recipe is kept with its run"
-            remedy = "remove it, and set it in the environment before the board starts (HF_TOKEN, WANDB_API_KEY)"
-            yield HalftuneError(what, where=f"{LABEL}:{number}", remedy=remedy)
+            remedy = "remove it, and set it in the environment before the web UI starts (HF_TOKEN, WANDB_API_KEY)"
+            yield HalftuneError(what, where=f"{LABEL}:{number}", remedy=remedy, code="webui.secret_in_recipe")
 
 
 def outside(
     tree: Tree, settings: Settings, start: Path, folder: Path, seen: tuple[Path, ...] = ()
 ) -> Iterator[KeyProblem]:
-    """What of a recipe, and of those it depends on, leaves the board's limits.
+    """What of a recipe, and of those it depends on, leaves the web UI's limits.
 
     Args:
         tree: the recipe.
@@ -120,17 +121,22 @@ def outside(
         try:
             _reach(settings, text, start, folder, key[0])
         except OutsideError as error:
-            yield tree.problem(key, f"{text!r} {error.what}", error.remedy)
+            yield tree.problem(key, f"{text!r} {error.what}", error.remedy, code=error.code)
             continue
         if key[0] == "depends_on":
             yield from _below(tree, key, folder / os.path.expanduser(text), settings, start, seen)
     if child(child(tree.values, "model"), "trust_remote_code") is True and not settings.allow_remote_code:
-        what = "would run code that comes with a checkpoint, which this board does not allow"
-        yield tree.problem(("model", "trust_remote_code"), what, "start the board with --allow-remote-code")
+        what = "would run code that comes with a checkpoint, which this web UI does not allow"
+        yield tree.problem(
+            ("model", "trust_remote_code"),
+            what,
+            "start the web UI with --allow-remote-code",
+            code="webui.remote_code_refused",
+        )
 
 
 def _below(
-    tree: Tree, key: Key, file: Path, settings: Settings, start: Path, seen: tuple[Path, ...]
+    tree: Tree, key: KeyPath, file: Path, settings: Settings, start: Path, seen: tuple[Path, ...]
 ) -> Iterator[KeyProblem]:
     """The limits hold for a recipe that this one depends on, too; what else is wrong with it, the loader says."""
     path = Path(os.path.realpath(file))
@@ -141,7 +147,7 @@ def _below(
     except ConfigError:
         return
     for problem in outside(inner, settings, start, path.parent, (*seen, path)):
-        yield tree.problem(key, f"{problem.where}: {problem.what}", problem.remedy)
+        yield tree.problem(key, f"{problem.where}: {problem.what}", problem.remedy, code=problem.code)
 
 
 def _reach(settings: Settings, text: str, start: Path, folder: Path, section: Any) -> None:
@@ -159,22 +165,21 @@ def _reach(settings: Settings, text: str, start: Path, folder: Path, section: An
             check_links(settings.roots, path)
 
 
-def paths_of(values: Any) -> Iterator[tuple[Key, str]]:
+def paths_of(values: Any) -> Iterator[tuple[KeyPath, str]]:
     """Every value that is, or may be, a path: (key, text)."""
-    found: list[tuple[Key, Any]] = []
-    for section, names in (
-        ("model", ("name_or_path", "tokenizer", "chat_template")),
-        ("training", ("output_dir", "resume")),
-    ):
-        found += [((section, name), child(child(values, section), name)) for name in names]
-    data = child(values, "data")
+    names = {"model": ("name_or_path", "tokenizer", "chat_template"), "training": ("output_dir", "resume")}
+    found: list[tuple[KeyPath, Any]] = [
+        ((section, name), child(child(values, section), name)) for section in names for name in names[section]
+    ]
     for part in ("train", "eval"):
-        sources = child(data, part)
-        for index, source in enumerate(sources if isinstance(sources, list) else [sources]):
+        for index, source in enumerate(_listed(child(child(values, "data"), part))):
             found.append((("data", part, index, "path"), source if isinstance(source, str) else child(source, "path")))
-    names = child(values, "depends_on")
-    found += [(("depends_on", index), name) for index, name in enumerate(names if isinstance(names, list) else [names])]
+    found += [(("depends_on", index), name) for index, name in enumerate(_listed(child(values, "depends_on")))]
     yield from ((key, text) for key, text in found if isinstance(text, str) and text)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def with_absolute_dependencies(text: str, folder: Path) -> str:
@@ -199,5 +204,5 @@ def shipped(name: str) -> str:
     """
     known = recipes()
     if name not in known:
-        raise ConfigError(f"there is no recipe {name}", remedy=f"one of {', '.join(known)}")
+        raise ConfigError(f"there is no recipe {name}", remedy=f"one of {', '.join(known)}", code="core.unknown_name")
     return with_absolute_dependencies(known[name].read_text(encoding="utf-8"), known[name].parent)

@@ -1,4 +1,4 @@
-"""Serves the board: no analytics, no share, one origin, a password where others can reach it."""
+"""Serves the web UI: no analytics, no share, one origin, a password where others can reach it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from halftune.core.startup import quick_imports
 from halftune_webui import files
 from halftune_webui.gate import Gate
 from halftune_webui.labels import load_words
-from halftune_webui.origin import Application, Receive, SameOrigin, Scope, Send
+from halftune_webui.origin import SameOrigin, Scope
 from halftune_webui.settings import Settings, check_address
 from halftune_webui.sign_in import SignIn
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
-    from gradio.queueing import Queue
     from gradio.routes import App
 
 log = get_logger(__name__)
 # Gradio and huggingface_hub read these when they are imported.
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_SHARE": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
-# Seconds between two looks of Gradio at its queue, while something is asked of the board, and while nothing is.
-BUSY, IDLE = 0.05, 0.5
+POLL = 0.2  # seconds between two looks of Gradio at its queue: its own 0.05 cost a web UI that nobody uses CPU time
+# Every address of this machine, which no browser can open → one that this machine's browser can.
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def serve(
@@ -39,10 +39,10 @@ def serve(
     """Listens until it is interrupted.
 
     Args:
-        settings: limits of the board.
+        settings: limits of the web UI.
         host, port: where; port 0 takes a free one.
         auth: user and password; needed unless ``host`` is this machine alone.
-        ready: told the address once connections are accepted.
+        ready: told an address that can be opened here, once connections are accepted.
 
     Raises:
         ConfigError: the address is open to others and has no password, or cannot be listened on.
@@ -58,12 +58,12 @@ def serve(
         from halftune_webui.app import STYLES, build, script, theme
 
     port = listener.getsockname()[1]
-    board = build(settings, sign_out=auth is not None)
+    blocks = build(settings, sign_out=auth is not None)
     outer = FastAPI(openapi_url=None)
     files.add_routes(outer, settings)
     mount_gradio_app(
         outer,
-        board,
+        blocks,
         path="/",
         auth=auth,
         footer_links=[],
@@ -79,37 +79,12 @@ def serve(
     _refuse_unknown(mounted)
     signed_in = _signed_in(mounted) if auth else None
     page = SignIn(outer, signed_in, load_words(settings.language)) if signed_in else outer
-    resting = Resting(Gate(page, signed_in, files.LARGE), board._queue)
-    guarded = SameOrigin(resting, host, signed_in or (lambda scope: True))
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = POLL
+    guarded = SameOrigin(Gate(page, signed_in, files.LARGE), host, signed_in or (lambda scope: True))
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
-    ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    shown = _EVERY.get(host, host)
+    ready(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}")
     uvicorn.Server(config).run(sockets=[listener])
-
-
-class Resting:
-    """ASGI layer that lets Gradio's queue sleep while no page is open: a page keeps a request open as long as it lives.
-
-    Args:
-        app: what requests are passed on to.
-        queue: Gradio's, which looks for work every ``sleep_when_free`` seconds.
-    """
-
-    def __init__(self, app: Application, queue: Queue) -> None:
-        self._app, self._queue, self._open = app, queue, 0
-        self._look_every(IDLE)
-
-    def _look_every(self, seconds: float) -> None:
-        self._queue.sleep_when_free = self._queue.progress_update_sleep_when_free = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
-        self._open += scope["type"] == "http"
-        self._look_every(BUSY if self._open else IDLE)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._open -= scope["type"] == "http"
-            self._look_every(BUSY if self._open else IDLE)
 
 
 def _mounted(outer: FastAPI) -> App:
@@ -121,29 +96,29 @@ def _mounted(outer: FastAPI) -> App:
     return next(app for app in mounted if isinstance(app, App))
 
 
-def _signed_in(board: App) -> Callable[[Scope], bool]:
-    """Whether a request carries a cookie that the mounted board gave for the password."""
+def _signed_in(blocks: App) -> Callable[[Scope], bool]:
+    """Whether a request carries a cookie that the mounted web UI gave for the password."""
     from starlette.requests import HTTPConnection
 
     def known(scope: Scope) -> bool:
         cookies = HTTPConnection(scope).cookies
-        names = (f"access-token-{kind}{board.cookie_id}" for kind in ("", "unsecure-"))
-        return any(cookies.get(name) in board.tokens for name in names)
+        names = (f"access-token-{kind}{blocks.cookie_id}" for kind in ("", "unsecure-"))
+        return any(cookies.get(name) in blocks.tokens for name in names)
 
     return known
 
 
-def _refuse_unknown(board: App) -> None:
-    """Answers calls of functions that the board has not; the errors of those that it has come another way."""
+def _refuse_unknown(blocks: App) -> None:
+    """Answers calls of functions that the web UI has not; the errors of those that it has come another way."""
     from gradio.route_utils import FnIndexInferError
     from starlette.responses import PlainTextResponse
 
     def answer(request: Request, error: Exception) -> PlainTextResponse:
-        log.warning("refused a call of a function that this board has not: %s", str(error)[:200])
-        return PlainTextResponse("halftune: this board has no such function", 404)
+        log.warning("refused a call of a function that this web UI has not: %s", str(error)[:200])
+        return PlainTextResponse("halftune: this web UI has no such function", 404)
 
-    board.add_exception_handler(KeyError, answer)
-    board.add_exception_handler(FnIndexInferError, answer)
+    blocks.add_exception_handler(KeyError, answer)
+    blocks.add_exception_handler(FnIndexInferError, answer)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -155,5 +130,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         remedy = "another --port" if "in use" in str(error) else "an address of this machine"
-        raise ConfigError(f"cannot be listened on: {error.strerror}", where=f"{host}:{port}", remedy=remedy) from None
+        what = f"cannot be listened on: {error.strerror}"
+        raise ConfigError(what, where=f"{host}:{port}", remedy=remedy, code="webui.cannot_listen") from None
     return listener

@@ -1,4 +1,4 @@
-"""What the board may do and touch, decided before it starts and never by the browser."""
+"""What the web UI may do and touch, decided before it starts and never by the browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORTEST_PASSWORD = 8  # characters
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits of one board.
+    """Limits of one web UI.
 
     Attributes:
         roots: folders (resolved) under which every path from the browser must lie.
@@ -34,7 +34,7 @@ class Settings:
     program: tuple[str, ...] = HALFTUNE
 
     def to_json(self) -> str:
-        """For a process that goes on without the board."""
+        """For a process that goes on without the web UI."""
         return json.dumps({**vars(self), "roots": [str(root) for root in self.roots], "runs": str(self.runs)})
 
     @classmethod
@@ -56,16 +56,17 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(host: str, auth: tuple[str, str] | None) -> None:
-    """Refuses to listen where others can reach the board without a password.
+    """Refuses to listen where others can reach the web UI without a password.
 
     Raises:
         ConfigError: the address is not one of this machine alone, and there is no password.
     """
     if auth is None and not is_loopback(host):
         raise ConfigError(
-            f"{host} can be reached from other machines, and the board has no password",
+            f"{host} can be reached from other machines, and the web UI has no password",
             where="--host",
             remedy="add --auth user:password, or leave --host out and use an SSH tunnel",
+            code="webui.bad_password",
         )
 
 
@@ -77,8 +78,13 @@ def read_auth(text: str) -> tuple[str, str]:
     """
     user, colon, password = text.partition(":")
     if not (user and colon and password):
-        raise ConfigError("is not user:password", where="--auth", remedy="for example --auth me:a-long-password")
+        raise ConfigError(
+            "is not user:password",
+            where="--auth",
+            remedy="for example --auth me:a-long-password",
+            code="webui.bad_password",
+        )
     if len(password) < SHORTEST_PASSWORD:
         what = f"the password has {len(password)} characters; at least {SHORTEST_PASSWORD} are required"
-        raise ConfigError(what, where="--auth", remedy="choose a longer password")
+        raise ConfigError(what, where="--auth", remedy="choose a longer password", code="webui.bad_password")
     return user, password

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from halftune.config.reading.yaml_source import KeyProblem
-from halftune.config.shape import Path, dotted
+from halftune.config.shape import KeyPath, dotted
 from halftune.core.errors import HalftuneError
 from halftune_webui.edits import path_of
 from halftune_webui.form import Group, Row, form, shown
@@ -93,7 +93,7 @@ def place_of(problem: HalftuneError, known: list[str]) -> str:
     return ""
 
 
-def _named(where: str) -> Path:
+def _named(where: str) -> KeyPath:
     """The key that a plan's problem names as its place."""
     try:
         return path_of(where)

@@ -12,7 +12,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from halftune.config.reading.shorthand import expand
 from halftune.config.reading.yaml_source import Tree, parse
 from halftune.config.render.text import inline
-from halftune.config.shape import Path, child
+from halftune.config.shape import KeyPath, child
 from halftune.core.errors import ConfigError
 
 LABEL = "recipe"
@@ -39,11 +39,12 @@ def read(text: str, label: str = LABEL) -> Tree:
     return tree
 
 
-def set_value(text: str, path: Path, value: Any) -> str:
+def set_value(text: str, path: KeyPath, value: Any) -> str:
     """The text with ``value`` at ``path``, or without that key where the value is ``ABSENT``.
 
-    What the text-level change cannot do without touching other values (an anchor that is used elsewhere, say) is done
-    by writing the whole recipe anew, which loses its comments.
+    A change that the text cannot take in that place (the only key of a section whose type is implied, say) rewrites
+    the section around it. One that no section can take alone (an anchor that is used elsewhere) rewrites the whole
+    recipe, which loses its comments.
 
     Raises:
         ConfigError: the text is no YAML mapping.
@@ -52,24 +53,29 @@ def set_value(text: str, path: Path, value: Any) -> str:
     wanted = _with(tree.values, path, value)
     if wanted == tree.values and not (value is not ABSENT and child_at(tree.values, path) is ABSENT):
         return text
-    changed = _Text(text, tree).changed(path, value)
-    try:
-        if _same(read(changed).values, wanted):
-            return changed
-    except ConfigError:
-        pass
+    for end in range(len(path), 0, -1):
+        above = path[:end]
+        changed = _Text(text, tree).changed(above, value if above == path else child_at(wanted, above))
+        try:
+            if changed is not None and _same(read(changed).values, wanted):
+                return changed
+        except ConfigError:
+            continue
     return render(wanted)
 
 
-def _with(values: Any, path: Path, value: Any) -> Any:
+def _with(values: Any, path: KeyPath, value: Any) -> Any:
     """The values with the change, short forms written out as ``read`` does."""
     tree = Tree(LABEL, deepcopy(values))
-    _put(tree.values, path, value)
+    if value is ABSENT:
+        _remove(tree.values, path)
+    else:
+        _put(tree.values, path, value)
     expand(tree)
     return tree.values
 
 
-def child_at(values: Any, path: Path) -> Any:
+def child_at(values: Any, path: KeyPath) -> Any:
     """The value at a path, or ``ABSENT``."""
     for part in path:
         known = isinstance(values, dict) and part in values
@@ -104,31 +110,36 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _put(values: Any, path: Path, value: Any) -> None:
-    """Sets or removes in plain values; sections on the way are made, and go when they are empty."""
+def _put(values: Any, path: KeyPath, value: Any) -> None:
+    """Sets a key in plain values; sections on the way are made."""
     part: Any = path[0]
     rest = path[1:]
     if isinstance(values, list):
-        if not rest and value is ABSENT:
-            del values[part : part + 1]
-            return
         if part > len(values):
-            raise ConfigError(f"there are only {len(values)} entries", where=f"[{part}]")
+            raise ConfigError(f"there are only {len(values)} entries", where=f"[{part}]", code="config.bad_override")
         if part == len(values):
             values.append(None)
-    elif value is ABSENT and not rest:
-        values.pop(part, None)
-        return
     if not rest:
         values[part] = value
         return
     if not isinstance(child(values, part), dict | list):
-        if value is ABSENT:
-            return
         values[part] = [] if isinstance(rest[0], int) else {}
     _put(values[part], rest, value)
-    if value is ABSENT and values[part] in ({}, []) and isinstance(values, dict):
-        del values[part]
+
+
+def _remove(values: Any, path: KeyPath) -> None:
+    """Removes a key from plain values, and sections that are empty then."""
+    part: Any = path[0]
+    rest = path[1:]
+    inner = child(values, part)
+    if rest and isinstance(inner, dict | list):
+        _remove(inner, rest)
+        if isinstance(values, dict) and not inner:
+            del values[part]
+    elif not rest and isinstance(values, list):
+        del values[part : part + 1]
+    elif not rest:
+        values.pop(part, None)
 
 
 class _Text:
@@ -138,7 +149,8 @@ class _Text:
         self.text, self.tree = text, tree
         self.root = yaml.compose(text, Loader=yaml.SafeLoader) if not _is_blank(text) else None
 
-    def changed(self, path: Path, value: Any) -> str:
+    def changed(self, path: KeyPath, value: Any) -> str | None:
+        """The text with one change; None where that takes a rewrite of the section around it."""
         if self.root is None:
             return self.text.rstrip("\n") + ("\n" if self.text.strip() else "") + render(_nested(path, value))
         path = self.tree.written.get(path, path)
@@ -146,20 +158,19 @@ class _Text:
         for part in path:
             found = _step(chain[-1], part)
             if found is None:
-                break
+                return self._inserted(chain[-1], path[len(chain) - 1 :], value)
             chain.append(found)
-        known, node = path[: len(chain) - 1], chain[-1]
-        if known == path:
-            return self._removed(path, chain) if value is ABSENT else self._replaced(node, inline(value))
+        return self._removed(path, chain) if value is ABSENT else self._replaced(chain[-1], inline(value))
+
+    def _inserted(self, node: Node, rest: KeyPath, value: Any) -> str | None:
+        """With a value below ``node``, at a key that it lacks."""
         if value is ABSENT:
-            return self._whole(known, path, value, node)
-        rest = path[len(known) :]
+            return None
         if isinstance(node, MappingNode) and isinstance(rest[0], str):
             return self._added(node, rest, value)
         if isinstance(node, SequenceNode) and rest == (len(node.value),) and node.value and not node.flow_style:
-            line = f"{' ' * _column(node)}- {inline(value)}"
-            return self._below(node, line)
-        return self._whole(known, path, value, node)
+            return self._below(node, f"{' ' * node.start_mark.column}- {inline(value)}")
+        return None
 
     def _replaced(self, node: Node, written: str) -> str:
         start, end = node.start_mark.index, _end(node)
@@ -170,14 +181,7 @@ class _Text:
             after = " " * max(1, len(after) - len(comment) - len(written) + end - start) + comment
         return f"{self.text[:start]}{gap}{written}{after}"
 
-    def _whole(self, at: Path, path: Path, value: Any, node: Node) -> str:
-        """Writes the value at ``at`` on one line, with the change in it."""
-        inner = deepcopy(child_at(self.tree.values, at))
-        holder = {"": inner}
-        _put(holder, ("", *path[len(at) :]), value)
-        return self._replaced(node, inline(holder.get("", {})))
-
-    def _added(self, node: MappingNode, rest: Path, value: Any) -> str:
+    def _added(self, node: MappingNode, rest: KeyPath, value: Any) -> str:
         nested = _nested(rest, value)
         if node.flow_style or not node.value:
             written = inline(nested)[1:-1]
@@ -185,7 +189,7 @@ class _Text:
                 return self._replaced(node, f"{{{written}}}")
             at = _end(node.value[-1][1])
             return f"{self.text[:at]}, {written}{self.text[at:]}"
-        lines = (" " * _column(node) + line for line in _block(nested, 0))
+        lines = (" " * node.start_mark.column + line for line in _block(nested, 0))
         return self._below(node, "\n".join(lines))
 
     def _below(self, node: Node, lines: str) -> str:
@@ -195,22 +199,20 @@ class _Text:
             return f"{self.text.rstrip()}\n{lines}\n"
         return f"{self.text[:at]}\n{lines}{self.text[at:]}"
 
-    def _removed(self, path: Path, chain: list[Node]) -> str:
+    def _removed(self, path: KeyPath, chain: list[Node]) -> str | None:
         parent, node = chain[-2], chain[-1]
         assert isinstance(parent, MappingNode | SequenceNode)
         if len(parent.value) == 1 and len(path) > 1 and isinstance(path[-2], str):
             return self._removed(path[:-1], chain[:-1])
-        if parent.flow_style or not parent.value:
-            return self._whole(path[:-1], path, ABSENT, parent)
-        start = node.start_mark.index
+        if parent.flow_style:
+            return None
+        start, before = node.start_mark.index, "-"
         if isinstance(parent, MappingNode):
-            name = list(path)[-1]
-            start = next(key.start_mark.index for key, value in parent.value if key.value == name)
+            start, before = next(key.start_mark.index for key, value in parent.value if key.value == list(path)[-1]), ""
         line = self.text.rfind("\n", 0, start) + 1
-        if self.text[line:start].strip(" ") not in ("", "-" if isinstance(parent, SequenceNode) else ""):
-            return self._whole(path[:-1], path, ABSENT, parent)
-        end = self.text.find("\n", max(_end(node), start))
-        return self.text[:line] + (self.text[end + 1 :] if end >= 0 else "")
+        if self.text[line:start].strip(" ") not in ("", before):
+            return None
+        return self.text[:line] + self.text[max(_end(node), start) :].partition("\n")[2]
 
 
 def _is_blank(text: str) -> bool:
@@ -218,7 +220,7 @@ def _is_blank(text: str) -> bool:
     return all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines())
 
 
-def _nested(path: Path, value: Any) -> dict[str, Any]:
+def _nested(path: KeyPath, value: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     _put(values, path, value)
     return values
@@ -232,10 +234,6 @@ def _step(node: Node, part: str | int) -> Node | None:
     if isinstance(node, SequenceNode) and isinstance(part, int) and part < len(node.value):
         return node.value[part]
     return None
-
-
-def _column(node: Node) -> int:
-    return node.start_mark.column
 
 
 def _end(node: Node) -> int:

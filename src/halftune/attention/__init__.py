@@ -1,1 +1,1 @@
-"""Attention: what each backend can do, the one place that chooses, and the paths of packed rows."""
+"""Attention: the backends' capabilities, the choice among them, and attention over packed rows."""

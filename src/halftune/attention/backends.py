@@ -1,4 +1,4 @@
-"""Softmax-attention backends as data, one row each: what they need and where they end.
+"""Softmax-attention backends as data, one row each: requirements and limits.
 
 FlashAttention-2's limits are those of its contract (``attention/contract.py``), FlashAttention-4's from its beta.
 """
@@ -17,22 +17,25 @@ EVERYWHERE = ("cuda", "rocm", "xpu", "mps", "cpu")
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute softmax attention.
+    """A backend of softmax attention.
 
     Attributes:
-        name: what the user writes.
-        provider: who carries it out: ``flash_attn`` (the package), ``torch``, ``transformers``; families with attention
-            code of their own (``OWN_ATTENTION``) are planned as ``model``.
-        kinds: devices that it runs on.
+        name: the name in the config (``attention.backend``).
+        provider: the package with the code: ``flash_attn``, ``torch``, ``transformers``; for model families with their
+            own attention code the plan says ``model``.
+        kinds: supported device types.
         dtypes: dtypes of q, k and v.
-        capabilities: lowest compute capability (CUDA only), and the majors that it has a backward pass for (empty: all
-            from the lowest on).
-        package: distribution that must be installed, or "".
-        torch: lowest torch version, or "".
+        capability: minimum compute capability (CUDA only).
+        majors: major capabilities with a backward pass; empty: all from the minimum on.
+        package: required distribution, or "".
+        torch: minimum torch version, or "".
         max_head_dim: largest head size.
         head_dim_multiple: the head size must be a multiple of this.
-        dropout, softcap, sinks: whether it can drop attention weights, cap logits, and have learned sinks.
-        varlen: how it computes packed rows, "" where it cannot; by device kind where they differ.
+        dropout, softcap, sinks: whether attention dropout, logit soft-capping and attention sinks are supported.
+        varlen: method for packed rows; "" if unsupported.
+        attend: ``module:function`` with the signature of transformers' attention interface; "" with a ``kernel``.
+        mask: ``module:function`` that builds masks, with the signature of transformers' mask interface.
+        kernel: ``module:function`` that returns a varlen kernel (``flash.Varlen``), for batches and packed rows.
     """
 
     name: str
@@ -49,9 +52,13 @@ class Backend:
     softcap: bool = True
     sinks: bool = False
     varlen: str = ""
+    attend: str = ""
+    mask: str = ""
+    kernel: str = ""
 
 
-# In the order in which `auto` tries them.
+_FLASH_MASK = "transformers.masking_utils:flash_attention_mask"
+# In order of preference for `auto`.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         "fa2",
@@ -62,9 +69,11 @@ BACKENDS: tuple[Backend, ...] = (
         package="flash-attn",
         max_head_dim=MAX_HEAD_DIM,
         varlen="flash_attn_varlen",
+        mask=_FLASH_MASK,
+        kernel="halftune.attention.flash:flash_attn_varlen",
     ),
-    # FlashAttention-2 kernels that torch brings; no dropout, no soft-capping. Before 2.13 they take no scale, no window
-    # and no grouped heads.
+    # FlashAttention-2 kernels included in torch: no dropout, no soft-capping. Before 2.13 they support neither scale
+    # nor window nor grouped heads.
     Backend(
         "fa2",
         "torch",
@@ -77,13 +86,44 @@ BACKENDS: tuple[Backend, ...] = (
         dropout=False,
         softcap=False,
         varlen="torch_varlen",
+        mask=_FLASH_MASK,
+        kernel="halftune.attention.flash:torch_varlen",
     ),
-    Backend("sdpa", "torch", EVERYWHERE, ALL, softcap=False, varlen="segments"),
-    Backend("flex", "transformers", ("cuda",), ALL, capability=(8, 0), package="triton", dropout=False, sinks=True),
-    Backend("eager", "transformers", EVERYWHERE, ALL, sinks=True, varlen="segments"),
+    Backend(
+        "sdpa",
+        "torch",
+        EVERYWHERE,
+        ALL,
+        softcap=False,
+        varlen="segments",
+        attend="halftune.attention.varlen:sdpa",
+        mask="transformers.masking_utils:sdpa_mask",
+    ),
+    Backend(
+        "flex",
+        "transformers",
+        ("cuda",),
+        ALL,
+        capability=(8, 0),
+        package="triton",
+        dropout=False,
+        sinks=True,
+        attend="transformers.integrations.flex_attention:flex_attention_forward",
+        mask="transformers.masking_utils:flex_attention_mask",
+    ),
+    Backend(
+        "eager",
+        "transformers",
+        EVERYWHERE,
+        ALL,
+        sinks=True,
+        varlen="segments",
+        attend="halftune.attention.varlen:eager",
+        mask="transformers.masking_utils:eager_mask",
+    ),
 )
 
-# Only on request: fast, but young or not installable from the usual place.
+# Only on request: fast, but beta, or not on the package index.
 ON_REQUEST: tuple[Backend, ...] = (
     Backend(
         "fa3",
@@ -96,6 +136,8 @@ ON_REQUEST: tuple[Backend, ...] = (
         head_dim_multiple=8,
         dropout=False,
         sinks=True,
+        attend="halftune.attention.flash:flash_attention_3",
+        mask=_FLASH_MASK,
     ),
     Backend(
         "fa4",
@@ -109,16 +151,25 @@ ON_REQUEST: tuple[Backend, ...] = (
         head_dim_multiple=8,
         dropout=False,
         softcap=False,
+        attend="halftune.attention.flash:flash_attention_4",
+        mask=_FLASH_MASK,
     ),
 )
 
-# Head sizes up to which FlashAttention-4 trains on data-centre Blackwell, besides exactly 256.
+
+def backend_of(name: str, provider: str) -> Backend:
+    """Return the row of a plan's backend; rows with the same name differ by provider."""
+    rows = [row for row in (*BACKENDS, *ON_REQUEST) if row.name == name]
+    return next((row for row in rows if row.provider == provider), rows[0])
+
+
+# Largest head size that FlashAttention-4 trains on data-centre Blackwell, apart from exactly 256.
 FA4_BLACKWELL_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
 class Miscompile:
-    """A range of Triton versions that computes something wrong on some devices: low ≤ version < high."""
+    """A range of Triton versions with wrong results on some devices: low ≤ version < high."""
 
     capability_major: int
     triton_low: str
@@ -126,38 +177,6 @@ class Miscompile:
     what: str
 
 
-# flash-linear-attention's kernels on Hopper: right forward pass, wrong gradients.
+# flash-linear-attention's kernels on Hopper: correct forward pass, wrong gradients.
 LINEAR_MISCOMPILES = (Miscompile(9, "3.4", "3.7.1", "the delta rule's backward pass computes wrong gradients"),)
 LINEAR_PACKAGES = ("flash-linear-attention", "fla-core")
-# Families whose linear layers flash-linear-attention has kernels for; others keep transformers' torch code.
-LINEAR_FAMILIES = ("qwen3_next", "qwen3_5", "qwen4_exp", "olmo_hybrid", "kimi_linear", "glm5_next", "bailing_hybrid")
-
-# Families without a single layer of softmax attention.
-NO_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "rwkv7", "xlstm"})
-
-# Families of transformers whose attention does not go through its AttentionInterface: they compute it in their own way.
-OWN_ATTENTION = frozenset(
-    {
-        "big_bird",
-        "bloom",
-        "codegen",
-        "cpmant",
-        "falcon",
-        "fuyu",
-        "gpt_neo",
-        "gpt_neox_japanese",
-        "gptj",
-        "megatron-bert",
-        "mpt",
-        "mvp",
-        "openai-gpt",
-        "prophetnet",
-        "reformer",
-        "rembert",
-        "roformer",
-        "trocr",
-        "xglm",
-        "xlm",
-        "xlnet",
-    }
-)

@@ -1,9 +1,9 @@
-"""What FlashAttention-2 checks, in its order and its words, as data; and the one case that it gets wrong silently.
+"""FlashAttention-2's argument checks as data, in its order and with its messages, and its one silent error.
 
 Read from the sources of flash-attn 2.8.3 (``csrc/flash_attn/flash_api.cpp``: ``mha_fwd``, ``mha_varlen_fwd``,
-``mha_bwd``; ``flash_attn/ops/triton/rotary.py``). Route, guard, doctor and the tests' stand-in of the package all read
-this file. Its Python side mends two things before the checks: a last dimension that is not contiguous, and a head size
-that is no multiple of 8 (padded with zeros). Nothing mends a dtype.
+``mha_bwd``; ``flash_attn/ops/triton/rotary.py``). Routing, guard, doctor and the tests' fake package use this file.
+Before the checks, the package's Python code makes the last dimension contiguous and pads the head size to a multiple of
+8 with zeros. It does not cast dtypes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ HEAD_DIM_MULTIPLE = 8
 PAGE_MULTIPLE = 256
 
 # (capability, largest head size with dropout): no backward kernel exists, and no error is raised.
-SILENT_DROPOUT_HOLE: dict[tuple[int, int], int] = {(8, 6): 192, (8, 9): 192, (12, 0): 192}
+NO_DROPOUT_BACKWARD: dict[tuple[int, int], int] = {(8, 6): 192, (8, 9): 192, (12, 0): 192}
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as the checks see it: dtype by torch's name without ``torch.``, shape, stride of the last dimension."""
+    """Properties of a tensor that are checked: dtype (name without ``torch.``), shape, stride of the last dimension."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,24 +37,24 @@ class Operand:
 
     @staticmethod
     def of(tensor: Any) -> Operand:
-        """Of a torch tensor, real or without numbers."""
+        """Describe a torch tensor, which may be a meta tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Operand(dtype, tuple(tensor.shape), tensor.stride(-1) if tensor.ndim else 1, tensor.is_contiguous())
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the kernel, after the package's Python side has mended what it mends.
+    """A call of the kernel, after the package's Python code has adapted the arguments.
 
     Attributes:
         q, k, v: ``[B, T, H, D]``, ``[B, S, G, D]``, or ``[N, H, D]``, ``[M, G, D]`` of packed rows.
-        capability: of the device.
-        kind: which entry point.
-        cu_seqlens: of queries and keys, packed rows only.
+        capability: compute capability of the device.
+        kind: the entry point.
+        cu_seqlens: cumulative lengths of queries and keys, packed rows only.
         out, dout: backward only.
         dropout, softcap: options.
         alibi: ALiBi slopes.
-        page: block size of a paged cache, 0 without one.
+        page: block size of a paged cache; 0 for no paged cache.
     """
 
     q: Operand
@@ -83,7 +83,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: where it stands in, whether a call passes, and what is raised (RuntimeError) where it does not."""
+    """A check: the passes that make it, the condition, and the message of the RuntimeError if it fails."""
 
     passes: tuple[Pass, ...]
     holds: Callable[[Call], bool]
@@ -91,7 +91,7 @@ class Check:
 
 
 def _same(name: str) -> Callable[[Call], bool]:
-    """Whether an operand has the queries' dtype; one that is not there has."""
+    """Whether an operand is absent or has the queries' dtype."""
 
     def holds(call: Call) -> bool:
         operand: Operand | None = vars(call)[name]
@@ -117,7 +117,7 @@ def _whole(at: int) -> Callable[[Call], bool]:
 
 
 def _keys_fit(call: Call) -> bool:
-    """Keys have the queries' batch (dense rows) and head size."""
+    """Whether keys have the queries' batch size (dense rows) and head size."""
     rows = call.kind == "varlen" or call.k.shape[0] == call.q.shape[0]
     return rows and call.k.shape[-1] == call.head_dim
 
@@ -125,7 +125,7 @@ def _keys_fit(call: Call) -> bool:
 _K_SHAPE = "k must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
 _V_SHAPE = "v must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
 
-# In the order in which they are made.
+# In flash-attn's order.
 CHECKS: tuple[Check, ...] = (
     Check(EVERY, lambda c: c.capability >= LOWEST_CAPABILITY, "FlashAttention only supports Ampere GPUs or newer."),
     Check(EVERY, lambda c: c.q.dtype in DTYPES, "FlashAttention only support fp16 and bf16 data type"),
@@ -177,24 +177,24 @@ CHECKS: tuple[Check, ...] = (
 
 
 def violations(call: Call) -> Iterator[str]:
-    """What the kernel objects to, in its order; it raises the first. Pure."""
+    """Messages of all failed checks, in order; the kernel raises the first."""
     return (check.text for check in CHECKS if call.kind in check.passes and not check.holds(call))
 
 
-def silent_hole(capability: tuple[int, int] | None, head_dim: int, dropout: float) -> bool:
-    """Whether the backward pass would leave the gradients of q, k and v unwritten, without an error."""
-    limit = SILENT_DROPOUT_HOLE.get(capability) if capability else None
+def lacks_backward(capability: tuple[int, int] | None, head_dim: int, dropout: float) -> bool:
+    """Whether the backward pass would leave the gradients of q, k and v uninitialised, without an error."""
+    limit = NO_DROPOUT_BACKWARD.get(capability) if capability else None
     return limit is not None and dropout > 0 and head_dim > limit
 
 
 @dataclass(frozen=True)
 class RotaryCheck:
-    """A check of ``flash_attn``'s rotary helper, in its order; AssertionError where it fails.
+    """A check of ``flash_attn``'s rotary function, which raises AssertionError if it fails.
 
     Attributes:
-        holds: from the operands x, cos, sin.
-        text: may name the dtypes.
-        last: last version (major, minor, patch) that has it; None for all.
+        holds: the condition on the operands x, cos, sin.
+        text: format string of the message, with the operands.
+        last: last version (major, minor, patch) with this check; None for all versions.
     """
 
     holds: Callable[[Operand, Operand, Operand], bool]
@@ -221,7 +221,7 @@ ROTARY_CHECKS: tuple[RotaryCheck, ...] = (
 
 
 def rotary_violations(x: Operand, cos: Operand, sin: Operand, version: tuple[int, int, int]) -> Iterator[str]:
-    """What the rotary helper of a version objects to, in its order."""
+    """Messages of all failed checks of a version's rotary function, in order."""
     for check in ROTARY_CHECKS:
         if (check.last is None or version <= check.last) and not check.holds(x, cos, sin):
             yield check.text.format(x=x, cos=cos, sin=sin)
@@ -229,12 +229,12 @@ def rotary_violations(x: Operand, cos: Operand, sin: Operand, version: tuple[int
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A function of the package that models import by hand.
+    """A function of the package that models import directly.
 
     Attributes:
-        module, name: where it is.
-        operands: parameters that must share one dtype, first the one whose place decides.
-        packed: how many of q, k, v the first operand holds along its ``-3`` axis (1: it is one of them).
+        module, name: of the function.
+        operands: parameters that must share one dtype; casts are reported for the first.
+        packed: number of tensors among q, k, v stacked in the first operand along axis -3 (1: not stacked).
     """
 
     module: str
@@ -258,12 +258,12 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint(_FUNCTIONS_3, "flash_attn_qkvpacked_func", ("qkv",), packed=3),
     EntryPoint(_FUNCTIONS_3, "flash_attn_with_kvcache", _CACHED),
 )
-# torch's own, which models import by hand too: it wants one dtype of all three, also under autocast.
+# torch's flex attention, also imported directly; requires one dtype for all three operands, even under autocast.
 FLEX_ENTRY_POINT = EntryPoint("torch.nn.attention.flex_attention", "flex_attention", ("query", "key", "value"))
 ROTARY_ENTRY_POINT = EntryPoint("flash_attn.layers.rotary", "apply_rotary_emb", ("x", "cos", "sin"))
 
-# The functions of linear attention and state-space layers that transformers' modeling modules look up in their globals,
-# and the operands that want one half dtype there; decays and states may be fp32.
+# Functions of linear attention and state-space layers that transformers' modeling modules look up in their globals, and
+# the operands that require one half dtype; decays and states may be fp32.
 LINEAR_ENTRY_POINTS: tuple[EntryPoint, ...] = (
     EntryPoint("", "torch_chunk_gated_delta_rule", ("query", "key", "value")),
     EntryPoint("", "torch_recurrent_gated_delta_rule", ("query", "key", "value")),

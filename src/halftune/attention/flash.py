@@ -1,4 +1,4 @@
-"""FlashAttention kernels behind one signature: dense, padded and packed rows, on the flash_attn package or torch's own.
+"""FlashAttention kernels with one signature for dense, padded and packed rows: the flash_attn package's or torch's.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, D head size, N tokens of all samples together.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from halftune.core.errors import ModelError
 from halftune.core.optional import need
@@ -23,9 +24,9 @@ Varlen = Callable[..., torch.Tensor]
 
 
 def flash_attn_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
-    """The varlen kernel of the flash_attn package, or ``kernel`` with the same signature.
+    """Return the varlen kernel of the flash_attn package, or of ``kernel`` with the same signature.
 
-    Its gradients are the same bits each time where torch is asked for that, as those of torch's own kernels.
+    Its gradients are deterministic if torch's deterministic algorithms are enabled.
 
     Raises:
         MissingPackageError: the package is not installed.
@@ -52,11 +53,11 @@ def flash_attn_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
 
 
 def torch_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
-    """The FlashAttention-2 kernel that torch carries, or ``kernel`` with the signature of its ``varlen_attn``.
+    """Return torch's FlashAttention-2 kernel, or that of ``kernel`` with the signature of torch's ``varlen_attn``.
 
     Raises:
-        MissingPackageError: this torch has no such kernel; releases before 2.13 have none, or one without ``scale``,
-            ``window_size`` and ``enable_gqa``.
+        MissingPackageError: torch is older than 2.13: no kernel, or one without ``scale``, ``window_size`` and
+            ``enable_gqa``.
     """
     if kernel is None:
         why = "attention: fa2 by torch's own kernels"
@@ -65,10 +66,14 @@ def torch_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
         if options["softcap"] or options["dropout"]:
-            wish = "softcap" if options["softcap"] else "attention dropout"
-            raise ModelError(f"torch's varlen kernel has no {wish}", remedy="install flash-attn, or attention: eager")
+            feature = "soft-capping" if options["softcap"] else "attention dropout"
+            raise ModelError(
+                f"torch's varlen kernel does not support {feature}",
+                remedy="install flash-attn, or set attention: eager",
+                code="attention.kernel_lacks_feature",
+            )
         left, right = options["window"]
-        # It takes causality as a window that ends at the query.
+        # torch expresses causality as a window that ends at the query.
         window = (left, 0) if options["causal"] else (left, right)
         shared = q.shape[1] != k.shape[1]
         return call(q, k, v, *lengths, scale=options["scale"], window_size=window, enable_gqa=shared)
@@ -78,12 +83,12 @@ def torch_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the real tokens of a padded batch are.
+    """Positions of the real tokens of a padded batch.
 
     Attributes:
-        indices: ``[N]`` int64, of the real tokens in the flattened ``[B · T]``.
+        indices: ``[N]`` int64, real tokens in the flattened ``[B · T]``.
         cu_seq_lens: ``[B + 1]`` int32.
-        longest: real tokens of the longest row.
+        longest: length of the longest row without padding.
     """
 
     indices: torch.Tensor
@@ -92,21 +97,21 @@ class Padding:
 
     @staticmethod
     def of(mask: torch.Tensor) -> Padding:
-        """From a mask ``[B, T]``, True at real tokens; waits for the device."""
+        """Compute from a mask ``[B, T]``, True at real tokens; synchronises with the device."""
         counts = mask.sum(dim=1, dtype=torch.int32)
         cu = nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         return Padding(mask.flatten().nonzero().squeeze(1), cu, int(counts.max()))
 
 
 class PaddingCache:
-    """The padding of the batch in flight: found once per batch and query length, not once per layer."""
+    """Caches the padding of the current batch: computed once per query length instead of once per layer."""
 
     def __init__(self) -> None:
         self._mask: weakref.ref[torch.Tensor] | None = None
         self._found: dict[int, Padding] = {}
 
     def of(self, mask: torch.Tensor, last: int) -> Padding:
-        """Padding of the last ``last`` columns of ``mask`` ``[B, T]``."""
+        """Return the padding of the last ``last`` columns of ``mask`` ``[B, T]``."""
         if self._mask is None or self._mask() is not mask:
             self._mask, self._found = weakref.ref(mask), {}
         if last not in self._found:
@@ -115,7 +120,7 @@ class PaddingCache:
 
 
 class FlashAttention:
-    """Attention callables on one varlen kernel: for padded or full batches, and for packed rows.
+    """Attention with a varlen kernel, for padded or full batches and for packed rows.
 
     Args:
         varlen: the kernel.
@@ -136,9 +141,9 @@ class FlashAttention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """A batch: ``query`` ``[B, H, T, D]``, ``key``, ``value`` ``[B, G, S, D]`` with S ≥ T where a cache holds keys.
+        """Compute a batch: ``query`` ``[B, H, T, D]``, ``key``, ``value`` ``[B, G, S, D]``; S > T with a cache.
 
-        ``attention_mask`` is ``[B, S]``, True at real tokens, or None for a full batch. Where S > T the queries are the
+        ``attention_mask`` is ``[B, S]``, True at real tokens, or None for a full batch. If S > T, the queries are the
         last T positions. Outputs at padding are zero.
         """
         options = _options(module, dropout, scaling, query.shape[2], kwargs)
@@ -169,7 +174,7 @@ class FlashAttention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A packed row: ``query`` ``[1, H, T, D]``, ``key``, ``value`` ``[1, G, T, D]``; no wait for the device.
+        """Compute a packed row: ``query`` ``[1, H, T, D]``, ``key``, ``value`` ``[1, G, T, D]``; does not synchronise.
 
         Returns:
             ``[1, T, H, D]``.
@@ -182,7 +187,7 @@ class FlashAttention:
     def _call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any]
     ) -> torch.Tensor:
-        # Latent attention has shorter values; the kernel wants one head size.
+        # Values of latent attention are shorter; the kernel requires one head size.
         short = v.shape[-1]
         if short < q.shape[-1]:
             v = nn.functional.pad(v, (0, q.shape[-1] - short))
@@ -190,19 +195,20 @@ class FlashAttention:
 
 
 def _tokens(heads: torch.Tensor) -> torch.Tensor:
-    """``[B, H, T, D]`` → ``[B · T, H, D]`` with a contiguous last dimension; a view wherever the layout allows."""
+    """``[B, H, T, D]`` → ``[B · T, H, D]`` with a contiguous last dimension; a view if the layout allows it."""
     flat = heads.transpose(1, 2).flatten(0, 1)
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def _options(module: nn.Module, dropout: float, scaling: float | None, queries: int, kwargs: Any) -> dict[str, Any]:
-    """The kernel's options from those of transformers' attention interface.
+    """Convert the arguments of transformers' attention interface to the kernel's options.
 
     Raises:
-        ModelError: the model has attention sinks, which these kernels lack.
+        ModelError: the model has attention sinks, which these kernels do not support.
     """
     if kwargs.get("s_aux") is not None:
-        raise ModelError("FlashAttention-2 has no attention sinks", remedy="attention: eager")
+        what = "FlashAttention-2 does not support attention sinks"
+        raise ModelError(what, remedy="set attention: eager", code="attention.kernel_lacks_feature")
     asked = kwargs.get("is_causal")
     causal = (getattr(module, "is_causal", True) if asked is None else asked) and queries > 1
     window = kwargs.get("sliding_window")
@@ -212,12 +218,10 @@ def _options(module: nn.Module, dropout: float, scaling: float | None, queries: 
 
 
 def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor, None]]:
-    """transformers' own call of ``flash_attention_3`` or ``flash_attention_4``, in the attention interface's signature.
+    """Return transformers' ``flash_attention_3`` or ``flash_attention_4`` with the attention interface's signature.
 
-    It takes the 2-D masks of padded batches itself; packed rows never come here.
+    Supports the 2-D masks of padded batches; never called for packed rows.
     """
-    from transformers.modeling_flash_attention_utils import _flash_attention_forward
-
     call: Callable[..., Any] = partial(_flash_attention_forward, attn_implementation=implementation)
 
     def attend(
@@ -246,3 +250,7 @@ def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor,
         return out, None
 
     return attend
+
+
+flash_attention_3 = transformers_flash("flash_attention_3")
+flash_attention_4 = transformers_flash("flash_attention_4")

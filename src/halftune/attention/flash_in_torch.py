@@ -1,6 +1,6 @@
-"""The functions that models import from flash_attn, in plain torch: for plans in fp32, which its kernels do not take.
+"""flash_attn's functions in plain torch, for models that import them and fp32 plans, which its kernels do not support.
 
-Signatures and meaning are those of flash-attn 2.8. Scores are written out in full: exact, on any device, and slow.
+Signatures and semantics are those of flash-attn 2.8. Scores are materialised: exact, on any device, and slow.
 B rows, T queries, S keys, H query heads, G key heads, D head size; N and M tokens of packed rows.
 """
 
@@ -39,7 +39,7 @@ def flash_attn_func(
     if right >= 0:
         hidden_TS |= back_TS < -right
     weights = scores_BHTS.masked_fill(hidden_TS, float("-inf")).softmax(-1)
-    weights = weights.masked_fill(hidden_TS.all(-1, keepdim=True), 0.0)  # a query that sees nothing gives zero
+    weights = weights.masked_fill(hidden_TS.all(-1, keepdim=True), 0.0)  # a query without visible keys gives zero
     weights = torch.nn.functional.dropout(weights, dropout_p)
     out = torch.einsum("bhts,bshd->bthd", weights, _for_heads(v, q).float()).to(q.dtype)
     return (out, None, None) if return_attn_probs else out
@@ -66,10 +66,10 @@ def flash_attn_varlen_func(
     """Packed rows: ``[N, H, D]``, ``[M, G, D]`` twice → ``[N, H, D]``.
 
     Raises:
-        NotImplementedError: keys and values in pages.
+        NotImplementedError: a paged cache.
     """
     if block_table is not None:
-        raise NotImplementedError("a paged cache")
+        raise NotImplementedError("paged caches are not supported")
     options = (dropout_p, softmax_scale, causal, window_size, softcap)
     parts = []
     bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
@@ -117,7 +117,7 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
         flash_attn_varlen_qkvpacked_func,
     )
 }
-"""By name; these stay what they are while the module's own names are replaced like everybody's."""
+"""The functions by name; not affected when the guard replaces the module's attributes."""
 
 
 def _scores(q: Tensor, k: Tensor, scale: float | None, softcap: float) -> Tensor:
@@ -129,11 +129,11 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, softcap: float) -> Tensor
 
 
 def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
-    """``[T, S]``: how far a key lies behind a query; the last query is at the last key."""
+    """``[T, S]``: query position minus key position; the last query is at the last key."""
     at = torch.arange(queries, device=device) + keys - queries
     return at[:, None] - torch.arange(keys, device=device)
 
 
 def _for_heads(x: Tensor, q: Tensor) -> Tensor:
-    """``[B, S, G, D]`` → ``[B, S, H, D]``: each head of keys or values for the query heads that share it."""
+    """``[B, S, G, D]`` → ``[B, S, H, D]``: repeat key or value heads for the query heads that share them."""
     return x.repeat_interleave(q.shape[2] // x.shape[2], 2)

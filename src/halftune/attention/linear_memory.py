@@ -1,15 +1,15 @@
-"""What linear-attention layers hold beside their inputs where our operators run in torch, from the model's sizes."""
+"""Estimates the activation memory of linear-attention layers if our operators use torch, from the model's sizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from halftune.attention.linear import operators_of, runs_in_torch
+from halftune.attention.linear import runs_in_torch
 from halftune.config.facts.model import ModelFacts
 from halftune.hardware.facts import Hardware
 from halftune_kernels.memory import CUTS, Held, held_in_torch
 
-# heads, groups, keys, values: config.json's names, family by family; the first that a model has counts
+# config.json's keys for heads, groups, key and value sizes, per family; the first complete tuple applies
 _NAMES: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "gated_delta_rule": (
         ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -28,16 +28,16 @@ _NAMES: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 
 
 def held_by_layer(hardware: Hardware, facts: ModelFacts, linear: str, samples: int, length: int) -> Held:
-    """Bytes that one layer holds between its passes and during its backward pass; zeros where nothing is known.
+    """Return the bytes that one layer saves for backward and needs during backward; zeros if unknown.
 
     Args:
-        hardware: where it runs.
+        hardware: the machine.
         facts: the model.
-        linear: who computes the layers, as the plan says.
-        samples: of a micro-batch.
-        length: of each.
+        linear: the plan's backend of these layers.
+        samples: samples per micro-batch.
+        length: tokens per sample.
     """
-    operator = next((name for name in operators_of(facts.model_type) if name in CUTS), None)
+    operator = next((name for name in facts.family.operators if name in CUTS), None)
     raw: dict[str, Any] = (facts.raw or {}).get("text_config") or facts.raw or {}
     if linear != "halftune" or operator is None or not facts.linear_layers or not runs_in_torch(hardware, facts):
         return Held(0, 0)

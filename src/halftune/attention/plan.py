@@ -1,4 +1,4 @@
-"""Which attention backends a run uses, and why not the others."""
+"""The attention backends of a run, with the reasons against the others."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from halftune.core.choice import Choice
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The routes of a run.
+    """The attention backends of a run.
 
     Attributes:
         softmax: ``fa2 | fa3 | fa4 | sdpa | flex | eager``.
-        provider: what carries it out: ``flash_attn`` (the package), ``torch`` (its own kernels), ``transformers``,
-            ``model`` (code of its own, past transformers' attention interface).
-        varlen: how packed rows are computed, ``none`` when packing is off: ``segments`` (SDPA or eager per sample,
-            CPU and old GPUs), ``torch_varlen``, ``flash_attn_varlen``.
-        linear: backend of linear-attention layers, ``none`` where the model has none: ``halftune | fla | torch``.
-        rejected: (backend, reason) of every backend that was not taken.
+        provider: the package with the code: ``flash_attn``, ``torch``, ``transformers``, or ``model`` (the model's own
+            attention code, without transformers' attention interface).
+        varlen: method for packed rows: ``segments`` (SDPA or eager per sample, CPU and old GPUs), ``torch_varlen``,
+            ``flash_attn_varlen``; ``none`` without packing.
+        linear: backend of linear-attention layers: ``halftune | fla | torch``; ``none`` if the model has no such layer.
+        rejected: (backend, reason) of every other backend.
         guard: ``cast | strict | off``.
-        rejected_linear: (backend, reason) of every backend of linear-attention layers that was not taken.
+        rejected_linear: (backend, reason) of every other backend of linear-attention layers.
     """
 
     softmax: Choice[str]

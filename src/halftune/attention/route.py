@@ -1,4 +1,4 @@
-"""The only place that chooses attention backends: from facts, with the reason for every one that was not taken."""
+"""Chooses the attention backends of a run, with the reason against every other one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from halftune.attention.backends import (
     BACKENDS,
     FA4_BLACKWELL_HEAD_DIM,
-    NO_ATTENTION,
     ON_REQUEST,
-    OWN_ATTENTION,
     Backend,
 )
-from halftune.attention.contract import silent_hole
+from halftune.attention.contract import lacks_backward
 from halftune.attention.linear import route_linear, version_numbers
 from halftune.attention.plan import AttentionPlan
 from halftune.config.facts.model import ModelFacts
@@ -26,35 +24,35 @@ from halftune.hardware.facts import Device, Hardware
 def route_attention(
     section: AttentionSection, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
 ) -> AttentionPlan:
-    """Chooses the backends of a run.
+    """Choose the backends of a run.
 
     Args:
-        section: what was asked for.
-        hardware: where it runs; every one of its devices must be able to.
+        section: the requested backends.
+        hardware: the machine; a backend must support all of its devices.
         facts: the model: head size, soft-capping, sinks, dropout, linear layers.
-        compute: dtype of attention, decided before.
-        packing: whether rows hold several samples.
+        compute: dtype of attention.
+        packing: whether rows contain several samples.
 
     Raises:
-        PlanError: a backend was asked for that device, dtype or model rule out; names the ways out.
+        PlanError: the requested backend does not support the device, dtype or model.
     """
-    if facts.model_type in NO_ATTENTION:
+    if facts.family.attention == "none":
         return _without_attention(section, hardware, facts)
     rejected: list[tuple[str, str]] = []
     chosen: Backend | None = None
     asked = section.backend
     for backend in (*BACKENDS, *ON_REQUEST):
         objection = "; ".join(objections(backend, hardware, facts, compute, packing))
-        wanted = backend.name == asked if asked != "auto" else backend in BACKENDS
-        if chosen is None and wanted and not objection:
+        candidate = backend.name == asked if asked != "auto" else backend in BACKENDS
+        if chosen is None and candidate and not objection:
             chosen = backend
         else:
-            rejected.append((_label(backend), objection or _not_taken(backend, chosen, asked)))
+            rejected.append((_label(backend), objection or _why_rejected(backend, chosen, asked)))
     if chosen is None:
-        raise _impossible(asked, rejected, facts, compute)
+        raise _unavailable(asked, rejected, facts, compute)
     varlen = chosen.varlen if packing else "none"
     linear = route_linear(section, hardware, facts)
-    provider = "model" if facts.model_type in OWN_ATTENTION else chosen.provider
+    provider = "model" if facts.family.attention == "own" else chosen.provider
     return AttentionPlan(
         softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, compute)),
         provider=Choice(provider, _PROVIDERS[provider]),
@@ -67,19 +65,19 @@ def route_attention(
 
 
 def _without_attention(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> AttentionPlan:
-    """The routes of a model without softmax attention: transformers still wants a name for it, and eager it always has.
+    """The plan of a model without softmax attention: transformers still requires a name, and always has eager.
 
     Raises:
-        PlanError: a backend was asked for, which would have nothing to do.
+        PlanError: a backend was requested that would never be called.
     """
     why = f"no layer of {facts.model_type} has softmax attention"
     linear = route_linear(section, hardware, facts)
     if section.backend not in ("auto", "eager"):
-        what = f"{section.backend} is not possible: {why}"
-        raise PlanError(what, where="attention", remedy="attention: auto")
+        what = f"{section.backend} is unavailable: {why}"
+        raise PlanError(what, where="attention", remedy="use attention: auto", code="attention.backend_unavailable")
     return AttentionPlan(
-        softmax=Choice("eager", f"{why}: this is a name only"),
-        provider=Choice("model", f"the layers of {facts.model_type} are code of its own"),
+        softmax=Choice("eager", f"{why}: placeholder"),
+        provider=Choice("model", f"{facts.model_type} has its own layer code"),
         varlen=Choice("none", why),
         linear=linear.chosen,
         rejected=tuple((_label(backend), why) for backend in (*BACKENDS, *ON_REQUEST) if backend.name != "eager"),
@@ -90,34 +88,34 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
 
 _PROVIDERS = {
     "flash_attn": "the flash-attn package is installed",
-    "torch": "torch brings the kernels",
+    "torch": "torch includes the kernels",
     "transformers": "transformers' own integration",
-    "model": "the model's own code, which the dtype guard does not see",
+    "model": "the model's own code, outside the dtype guard",
 }
 _VARLEN = {
     "none": "rows are not packed",
-    "": "this backend masks packed rows",
-    "segments": "one call per sample of a row: no work is spent across samples",
-    "torch_varlen": "one call per row with the samples' boundaries",
-    "flash_attn_varlen": "one call per row with the samples' boundaries",
+    "": "packed rows are masked",
+    "segments": "one call per sample: no computation across samples",
+    "torch_varlen": "one call per row with sample boundaries",
+    "flash_attn_varlen": "one call per row with sample boundaries",
 }
 
 
 def objections(
     backend: Backend, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
 ) -> Iterator[str]:
-    """Every reason against a backend; none means that it can be used."""
+    """Yield every reason against a backend; nothing if it can be used."""
     for device in dict.fromkeys(hardware.devices):
         yield from _device_objections(backend, device, facts)
     if backend.package and hardware.version(backend.package) is None:
         yield f"{backend.package} is not installed"
     if backend.torch and _older(hardware.version("torch"), backend.torch):
-        yield f"needs torch {backend.torch}, this is {hardware.version('torch') or 'none'}"
+        yield f"requires torch ≥ {backend.torch} (installed: {hardware.version('torch') or 'none'})"
     if compute not in backend.dtypes:
-        yield f"computes in {' and '.join(backend.dtypes)} only, the plan is {compute}"
+        yield f"supports {' and '.join(backend.dtypes)} only (plan: {compute})"
     yield from _model_objections(backend, facts)
-    if packing and not (backend.varlen and facts.model_type not in OWN_ATTENTION):
-        yield "no path for packed rows"
+    if packing and not (backend.varlen and facts.family.attention != "own"):
+        yield "does not support packed rows"
 
 
 def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> Iterator[str]:
@@ -126,65 +124,67 @@ def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> I
         return
     if device.capability is None:
         return
-    shown = f"{device.name} has {_dotted(device.capability)}"
+    shown = f"({device.name}: {_dotted(device.capability)})"
     if device.capability < backend.capability:
-        yield f"needs compute capability {_dotted(backend.capability)}, {shown}"
+        yield f"requires compute capability ≥ {_dotted(backend.capability)} {shown}"
     elif backend.majors and device.capability[0] not in backend.majors:
-        yield f"has a backward pass for compute capability {', '.join(f'{m}.x' for m in backend.majors)}, {shown}"
-    if backend.name == "fa2" and silent_hole(device.capability, facts.head_dim, facts.attention_dropout):
-        yield f"head size {facts.head_dim} with dropout leaves gradients unwritten on {device.name}, without an error"
+        yield f"trains on compute capability {', '.join(f'{m}.x' for m in backend.majors)} only {shown}"
+    if backend.name == "fa2" and lacks_backward(device.capability, facts.head_dim, facts.attention_dropout):
+        yield f"no backward kernel for head size {facts.head_dim} with dropout on {device.name}"
     blackwell = backend.name == "fa4" and device.capability[0] in (10, 11)
     if blackwell and facts.head_dim > FA4_BLACKWELL_HEAD_DIM and facts.head_dim != backend.max_head_dim:
-        yield f"{device.name} has head sizes up to {FA4_BLACKWELL_HEAD_DIM} and 256, this model {facts.head_dim}"
+        yield f"supports head sizes ≤ {FA4_BLACKWELL_HEAD_DIM} and 256 on {device.name} (model: {facts.head_dim})"
 
 
 def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
-    if facts.model_type in OWN_ATTENTION and backend.name != "eager":
-        yield f"{facts.model_type} computes attention in code of its own"
+    if facts.family.attention == "own" and backend.name != "eager":
+        yield f"{facts.model_type} has its own attention code"
     if facts.head_dim > backend.max_head_dim:
-        yield f"head size {facts.head_dim} is over {backend.max_head_dim}"
+        yield f"head size {facts.head_dim} exceeds {backend.max_head_dim}"
     elif facts.head_dim % backend.head_dim_multiple:
-        yield f"head size {facts.head_dim} is no multiple of {backend.head_dim_multiple}"
+        yield f"head size {facts.head_dim} is not a multiple of {backend.head_dim_multiple}"
     if facts.softcap is not None and not backend.softcap:
-        yield "cannot cap attention logits, which this model does"
+        yield "does not support logit soft-capping, which this model uses"
     if facts.softcap is not None and facts.attention_dropout > 0 and backend.name == "fa2":
-        yield "has no dropout together with logit capping"
+        yield "does not support dropout with logit soft-capping"
     if facts.sinks and not backend.sinks:
-        yield "has no attention sinks, which this model learned"
+        yield "does not support attention sinks, which this model uses"
     if facts.attention_dropout > 0 and not backend.dropout:
-        yield f"has no attention dropout, which this model trains with ({facts.attention_dropout:g})"
+        yield f"does not support attention dropout, which this model uses ({facts.attention_dropout:g})"
 
 
-def _impossible(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, compute: Format) -> PlanError:
-    """Names both sides of the conflict and the three ways out."""
+def _unavailable(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, compute: Format) -> PlanError:
+    """The error for a backend that cannot be used: the reasons, and what to change."""
     own = [(label, reason) for label, reason in rejected if asked in ("auto", label.partition(" ")[0])]
     why = own[0][1] if len(own) == 1 else " / ".join(f"{label}: {reason}" for label, reason in own)
-    what = f"{asked} is not possible: {why}"
+    what = f"{asked} is unavailable: {why}"
     if asked.startswith("fa") and compute == "fp32":
-        what = f"{asked} and precision: {compute} exclude each other: {why}"
-    return PlanError(what, where="attention", remedy=_ways_out(asked, why, facts, compute))
+        what = f"{asked} does not support precision: {compute}: {why}"
+    return PlanError(
+        what, where="attention", remedy=_remedy(asked, why, facts, compute), code="attention.backend_unavailable"
+    )
 
 
-def _ways_out(asked: str, why: str, facts: ModelFacts, compute: str) -> str:
+def _remedy(asked: str, why: str, facts: ModelFacts, compute: str) -> str:
     safe = "attention: eager (any device, dtype and model; slow)" if facts.sinks or facts.softcap else "attention: sdpa"
     if asked.startswith("fa") and compute == "fp32":
-        return f"attention: auto, {safe}, or precision: bf16 (fp16 on GPUs before Ampere)"
+        return f"use attention: auto, {safe}, or precision: bf16 (fp16 on GPUs before Ampere)"
     if "compute capability" in why or "runs on" in why:
-        return f"attention: auto, {safe}, or a device that can"
-    if "no path for packed rows" in why:
-        return f"data.packing: false, attention: auto, or {safe}"
+        return f"use attention: auto, {safe}, or a supported device"
+    if "packed rows" in why:
+        return f"set data.packing: false, attention: auto, or {safe}"
     if "is not installed" in why:
         return f"install it, attention: auto, or {safe}"
-    return f"attention: auto, {safe}, or another model"
+    return f"use attention: auto, {safe}, or another model"
 
 
-def _not_taken(backend: Backend, chosen: Backend | None, asked: str) -> str:
+def _why_rejected(backend: Backend, chosen: Backend | None, asked: str) -> str:
     if asked != "auto" and backend.name != asked:
         return f"{asked} was asked for"
     if backend in ON_REQUEST:
-        return "taken on request only"
+        return "used on request only"
     assert chosen is not None
-    return f"{_label(chosen)} comes first"
+    return f"{_label(chosen)} is preferred"
 
 
 def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, compute: Format) -> str:
@@ -192,13 +192,11 @@ def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, compute: Format
     if chosen.name == "fa2":
         return f"the fastest for {compute} on {hardware.devices[0].name}"
     if chosen.name == "sdpa":
-        carries = kind == "cuda" and compute != "fp32" and all(_ampere(device) for device in hardware.devices)
-        return (
-            "torch's own, which carries FlashAttention kernels" if carries else f"the fastest for {compute} on {kind}"
-        )
-    if facts.model_type in OWN_ATTENTION:
-        return f"{facts.model_type} computes attention in code of its own"
-    need = "attention sinks" if facts.sinks else "logit capping"
+        flash = kind == "cuda" and compute != "fp32" and all(_ampere(device) for device in hardware.devices)
+        return "torch's sdpa, with FlashAttention kernels" if flash else f"the fastest for {compute} on {kind}"
+    if facts.family.attention == "own":
+        return f"{facts.model_type} has its own attention code"
+    need = "attention sinks" if facts.sinks else "logit soft-capping"
     return f"the fastest with {need}" if chosen.name == "flex" else f"the only one with {need} on {kind}"
 
 
@@ -207,7 +205,7 @@ def _ampere(device: Device) -> bool:
 
 
 def _label(backend: Backend) -> str:
-    """``fa2`` has two providers, which are told apart."""
+    """The backend's name, with its provider for ``fa2``, which has two."""
     return f"{backend.name} ({backend.provider})" if backend.name == "fa2" else backend.name
 
 

@@ -1,4 +1,4 @@
-"""Attention of a packed row sample by sample, without a dense mask: for CPUs and GPUs without varlen kernels.
+"""Attention over a packed row, sample by sample without a dense mask, for CPUs and GPUs without varlen kernels.
 
 Shapes: H query heads, G key/value heads (H a multiple of G), T tokens of the row, L tokens of one sample, D head size.
 Every function is differentiable.
@@ -20,15 +20,15 @@ from torch.nn import functional as F
 from halftune.core.errors import ModelError
 from halftune_kernels.ops.causal_segments import causal_segments
 
-# Rows whose samples are between these lengths run by our blocks on a CPU: torch's kernel computes the whole square
-# where a sample is shorter than its block of keys, and is as fast as ours above; for short samples the calls cost more.
+# Rows with sample lengths in this range use our blocked kernel on a CPU. torch's kernel computes the full square for
+# samples shorter than its key block, and is as fast as ours for longer ones; for short samples, calls dominate.
 _MEAN_IN_BLOCKS, _LONGEST_IN_BLOCKS = 256, 1024
-# Queries per call where a window cuts a long sample; smaller blocks cost more in calls than they save.
+# Queries per call with a sliding window; for smaller blocks the calls dominate.
 _SMALLEST_BLOCK = 128
 
 
 class LengthsCache:
-    """Sample lengths of the row in flight as Python ints: read from the tensor once per batch, not once per layer."""
+    """Caches the sample lengths of the current row as ints: read once per batch instead of once per layer."""
 
     def __init__(self) -> None:
         self._source: weakref.ref[torch.Tensor] | None = None
@@ -36,8 +36,8 @@ class LengthsCache:
         self._lengths: list[int] = []
 
     def of(self, cu_seq_lens: torch.Tensor) -> list[int]:
-        """Lengths (zero-length samples left out) for ``cu_seq_lens`` ``[N + 1]``; reading them waits for the device."""
-        # The very same tensor object reaches every layer, and the recomputation of a checkpointed layer.
+        """Return the lengths without empty samples from ``cu_seq_lens`` ``[N + 1]``; synchronises with the device."""
+        # Every layer gets the same tensor object, also when a checkpointed layer is recomputed.
         known = self._source is not None and self._source() is cu_seq_lens
         if not known or self._version != cu_seq_lens._version:
             bounds = cu_seq_lens.tolist()
@@ -49,7 +49,7 @@ class LengthsCache:
 _lengths = LengthsCache()
 
 
-@torch.compiler.disable()  # it reads lengths, which a graph cannot
+@torch.compiler.disable()  # reads tensor values
 def segment_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -67,24 +67,25 @@ def segment_attention(
     """Attention within each sample of a packed row.
 
     Args:
-        module: the attention module; its file's ``eager_attention_forward`` is used where ``eager`` is set.
+        module: the attention module; ``eager`` uses the ``eager_attention_forward`` of its file.
         query: ``[1, H, T, D]``.
         key, value: ``[1, G, T, D]``, in the query's dtype.
         cu_seq_lens: ``[N + 1]`` integers from 0 to T, the same for queries and keys.
-        sliding_window: a token sees itself and this many minus one before it; None sees all before it.
-        eager: compute by the model's own eager function, which knows the model's softcap and sinks.
+        sliding_window: tokens visible to each token, itself included; None for all previous tokens.
+        eager: use the model's eager function, which applies its soft-capping and sinks.
         extras: passed to it.
 
     Returns:
         ``[1, T, H, D]``, contiguous, in the query's dtype.
 
     Raises:
-        ModelError: a window without causality.
+        ModelError: a sliding window without causal attention.
     """
     assert query.shape[0] == 1, "a packed row is a batch of one"
     lengths = _lengths_of_row(module, query, key, cu_seq_lens)
     if sliding_window is not None and not is_causal:
-        raise ModelError("a sliding window without causality cannot be packed", remedy="data.packing: false")
+        what = "packed rows do not support sliding windows without causal attention"
+        raise ModelError(what, remedy="data.packing: false", code="attention.packing_unsupported")
     if sliding_window is not None and sliding_window >= max(lengths):
         sliding_window = None
     if eager:
@@ -106,7 +107,7 @@ def segment_attention(
                 return _windowed(q, k, v, sliding_window, settings).transpose(1, 2)
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **settings).transpose(1, 2)
 
-    # split, not slices: its backward is one concatenation, a slice's is a row-sized tensor of zeros per sample
+    # split instead of slices: backward is one concatenation instead of a row-sized zero tensor per sample
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([one(*part) for part in parts], dim=1)
 
@@ -115,8 +116,8 @@ def _lengths_of_row(module: nn.Module, query: torch.Tensor, key: torch.Tensor, c
     lengths = _lengths.of(cu_seq_lens)
     if not sum(lengths) == query.shape[2] == key.shape[2]:
         had, has = key.shape[2], sum(lengths)
-        what = f"{type(module).__name__} attends to {had} keys where samples of a packed row have {has}"
-        raise ModelError(what, remedy="data.packing: false")
+        what = f"{type(module).__name__}: {had} keys, but the samples of the packed row have {has} tokens"
+        raise ModelError(what, remedy="data.packing: false", code="attention.packing_unsupported")
     return lengths
 
 
@@ -129,7 +130,7 @@ def _runs_in_blocks(query: torch.Tensor, value: torch.Tensor, lengths: list[int]
 
 
 def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, settings: dict[str, Any]) -> torch.Tensor:
-    """One sample longer than its window, ``[1, H, L, D]``: each block of queries sees its own and the block before."""
+    """Attend in a window shorter than the sample, ``[1, H, L, D]``: a query block sees itself and the block before."""
     block = max(window, _SMALLEST_BLOCK)
     mask = _block_mask(block, window, q.device)
     blocks = [tensor.split(block, 2) for tensor in (q, k, v)]
@@ -149,11 +150,11 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, se
 def _share_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Keys and values, and whether the kernel is to share them between query heads; repeated where it cannot."""
+    """Keys, values and ``enable_gqa``; heads are repeated if the kernel does not support grouped heads."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value, False
-    # On CUDA only the flash kernel shares heads: half formats, no mask, compute capability 8.0 or higher.
+    # On CUDA only the flash kernel supports grouped heads: half precision, no mask, compute capability ≥ 8.0.
     half = key.dtype in (torch.float16, torch.bfloat16)
     if not key.is_cuda or (half and not masked and torch.cuda.get_device_capability(key.device) >= (8, 0)):
         return key, value, True
@@ -162,16 +163,16 @@ def _share_heads(
 
 @lru_cache(maxsize=8)
 def _block_mask(block: int, window: int, device: torch.device) -> torch.Tensor:
-    """``[block, 2 · block]``, True where query i of a block sees key j of the block before and its own."""
+    """``[block, 2 · block]``, True if query i of a block sees key j of the previous block and its own."""
     distance = torch.arange(block, device=device)[:, None] + block - torch.arange(2 * block, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def band_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask ``[1, 1, at least length, same]``: 0 where a query sees a key, the dtype's lowest number elsewhere.
+    """Return an additive mask ``[1, 1, ≥ length, ≥ length]``: 0 for visible keys, the dtype's minimum elsewhere.
 
-    Causal, and cut to the last ``window`` tokens unless that is None. Any top-left square of it is the mask of a
-    shorter sample, so one serves a whole row.
+    Causal, limited to the last ``window`` tokens unless None. Any top-left square is the mask of a shorter sample, so
+    one mask serves all samples of a row.
     """
     return _band_mask(-(-length // 256) * 256, window, dtype, device)
 
@@ -186,17 +187,18 @@ def _band_mask(length: int, window: int | None, dtype: torch.dtype, device: torc
 
 
 def eager_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The eager attention function in the file of the model that ``module`` comes from.
+    """Return the eager attention function in the modeling file of ``module``'s class.
 
     Raises:
-        ModelError: that file has none (a model older than transformers' attention interface).
+        ModelError: the file has none (it predates transformers' attention interface).
     """
     for cls in type(module).__mro__:
         found = vars(sys.modules[cls.__module__]).get("eager_attention_forward")
         if found is not None:
             return found
     raise ModelError(
-        f"{type(module).__name__} comes without an eager attention function",
+        f"{type(module).__name__} has no eager_attention_forward",
         where=type(module).__module__,
-        remedy="attention: sdpa, and data.packing: false",
+        remedy="set attention: sdpa and data.packing: false",
+        code="attention.packing_unsupported",
     )

@@ -1,1 +1,1 @@
-"""`halftune bench`: how fast a configuration trains on this machine, each run in a process of its own."""
+"""`halftune bench`: measures training speed on this machine, each run in a separate process."""

@@ -1,4 +1,4 @@
-"""Measures one or more configurations in turn, each run in a fresh process and a scratch folder; needs no torch."""
+"""Measures configurations in turn, each run in a new process and a temporary folder; does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.core.launcher import this_process
 
-# What a measured run does otherwise than the recipe says: nothing but steps, and nothing of it stays.
+# Overrides of measured runs: training steps only, nothing is saved.
 ENDLESS = 1_000_000  # steps; the measurement ends the run
 OWN = {
     "training.max_steps": str(ENDLESS),
@@ -33,10 +33,11 @@ FOLDER = "training.output_dir"
 
 
 class BenchError(HalftuneError):
-    """A measured run ended before it was measured."""
+    """A measured run failed."""
 
     def __init__(self, what: str, *, where: str, exit_code: int) -> None:
-        super().__init__(what, where=where, remedy="`halftune train` with the same configuration shows more")
+        remedy = "run `halftune train` with the same configuration for details"
+        super().__init__(what, code="bench.run_failed", where=where, remedy=remedy)
         self.exit_code = exit_code
 
 
@@ -45,7 +46,7 @@ class Case:
     """A configuration to measure.
 
     Attributes:
-        label: how it is called in the table.
+        label: its name in the table.
         config: the recipe.
         overrides: ``key=value`` arguments.
     """
@@ -56,15 +57,16 @@ class Case:
 
 
 def cases(configs: Sequence[str], overrides: Sequence[str], variants: Sequence[str]) -> list[Case]:
-    """Every recipe as it is, and with each of the variants (one or more overrides with spaces between).
+    """Return every recipe, unchanged and with each variant (one or more overrides separated by spaces).
 
     Raises:
-        ConfigError: a recipe or a combination is wrong, or an override is of a key that bench sets itself; checked
-            before anything runs.
-        PlanError: several processes would be measured.
+        ConfigError: a recipe or a combination is invalid, or an override is of a key that bench sets; checked before
+            anything runs.
+        PlanError: started by a launcher with several processes.
     """
     if this_process().world_size != 1:
-        raise PlanError("bench measures one process", where="WORLD_SIZE", remedy="start it without torchrun")
+        what = "bench supports a single process only"
+        raise PlanError(what, where="WORLD_SIZE", remedy="start it without torchrun", code="bench.several_processes")
     found = []
     for config in configs:
         for variant in ("", *variants):
@@ -83,9 +85,9 @@ def _check_owned(overrides: Sequence[str]) -> None:
     if owned:
         raise ConfigError([
             HalftuneError(
-                f"bench sets {key} itself, for every run that it measures",
+                f"bench sets {key} for every run",
                 where=key,
-                remedy="say --steps" if key == "training.max_steps" else "leave it out",
+                remedy="use --steps" if key == "training.max_steps" else "remove it", code="bench.key_owned",
             )
             for key in dict.fromkeys(owned)
         ])  # fmt: skip
@@ -94,14 +96,14 @@ def _check_owned(overrides: Sequence[str]) -> None:
 def compare(
     chosen: Sequence[Case], *, steps: int, warm_up: int, repeat: int, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Measures the cases in turn, ``repeat`` times over.
+    """Measure the cases in turn, ``repeat`` times.
 
     Returns:
         Per case ``label``, ``config``, ``overrides``, ``runs`` (every run's numbers), ``median`` (of each number over
         the runs) and ``ratio`` (of each median to the first case's).
 
     Raises:
-        BenchError: a run failed; says why.
+        BenchError: a run failed.
     """
     runs: list[list[dict[str, Any]]] = [[] for _ in chosen]
     for number in range(repeat):
@@ -124,7 +126,7 @@ def compare(
 
 
 def medians_of(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """The median of every number that the runs have."""
+    """Return the median of every number over the runs."""
     return {
         key: statistics.median(run[key] for run in runs)
         for key, value in runs[0].items()
@@ -133,7 +135,7 @@ def medians_of(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def measure(case: Case, *, steps: int, warm_up: int) -> dict[str, Any]:
-    """One run in a process of its own.
+    """Measure one run in a separate process.
 
     Raises:
         BenchError: it failed.
@@ -158,6 +160,6 @@ def measure(case: Case, *, steps: int, warm_up: int) -> dict[str, Any]:
 
 def _ending(code: int, errors: str) -> str:
     if code == -9:
-        return "the measured run was killed, most likely for want of memory"
-    last = next((line for line in reversed(errors.splitlines()) if line.strip()), "without a word")
-    return f"the measured run ended with code {code}: {last}"
+        return "the measured run was killed (out of memory?)"
+    last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no output")
+    return f"the measured run exited with {code}: {last}"

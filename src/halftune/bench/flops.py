@@ -1,4 +1,4 @@
-"""How many floating-point operations a token needs, by a convention that is named."""
+"""Floating-point operations per token, by a stated convention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from halftune.config.facts.model import ModelFacts
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations that training needs; a multiplication and an addition count as two.
+    """Operations of training; a multiply-add counts as two.
 
     Attributes:
-        body: per token that is not padding, by the weights of all layers.
-        head: per trained token, by the output matrix: logits are computed at labels only.
-        attention: per token that is not padding, by the products of queries and keys, and of weights and values.
-        convention: what was counted, in words.
+        body: per token without padding, for the weights of all layers.
+        head: per trained token, for the output matrix: logits are computed at labels only.
+        attention: per token without padding, for query-key and weight-value products.
+        convention: description of what is counted.
     """
 
     body: float
@@ -24,12 +24,12 @@ class Flops:
     convention: str
 
     def per_second(self, real: float, trained: float, seconds: float) -> float:
-        """FLOP/s of a run over so many tokens."""
+        """Return the FLOP/s of a run over ``real`` tokens, ``trained`` of them labelled."""
         return ((self.body + self.attention) * real + self.head * trained) / seconds
 
 
 def training_flops(facts: ModelFacts, trained: int, *, adapter: bool, attended: float) -> Flops:
-    """What a step must compute, recomputation and padding not counted.
+    """Return the operations of a step, without recomputation and padding.
 
     With N weights, a token costs 2N forward, 2N for the gradients of activations and 2N for those of weights, and
     attention 12·L·H·Q·T at sequence length T (Chowdhery et al. 2022, *PaLM*, appendix B). Frozen weights have no
@@ -38,8 +38,8 @@ def training_flops(facts: ModelFacts, trained: int, *, adapter: bool, attended: 
     Args:
         facts: the model.
         trained: number of trained weights.
-        adapter: whether the model's own weights are frozen.
-        attended: mean length of the sample that a token lies in: packed samples attend to themselves only.
+        adapter: whether the base model's weights are frozen.
+        attended: mean over tokens of their sample's length; packed samples attend to themselves only.
     """
     head = facts.vocab_size * facts.hidden_size
     body = _active(facts) - head * (1 if facts.tie_word_embeddings else 2)
@@ -62,7 +62,7 @@ def training_flops(facts: ModelFacts, trained: int, *, adapter: bool, attended: 
 
 
 def _active(facts: ModelFacts) -> int:
-    """Weights that a token passes through: of experts, only those that it is routed to."""
+    """Number of weights used per token: of experts, only those that it is routed to."""
     if not facts.num_experts:
         return facts.num_parameters
     experts = sum(tensor.size * tensor.count for tensor in facts.tensors if ".experts" in tensor.name)

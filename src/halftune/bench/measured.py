@@ -1,4 +1,4 @@
-"""The process that is measured: ``python -m halftune.bench.measured REQUEST RESULT`` trains, and writes its numbers."""
+"""The measured process: ``python -m halftune.bench.measured REQUEST RESULT`` trains and writes its numbers."""
 
 from __future__ import annotations
 
@@ -24,43 +24,44 @@ from halftune.plan import resolve
 from halftune.train.folder import open_folder
 from halftune.train.interrupt import Interrupts
 from halftune.train.memory import peak_memory_bytes
-from halftune.train.setup import Session, build
+from halftune.train.setup import build
+from halftune.train.state import TrainState
 from halftune.train.trainer import Trainer
 
 
 def main(request: Path, result: Path) -> int:
-    """Trains as the request says; the result is a JSON object of numbers, or of an ``error`` and its ``exit_code``."""
+    """Train as requested; write a JSON object of numbers, or of an ``error`` and its ``exit_code``."""
     log.configure()
     asked = json.loads(request.read_text())
     try:
         found, code = measure(asked), 0
     except HalftuneError as error:
-        found, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
+        found, code = {"error": str(error), "code": error.code, "exit_code": error.exit_code}, error.exit_code
     result.write_text(json.dumps(found))
     return code
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """Everything about one run.
+    """Measure one run.
 
     Raises:
-        HalftuneError: whatever keeps the configuration from training.
+        HalftuneError: the configuration cannot be trained.
     """
     loaded = load_config(asked["config"], asked["overrides"])
     facts = read_model_facts(loaded.run.model)
     hardware = probe()
     plan = resolve(loaded.run, hardware, facts)
     folder = open_folder(loaded)
-    session = build(loaded, plan, folder.path)
+    run = build(loaded, plan, folder)
     folder.path.mkdir(parents=True, exist_ok=True)
-    session.eval_feed = None  # training is measured
-    plan = session.run.plan
+    run.eval_feed = None  # measure training only
+    plan = run.plan
     meter = Meter(asked["warm_up"], asked["steps"])
     with Interrupts() as interrupts, suppress(Measured):
-        trainer = Trainer(session, folder, interrupts)
-        trainer.crowd.callbacks.append(meter)
+        trainer = Trainer(run, interrupts)
+        trainer.callbacks.callbacks.append(meter)
         trainer.train()
-    device = session.run.device
+    device = run.device
     memory = {"peak_rss_bytes": peak_memory_bytes(torch.device("cpu"))}
     if device.type != "cpu":
         memory["peak_device_bytes"] = peak_memory_bytes(device)
@@ -68,7 +69,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         facts,
         plan.num_trainable.value,
         adapter=loaded.run.adapter.type != "none",
-        attended=attended(session),
+        attended=attended(run),
     )
     compute = plan.precision.compute.value
     peak = peak_flops(device, hardware.devices[0].name, compute, tf32=plan.precision.tf32.value)
@@ -96,14 +97,14 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attended(session: Session) -> float:
-    """Mean over tokens of the length of the sample that they lie in."""
-    lengths = session.data.train.lengths.astype(float)
+def attended(run: TrainState) -> float:
+    """Return the mean over tokens of their sample's length."""
+    lengths = run.data.train.lengths.astype(float)
     return float((lengths**2).sum() / lengths.sum())
 
 
 def rates(steps: list[Step]) -> dict[str, float]:
-    """Speeds over all steps, and the times of single ones (inclusive 10 % and 90 % quantiles)."""
+    """Return throughput over all steps, and step times (median, inclusive 10 % and 90 % quantiles)."""
     seconds, cpu = sum(step.seconds for step in steps), sum(step.cpu_seconds for step in steps)
     found: dict[str, float] = {}
     for name, total in (

@@ -1,4 +1,4 @@
-"""A callback that times every step, and ends the run after the last one that is wanted."""
+"""A callback that times every step and ends the run after the last measured one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, Phase, StepMetrics
+from halftune.train.state import TrainState
 
 
 class Measured(BaseException):
-    """Ends a run that has been measured, before anything is evaluated or saved."""
+    """Ends a measured run before evaluation and saving."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, with the making of its batches: wall and CPU seconds, and tokens in three counts."""
+    """An optimizer step including its batches: wall and CPU seconds; all, real (unpadded) and trained tokens."""
 
     seconds: float
     cpu_seconds: float
@@ -28,15 +29,15 @@ class Step:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, all its threads, and its children that have ended."""
+    """Return the user and system time of this process and its finished children."""
     return time.process_time() + sum(os.times()[2:4])
 
 
 class Meter(Callback):
-    """Measures ``warm_up + steps`` steps and raises ``Measured``.
+    """Measures ``warm_up + steps`` steps, then raises ``Measured``.
 
     Attributes:
-        steps: all of them, those that warm up included.
+        steps: all steps, warm-up included.
         cpu_to_first_step, seconds_to_first_step: from the start of this process to the end of the first step.
     """
 
@@ -46,13 +47,13 @@ class Meter(Callback):
         self.cpu_to_first_step = self.seconds_to_first_step = 0.0
         self._since = (0.0, 0.0)
 
-    def on_phase(self, run: Run, phase: Phase) -> None:
-        """Steps begin when training begins or goes on."""
+    def on_phase(self, run: TrainState, phase: Phase) -> None:
+        """Start timing when training begins or continues."""
         if phase == "training":
             self._since = (time.perf_counter(), cpu_seconds())
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
-        """Notes the step; the device is waited for only where measuring begins and ends."""
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
+        """Record a step; synchronises with the device only at the beginning and end of the measurement."""
         number = len(self.steps) + 1
         if number in (1, self.warm_up, self.wanted) and run.device.type == "cuda":
             torch.cuda.synchronize(run.device)

@@ -1,4 +1,4 @@
-"""The most FLOP/s that a device can do in a number format: from its data sheet, or by multiplying matrices."""
+"""Peak FLOP/s of a device in a number format: from its data sheet, or measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halftune.core.formats import Format
 from halftune.precision.dtypes import torch_dtype
 
 # Dense TFLOP/s of the makers' data sheets, fp32 accumulation: (name, bf16 and fp16 on tensor cores, TF32, fp32).
-# The first pattern found in the driver's name counts.
+# The first pattern that matches the device name applies.
 _SHEETS: tuple[tuple[str, float | None, float | None, float], ...] = (
     (r"B200", 2250, 1125, 75),
     (r"H200|H100.*(SXM|HBM3$)|H100 80GB HBM3", 989, 495, 67),
@@ -32,26 +32,26 @@ _SHEETS: tuple[tuple[str, float | None, float | None, float], ...] = (
     (r"MI300X", 1307, 654, 163.4),
     (r"MI250", 181, None, 45.3),
 )
-_NO_BF16 = ("V100", "T4")  # their tensor cores know fp16 only
-_SIZE = {"cpu": 1024}  # of the matrices that are multiplied
+_NO_BF16 = ("V100", "T4")  # tensor cores support fp16 only
+_SIZE = {"cpu": 1024}  # size of the measured matmuls
 _SIZE_ELSEWHERE = 8192
 _MEASURE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s, and where the number is from."""
+    """FLOP/s, with the source of the number."""
 
     flops: float
     source: str
 
 
 def peak_flops(device: torch.device, name: str, compute: Format, *, tf32: bool) -> Peak:
-    """The peak that MFU is relative to.
+    """Return the peak for MFU.
 
     Args:
-        device: where matrices are multiplied when no data sheet is known.
-        name: the device's, as its driver calls it.
+        device: used for measuring if no data sheet is known.
+        name: the device's name.
         compute: the plan's compute format.
         tf32: whether fp32 products may use TF32.
     """
@@ -66,9 +66,9 @@ def peak_flops(device: torch.device, name: str, compute: Format, *, tf32: bool) 
 
 
 def measured(device: torch.device, compute: Format) -> Peak:
-    """The best of half a second of square matrix products, with as many threads as torch uses.
+    """Measure the fastest square matmul within half a second, with torch's number of threads.
 
-    On a CPU, CPU time is counted and shared out among the threads: what else the machine does is not the device's.
+    On a CPU, CPU time divided by the threads is used, so that other processes do not matter.
     """
     size = _SIZE.get(device.type, _SIZE_ELSEWHERE)
     threads = torch.get_num_threads() if device.type == "cpu" else 1

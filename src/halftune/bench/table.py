@@ -1,4 +1,4 @@
-"""What was measured, as a text table: a row per number, a column per configuration."""
+"""Results as a text table: a row per number, a column per configuration."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def _bytes(value: float) -> str:
 
 
 ROWS: tuple[tuple[str, str, Spell], ...] = (
-    ("tokens/s, all that are fed", "tokens_per_second", _count),
-    ("tokens/s, not padding", "real_per_second", _count),
+    ("tokens/s, with padding", "tokens_per_second", _count),
+    ("tokens/s, without padding", "real_per_second", _count),
     ("tokens/s, trained", "trained_per_second", _count),
-    ("tokens/CPU-s, all that are fed", "tokens_per_cpu_second", _count),
-    ("tokens/CPU-s, not padding", "real_per_cpu_second", _count),
+    ("tokens/CPU-s, with padding", "tokens_per_cpu_second", _count),
+    ("tokens/CPU-s, without padding", "real_per_cpu_second", _count),
     ("tokens/CPU-s, trained", "trained_per_cpu_second", _count),
     ("step, median", "step_seconds", _seconds),
-    ("step, 10 % are below", "step_seconds_p10", _seconds),
-    ("step, 90 % are below", "step_seconds_p90", _seconds),
+    ("step, 10th percentile", "step_seconds_p10", _seconds),
+    ("step, 90th percentile", "step_seconds_p90", _seconds),
     ("step, CPU time, median", "step_cpu_seconds", _seconds),
     ("MFU", "mfu", "{:.1%}".format),
     ("peak memory of the process", "peak_rss_bytes", _bytes),
@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, str, Spell], ...] = (
 
 
 def text(results: list[dict[str, Any]], *, steps: int, warm_up: int) -> str:
-    """The whole answer; ratios are to the first column."""
+    """Return the table with notes; ratios are relative to the first column."""
     runs = len(results[0]["runs"])
     columns = [[""]] + [[result["label"]] for result in results]
     for name, key, spell in ROWS:
@@ -58,7 +58,7 @@ def text(results: list[dict[str, Any]], *, steps: int, warm_up: int) -> str:
         lines.append("  ".join([name.ljust(widths[0]), *shown]))
     last = results[0]["runs"][-1]
     notes = [
-        f"{runs} run{'s' if runs > 1 else ''} each, {steps} steps after {warm_up} that warm up; medians over runs; "
+        f"{runs} run{'s' if runs > 1 else ''} each, {steps} steps after {warm_up} warm-up steps; medians over runs; "
         f"{last['device']}, {last['threads']} thread(s), torch {last['torch']}.",
     ]
     for result in results:

@@ -1,13 +1,13 @@
-"""Measure how fast a recipe trains here: tokens per second and per CPU-second, step times, MFU, memory, start-up.
+"""Measure the training speed of recipes: tokens per second and per CPU-second, step times, MFU, memory, start-up.
 
-halftune bench --config x.yaml                                  20 steps after 3 that warm up
+halftune bench --config x.yaml                                  20 steps after 3 warm-up steps
 halftune bench --config x.yaml --vary data.packing=false --vary "precision=bf16 attention=sdpa"
-                                                                the recipe as it is beside each variant, in turn
+                                                                compare the recipe with its variants
 halftune bench --config a.yaml --config b.yaml --repeat 5 --json
 halftune bench --config x.yaml --steps 50 training.per_device_train_batch_size=2
 
-Every run is a process of its own, in a scratch folder: training.output_dir is never touched, nothing is evaluated or
-saved. OMP_NUM_THREADS=1 gives the steadiest numbers on a CPU.
+Every run is a separate process in a temporary folder: training.output_dir is not used, and nothing is evaluated or
+saved. On a CPU, OMP_NUM_THREADS=1 gives the most stable numbers.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ import sys
 
 from halftune.bench.compare import cases, compare
 from halftune.bench.table import text
+from halftune.cli.overrides import positive
 from halftune.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune bench``."""
-    parser.add_argument("--config", action="append", default=[], metavar="YAML", help="a recipe; may be given again")
+    """Add the options of ``halftune bench``."""
+    parser.add_argument("--config", action="append", default=[], metavar="YAML", help="a recipe; may be repeated")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="training.learning_rate=1e-4 …; for all runs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same, as an option")
     parser.add_argument(
-        "--vary", action="append", default=[], metavar="'KEY=VALUE …'", help="compare with these overrides, too"
+        "--vary", action="append", default=[], metavar="'KEY=VALUE …'", help="also measure with these overrides"
     )
-    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="measured steps (default 20)")
-    parser.add_argument("--warmup", type=_count, default=3, metavar="N", help="steps left out before them (default 3)")
-    parser.add_argument("--repeat", type=_count, metavar="N", help="runs of each (default 1, or 3 in a comparison)")
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default 20)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="warm-up steps (default 3)")
+    parser.add_argument("--repeat", type=positive, metavar="N", help="runs of each (default 1, or 3 in a comparison)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks every configuration, then measures them in turn."""
+    """Check every configuration, then measure them in turn."""
     if not args.config:
-        raise ConfigError("no recipe is named", remedy="for example --config configs/quickstart_pretrain.yaml")
+        what = "no recipe given"
+        raise ConfigError(what, remedy="use --config, as in --config configs/quickstart.yaml", code="cli.no_recipe")
     chosen = cases(args.config, [*args.overrides, *args.set], args.vary)
     repeat = args.repeat or (3 if len(chosen) > 1 else 1)
     results = compare(chosen, steps=args.steps, warm_up=args.warmup, repeat=repeat, tell=_tell)
@@ -47,12 +49,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(text(results, steps=args.steps, warm_up=args.warmup))
     return 0
-
-
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value!r} is no positive whole number")
-    return int(value)
 
 
 def _tell(line: str) -> None:

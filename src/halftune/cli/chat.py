@@ -1,11 +1,11 @@
-"""Talk to a run's result, under the plan it was trained with.
+"""Chat with a run's result, with the dtypes of training.
 
-halftune chat runs/quickstart                                 a conversation; /help lists its commands
-halftune chat configs/quickstart.yaml                         the same, by its recipe
-halftune chat runs/quickstart --prompt "What does len do?"    one answer, and leave
-halftune chat runs/quickstart --prompt "..." --base           the same without what was trained
+halftune chat runs/quickstart                                 interactive; /help lists the commands
+halftune chat configs/quickstart.yaml                         the same run by its recipe
+halftune chat runs/quickstart --prompt "How wide is bf16?"    print one answer and exit
+halftune chat runs/quickstart --prompt "..." --base           the base model's answer
 halftune chat runs/quickstart generation.temperature=0.7 attention=sdpa
-halftune chat runs/quickstart --json-lines                    for programs: requests and answers as lines of JSON
+halftune chat runs/quickstart --json-lines                    for programs: requests and answers as JSON lines
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from halftune.core.startup import quick_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune chat``."""
+    """Add the options of ``halftune chat``."""
     parser.add_argument("run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, or the YAML file of a finished run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, for this chat")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this once and leave; - reads it from standard input")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit; - reads standard input")
     parser.add_argument(
-        "--json-lines", action="store_true", help="requests from standard input, answers to standard output"
+        "--json-lines", action="store_true", help="read requests from standard input, write answers to standard output"
     )
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
-    parser.add_argument("--base", action="store_true", help="start with the adapter off: the base model's answers")
+    parser.add_argument("--base", action="store_true", help="answer with the base model (adapter off)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the run and plans first, without torch; then loads and talks."""
-    from halftune.model.finished import open_run
+    """Open the run and plan without torch, then load the model and answer."""
+    from halftune.model.completed_run import open_run
 
     text = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
     if text is not None and not text.strip():
         where = "standard input" if args.prompt == "-" else "--prompt"
-        raise ConfigError("there is nothing to answer", where=where, remedy='for example --prompt "What does len do?"')
+        what = "the prompt is empty"
+        raise ConfigError(what, where=where, remedy='use for example --prompt "What is len?"', code="infer.no_prompt")
     log.configure()
     finished = open_run(args.run, args.overrides)
 

@@ -1,11 +1,11 @@
-"""Translate LLaMA-Factory, axolotl or TRL configs into recipes, and say whether they learn the same.
+"""Convert LLaMA-Factory, axolotl or TRL configs into recipes, and report whether training is equivalent.
 
-halftune convert old.yaml                   print the recipe; what became of each key goes to stderr
-halftune convert old.yaml -o new.yaml       write it, and check it
-halftune convert old.yaml --accept load_in_4bit -o new.yaml     although the base is not quantised here
+halftune convert old.yaml                   print the recipe; the report on each key goes to stderr
+halftune convert old.yaml -o new.yaml       write and validate it
+halftune convert old.yaml --accept neftune_noise_alpha -o new.yaml     convert although this key is not supported
 halftune convert examples/*.yaml            one line for each: same, approximate or refused, and the keys
 
-Exit code 0: same or approximate. 4: refused, as something else would be learned; nothing is written.
+Exit code 0: same or approximate. 4: refused, since training would differ; nothing is written.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from halftune.config.load import load_config
 from halftune.core.atomic import first_aid, is_full, write_text
 from halftune.core.errors import ConfigError, TrainingError
 
-REFUSED = 4
+REFUSED, REFUSAL = 4, "convert.refused"  # exit code and error code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune convert``."""
-    parser.add_argument("config", metavar="YAML", nargs="+", help="the other framework's config; of several, a table")
-    parser.add_argument("-o", "--output", metavar="YAML", help="where to write the recipe; printed without it")
-    parser.add_argument("--from", dest="framework", choices=sorted(CONVERTERS), help="whose config it is, if unclear")
+    """Add the options of ``halftune convert``."""
+    parser.add_argument("config", metavar="YAML", nargs="+", help="the other framework's config; a table for several")
+    parser.add_argument("-o", "--output", metavar="YAML", help="file for the recipe; default: print it")
+    parser.add_argument("--from", dest="framework", choices=sorted(CONVERTERS), help="the framework, if ambiguous")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_argument(
-        "--accept", action="append", default=[], metavar="KEY", help="convert although this key of it is refused"
+        "--accept", action="append", default=[], metavar="KEY", help="convert although this key is refused"
     )
-    parser.add_argument("--json", action="store_true", help="print status, recipe and what became of each key as JSON")
+    parser.add_argument("--json", action="store_true", help="print status, recipe and the report on each key as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, reports and, for a written file, validates."""
+    """Convert and report; validate a written file."""
     if len(args.config) > 1:
         return _table(args)
     path = Path(args.config[0])
     converted = convert_file(path, args.framework, args.accept)
     if strange := [key for key in args.accept if key not in {note.key for note in converted.notes}]:
-        raise ConfigError(f"the config has no key {strange[0]}", where="--accept", remedy="accept a key that it has")
+        what = f"the config has no key {strange[0]}"
+        raise ConfigError(what, where="--accept", remedy="use a key of the config", code="cli.bad_option_value")
     refused = converted.status == "refused"
     if args.output is not None and not refused:
         _write(Path(args.output), converted.yaml, force=args.force)
@@ -65,41 +66,45 @@ def _check(output: str, converted: Converted) -> int:
     try:
         load_config(output)
     except ConfigError as error:
-        print(f"\n{output} is written. Before it can run:\n{error}")
+        print(f"\nwrote {output}. Fix before running:\n{error}")
         return error.exit_code
-    listed = f": {len(converted.of('changed'))} keys are listed above" if converted.status == "approximate" else ""
-    print(f"\n{output} is written and valid ({converted.status}{listed}): train --config {output}")
+    listed = f": see the {len(converted.of('changed'))} keys above" if converted.status == "approximate" else ""
+    print(f"\nwrote {output}, valid ({converted.status}{listed}): train --config {output}")
     return 0
 
 
 def _refusal(path: Path, converted: Converted) -> str:
     keys = [note.key for note in converted.of("refused")]
-    what = f"{path}: refused: {', '.join(keys)} would be lost, and something else learned"
+    what = f"{path}: refused: training would differ without {', '.join(keys)}"
     if not converted.yaml:
-        return f"{what} · {converted.of('refused')[-1].why}"
-    return f"{what} · to convert it all the same: {' '.join(f'--accept {key}' for key in keys)}"
+        return f"{what} · {converted.of('refused')[-1].why} [{REFUSAL}]"
+    return f"{what} · to convert anyway: {' '.join(f'--accept {key}' for key in keys)} [{REFUSAL}]"
 
 
 def _write(output: Path, text: str, *, force: bool) -> None:
     if output.exists() and not force:
-        raise ConfigError("exists already", where=str(output), remedy="choose another name, or --force")
+        raise ConfigError(
+            "file exists", where=str(output), remedy="use another name or --force", code="convert.output_exists"
+        )
     try:
         write_text(output, text)
     except OSError as error:
         kind = TrainingError if is_full(error) else ConfigError
-        raise kind(f"cannot be written: {error.strerror}", where=str(output), remedy=first_aid(error)) from None
+        what = f"cannot be written: {error.strerror}"
+        raise kind(what, code="core.cannot_write", where=str(output), remedy=first_aid(error)) from None
 
 
 def _table(args: argparse.Namespace) -> int:
-    """One line for each of several configs."""
+    """Print one line for each of several configs."""
     if args.output is not None:
-        raise ConfigError("--output takes one config", where="--output", remedy="convert them one by one")
+        what = "--output requires a single config"
+        raise ConfigError(what, where="--output", remedy="convert them one by one", code="cli.option_conflict")
     rows, counts = [], Counter[str]()
     for name in args.config:
         try:
             converted = convert_file(Path(name), args.framework, args.accept)
         except ConfigError as error:
-            rows.append({"file": name, "status": "unreadable", "error": str(error)})
+            rows.append({"file": name, "status": "unreadable", "error": str(error), "code": error.code})
         else:
             rows.append(_as_dict(Path(name), converted))
         counts[rows[-1]["status"]] += 1
@@ -118,6 +123,7 @@ def _as_dict(path: Path, converted: Converted) -> dict[str, Any]:
         "file": str(path),
         "framework": converted.framework,
         "status": converted.status,
+        **({"code": REFUSAL} if converted.status == "refused" else {}),
         "recipe": converted.values,
         "keys": [vars(note) for note in converted.notes],
     }

@@ -1,11 +1,11 @@
-"""Write a run's result as a plain model: the adapter merged into its base, checked against the unmerged forward.
+"""Export a run's result as a plain model: the adapter merged into its base, verified against the unmerged model.
 
   halftune export runs/quickstart --output models/quickstart
   halftune export configs/quickstart.yaml --output models/quickstart --dtype fp32
-  halftune export runs/quickstart/checkpoint-40 --output models/step-40     a checkpoint, of one process or of many
+  halftune export runs/quickstart/checkpoint-40 --output models/step-40     a checkpoint, sharded or not
 
-The merge is done in fp32. Weights are stored in the base checkpoint's own dtype unless --dtype says otherwise, and
-config.json names it. Nothing is written when the merged model answers differently than rounding explains.
+The merge is computed in fp32. Weights are saved in the base checkpoint's dtype or in --dtype, and config.json records
+it. Nothing is written if the merged model's logits differ by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from halftune.train.checkpoint_list import STATE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune export``."""
+    """Add the options of ``halftune export``."""
     parser.add_argument(
         "run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, a checkpoint in it, or the YAML file of a finished run"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="format of the weights")
-    parser.add_argument("--status", metavar="FILE", type=Path, help="keep a JSON file of how far it is, for programs")
+    parser.add_argument("--status", metavar="FILE", type=Path, help="write progress to this JSON file")
     parser.add_argument("--force", action="store_true", help="replace an earlier model in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the run and plans without torch; then merges, checks and writes."""
+    """Open the run and plan without torch, then merge, verify and write."""
     if args.status is None:
         return _export(args, None)
     with told(StatusFile(args.status)) as status:
@@ -44,15 +44,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     from halftune.export.output import check_output
-    from halftune.model.finished import open_checkpoint, open_run
+    from halftune.model.completed_run import open_checkpoint, open_run
 
     log.configure()
     output, target = Path(os.path.expanduser(args.output)), Path(os.path.expanduser(args.run))
     with ExitStack() as stack:
         if at_checkpoint := (target / STATE).is_file():
             output.parent.mkdir(parents=True, exist_ok=True)
-            room = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
-            finished = open_checkpoint(target, args.overrides, Path(room) / "final")
+            scratch = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
+            finished = open_checkpoint(target, args.overrides, Path(scratch) / "final")
         else:
             finished = open_run(args.run, args.overrides)
         check_output(finished.folder, finished.final, output, force=args.force)
@@ -67,7 +67,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
 
         if at_checkpoint:
             progress("loading")
-            write_result(target, finished.loaded.run, finished.plan, finished.final)
+            write_result(target, finished)
         export = export_run(finished, output, args.dtype, force=args.force, progress=progress)
     print(export.describe())
     return 0

@@ -1,4 +1,4 @@
-"""How a verb fails: one sentence and an exit code; the traceback of a bug goes into a file, or to the terminal."""
+"""Reports errors of verbs: a message and an exit code; the traceback of a bug goes to a file or the terminal."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from halftune.precision.trace.sources import where_written
 from halftune.train.interrupt import SIGNALS, Interrupted
 
 VARIABLE = "HALFTUNE_TRACEBACK"
-BUG = 70  # the exit code of an error that is ours, as in sysexits.h
-# torch's and flash-attn's words for operands of several formats, or of one that is too wide
+BUG = 70  # exit code of a bug in halftune, as in sysexits.h
+# torch's and flash-attn's messages for operands with mixed or unsupported dtypes
 _FORMATS = re.compile(
     r"to have the same dtype|must have the same dtype|only support fp16 and bf16|expected scalar type"
 )
@@ -33,17 +33,17 @@ _CODE = (f"{os.sep}transformers_modules{os.sep}", f"{os.sep}halftune{os.sep}")
 
 
 def wants_traceback(asked: bool) -> bool:
-    """Whether errors show where in the code they were raised: ``--traceback``, or ``HALFTUNE_TRACEBACK=1``."""
+    """Whether to print tracebacks: ``--traceback``, or ``HALFTUNE_TRACEBACK=1``."""
     return asked or os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def tell(error: Exception, verb: str, *, show: bool) -> int:
-    """Writes what went wrong to standard error and returns the exit code.
+def report_error(error: Exception, verb: str, *, show: bool) -> int:
+    """Print an error to standard error and return the exit code.
 
     Args:
-        error: what ended the verb.
+        error: the exception that ended the verb.
         verb: its name.
-        show: print the traceback, too.
+        show: whether to print the traceback too.
     """
     known = (
         error
@@ -57,8 +57,8 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
         if not leave(error, text):
             print(f"halftune {verb}: {text}", file=sys.stderr)
         return BUG
-    text = str(known)
-    stopped = known.exit_code >= 128  # by a signal: nothing to sum up, and the main process speaks for all
+    text = known.report()
+    stopped = known.exit_code >= 128  # by a signal: only rank 0 prints it
     summed_up = leave(known, text)
     quiet = not this_process().main if stopped else summed_up
     if quiet:
@@ -68,31 +68,36 @@ def tell(error: Exception, verb: str, *, show: bool) -> int:
 
 
 def _of_the_machine(error: Exception) -> HalftuneError | None:
-    """The sentence for what is nobody's bug: a full disk, no memory; None for everything else."""
+    """The error for a full disk or memory, or a failed compiler; None for other exceptions."""
     torch = sys.modules.get("torch")
     if is_full(error):
-        drop_output()  # it may be standard output that is full: what is left in its buffer cannot be written
+        drop_output()  # the full disk may be that of standard output
         return TrainingError(
-            "the disk is full", where=str(vars(error).get("filename") or ""), remedy="free space, or write elsewhere"
+            "the disk is full",
+            where=str(vars(error).get("filename") or ""),
+            remedy="free space, or set another output folder",
+            code="core.disk_full",
         )
     if isinstance(error, MemoryError):
-        return TrainingError("the main memory is full", remedy="`halftune plan` estimates what a run needs")
+        what = "out of main memory"
+        return TrainingError(what, remedy="see `halftune plan` for an estimate of the need", code="core.out_of_memory")
     if "torch._dynamo" in sys.modules and isinstance(error, sys.modules["torch._dynamo"].exc.TorchDynamoException):
         if (number := _signal_of_compiler(error)) is not None:
-            again = "the same command goes on from the last checkpoint, or starts again where there is none"
-            return Interrupted(number, "while torch.compile was building", again)
+            again = "run the same command again: it resumes from the newest checkpoint, if there is one"
+            return Interrupted(number, "while torch.compile was compiling", again)
         lines = str(error).strip().splitlines() or ["no message"]
-        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]  # "backend='inductor' raised:" says nothing
-        remedy = "training.torch_compile: false, or a compiler that works (g++, or CXX; building takes memory, too)"
-        return TrainingError(f"torch.compile fails: {type(error).__name__}: {first}", remedy=remedy)
+        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]  # skip "backend='inductor' raised:"
+        remedy = "set training.torch_compile: false, or fix the compiler (g++, or CXX) and its memory limit"
+        what = f"torch.compile failed: {type(error).__name__}: {first}"
+        return TrainingError(what, remedy=remedy, code="train.compile_failed")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        remedy = "a smaller training.per_device_train_batch_size or data.max_length; `halftune plan` estimates the need"
-        return TrainingError("the memory of the GPU is full", remedy=remedy)
+        remedy = "reduce training.per_device_train_batch_size or data.max_length; see `halftune plan` for an estimate"
+        return TrainingError("out of GPU memory", remedy=remedy, code="train.out_of_memory")
     return None
 
 
 def _signal_of_compiler(error: BaseException) -> signal.Signals | None:
-    """The signal that ended a compiler which torch.compile had started, where somebody meant the whole run by it."""
+    """The signal that ended a compiler process of torch.compile, if it was meant for the whole run."""
     waiting, seen = [error], list[BaseException]()
     while waiting:
         each = waiting.pop()
@@ -100,7 +105,7 @@ def _signal_of_compiler(error: BaseException) -> signal.Signals | None:
         number = -each.returncode if isinstance(each, subprocess.CalledProcessError) else 0
         if number in SIGNALS:
             return signal.Signals(number)
-        if found := re.search(r"died with <Signals\.(SIGINT|SIGTERM|SIGHUP):", str(each)):  # in a process of torch's
+        if found := re.search(r"died with <Signals\.(SIGINT|SIGTERM|SIGHUP):", str(each)):  # in torch's subprocess
             return signal.Signals[found.group(1)]
         inner = (each.__cause__, each.__context__, vars(each).get("inner_exception"))
         waiting += [one for one in inner if isinstance(one, BaseException) and one not in seen]
@@ -108,28 +113,32 @@ def _signal_of_compiler(error: BaseException) -> signal.Signals | None:
 
 
 def _unguarded(error: Exception) -> HalftuneError | None:
-    """The sentence for formats that the guard would have brought together, were it not switched off."""
+    """The error for mixed dtypes that the guard would have cast if it were on."""
     loaded = sys.modules.get("halftune.model.patch")
     first = (str(error).strip().splitlines() or [""])[0][:200]
     if loaded is None or not _FORMATS.search(first) or not loaded.is_unguarded():
         return None
     model = _of_the_model(error)
-    remedy = (
-        "the guard is off: attention.guard: cast brings what goes into attention into one format; `halftune doctor` "
-        "names the line that promotes"
+    remedy = "set attention.guard: cast (it is off), or fix the lines that `halftune doctor` lists"
+    return DtypeContractError(
+        first, where=model.where if model is not None else "attention", remedy=remedy, code="precision.mixed_dtypes"
     )
-    return DtypeContractError(first, where=model.where if model is not None else "attention", remedy=remedy)
 
 
 def _of_the_model(error: Exception) -> HalftuneError | None:
-    """The sentence for Python that comes with a checkpoint; None where the last code before libraries' is ours."""
+    """The error for a checkpoint's remote code; None if halftune's code is closer to the failure."""
     files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     file, line = next((each for each in reversed(files) if any(name in each[0] for name in _CODE)), ("", 0))
     if "transformers_modules" not in file:
         return None
     first = (str(error).strip().splitlines() or ["no message"])[0][:200]
-    what = f"the model's own code fails: {type(error).__name__}: {first}"
-    return ModelError(what, where=f"{where_written(file)}:{line}", remedy="mend it, or take a revision that runs")
+    what = f"the model's remote code failed: {type(error).__name__}: {first}"
+    return ModelError(
+        what,
+        where=f"{where_written(file)}:{line}",
+        remedy="fix the code, or use a working revision",
+        code="model.own_code_failed",
+    )
 
 
 def _bug(error: Exception, *, shown: bool) -> str:
@@ -137,7 +146,7 @@ def _bug(error: Exception, *, shown: bool) -> str:
     ours = [frame for frame in frames if f"{os.sep}halftune{os.sep}" in frame.filename]
     last = (ours or frames)[-1]
     first = (str(error).strip().splitlines() or ["no message"])[0][:200]
-    what = f"an error in halftune itself, not in your input: {type(error).__name__}: {first}"
+    what = f"internal error, a bug in halftune: {type(error).__name__}: {first}"
     where = f"{Path(last.filename).name}:{last.lineno}"
     if shown:
         return f"{where}: {what} · please report it with the traceback above"
@@ -145,11 +154,11 @@ def _bug(error: Exception, *, shown: bool) -> str:
     if file is None:
         traceback.print_exception(error)
         return f"{where}: {what} · please report it with the traceback above"
-    return f"{where}: {what} · please report it with {file}, which holds the traceback (--traceback prints it)"
+    return f"{where}: {what} · please report it with {file}, which contains the traceback (--traceback prints it)"
 
 
 def _keep(error: Exception) -> Path | None:
-    """Writes the traceback with what is needed to understand it; None where no folder can be written."""
+    """Write the traceback with version and command to a file; None if no folder is writable."""
     said = [f"halftune {__version__} · Python {platform.python_version()} · {platform.platform()}"]
     said += [
         f"command: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
@@ -173,17 +182,16 @@ def _own_folder() -> Path:
 
 
 def drop_output() -> None:
-    """Sends what is still to be printed nowhere, so that Python does not stumble over it when it ends."""
+    """Discard buffered output, so that flushing it at exit does not fail."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.fileno() == 1:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def open_streams() -> None:
-    """Makes the three standard streams usable, however the process was started.
+    """Make the three standard streams usable, however the process was started.
 
-    A stream that was closed (``<&-``) reads and writes nothing; left closed, the first file that is opened would take
-    its number, and whatever a library prints would go into it. Bytes that are no text, and characters that the
-    terminal has not, are shown as their code instead of ending the verb.
+    A closed stream (``<&-``) is connected to /dev/null: otherwise the next opened file would get its descriptor, and
+    libraries would print into it. Invalid bytes, and characters that the terminal does not support, are escaped.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass

@@ -1,8 +1,8 @@
-"""Start a run on several devices and machines, or print how.
+"""Start a run on several devices and machines, or print the command or a job.
 
-halftune launch --config x.yaml --dry-run                  this machine's command (--json: a list)
+halftune launch --config x.yaml --dry-run                  print this machine's command (--json: as a list)
 halftune launch --config x.yaml distributed.num_machines=2 distributed.main_process_ip=10.0.0.1 --dry-run
-halftune launch --config x.yaml --template slurm           a batch script around it (or kubernetes, skypilot)
+halftune launch --config x.yaml --template slurm           print a batch script (or kubernetes, skypilot)
 halftune launch --config x.yaml                            the same as halftune train
 """
 
@@ -12,26 +12,25 @@ import argparse
 import json
 import shlex
 
-from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.cli.train import arguments_of, start, train_one
 from halftune.core import log
 from halftune.core.launcher import this_process
 from halftune.hardware.probe import probe
-from halftune.launch.command import command
+from halftune.launch.command import command, world_size
 from halftune.launch.templates import TEMPLATES, render
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune launch``."""
+    """Add the options of ``halftune launch``."""
     add_config_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the command and leave")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--json", action="store_true", help="print it as a JSON list of arguments")
-    parser.add_argument("--template", choices=sorted(TEMPLATES), help="print a job for a scheduler, and leave")
+    parser.add_argument("--template", choices=sorted(TEMPLATES), help="print a job for a scheduler and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the command, or a template around it, or starts it."""
+    """Print the command or a job, or start the run."""
     loaded = load_from(args)
     count, arguments = world_size(loaded.run, probe()), arguments_of(args)
     if args.template:

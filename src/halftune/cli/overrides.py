@@ -1,4 +1,4 @@
-"""The arguments that every verb with a configuration shares: ``--config``, ``key=value``, ``--set``, ``--rerun``."""
+"""The shared arguments of verbs with a configuration: ``--config``, ``key=value``, ``--set``, ``--rerun``."""
 
 from __future__ import annotations
 
@@ -12,36 +12,46 @@ from halftune.core.errors import ConfigError, HalftuneError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--config YAML``, positional ``section.key=value`` and ``--set section.key=value``."""
+    """Add ``--config YAML``, positional ``section.key=value`` and ``--set section.key=value``."""
     parser.add_argument("--config", metavar="YAML", help="the recipe")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="training.learning_rate=1e-4 …; wins over it")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides such as training.learning_rate=1e-4"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same, as an option")
 
 
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer ≥ 1, got {text!r}")
+    return int(text)
+
+
 def load_from(args: argparse.Namespace) -> LoadedConfig:
-    """The configuration that the arguments name: a recipe, or with ``--rerun`` what a run folder holds.
+    """Load the configuration: a recipe, or with ``--rerun`` the configuration of a run folder.
 
     Raises:
-        ConfigError: none or both are named, or the configuration is wrong.
+        ConfigError: neither or both are given, or the configuration is invalid.
     """
     overrides = [*args.overrides, *args.set]
     rerun = vars(args).get("rerun")  # only verbs that can repeat a run define it
     if rerun is not None and args.config is not None:
-        raise ConfigError("--config and --rerun exclude each other", remedy="--rerun brings its own configuration")
+        what = "--config and --rerun are mutually exclusive"
+        raise ConfigError(what, remedy="remove --config: --rerun has its own", code="cli.option_conflict")
     if rerun is not None:
-        return _noted(load_run(rerun, overrides), args)
+        return _with_origins(load_run(rerun, overrides), args)
     if args.config is None:
         recipe = next((one for one in overrides if one.endswith((".yaml", ".yml")) and "=" not in one), None)
-        remedy = f"--config {recipe}" if recipe else "for example --config configs/quickstart.yaml"
-        raise ConfigError("no recipe is named", remedy=remedy)
-    return _noted(load_config(args.config, overrides), args)
+        remedy = f"use --config {recipe}" if recipe else "use for example --config configs/quickstart.yaml"
+        raise ConfigError("no recipe given", remedy=remedy, code="cli.no_recipe")
+    return _with_origins(load_config(args.config, overrides), args)
 
 
 def refuse_options(unknown: Sequence[str], arguments: Sequence[str]) -> None:
-    """Says how options that other frameworks have for keys (``--learning_rate 1e-4``) are written here.
+    """Refuse options of other frameworks (``--learning_rate 1e-4``) and name the corresponding key.
 
     Args:
-        unknown: what the parser did not know.
+        unknown: the arguments that the parser does not know.
         arguments: the whole command line.
 
     Raises:
@@ -56,21 +66,21 @@ def refuse_options(unknown: Sequence[str], arguments: Sequence[str]) -> None:
         if not given:
             after = arguments[arguments.index(option) + 1 :][:1]
             value = after[0] if after and not after[0].startswith("--") and "=" not in after[0] else "…"
-        problems.append(ConfigError(f"unknown option {name}", remedy=f"write {key}={value}"))
+        problems.append(ConfigError(f"unknown option {name}", remedy=f"write {key}={value}", code="cli.unknown_option"))
     if problems:
         raise ConfigError(problems)
 
 
-def _noted(loaded: LoadedConfig, args: argparse.Namespace) -> LoadedConfig:
-    """Keeps in ``args`` where each key stands, for errors about one that are found later."""
+def _with_origins(loaded: LoadedConfig, args: argparse.Namespace) -> LoadedConfig:
+    """Keep the origin of each key in ``args``, for later errors."""
     args.origins = loaded.origins
     return loaded
 
 
 def place(error: HalftuneError, args: argparse.Namespace) -> None:
-    """Puts file and line before the key that an error names, where the user has written one."""
+    """Add file and line to the place of an error whose key the user has set."""
     key, origins = error.where, vars(args).get("origins", {})
     names = (name for name in origins if name == key or name.startswith(f"{key}."))
     origin = next((origins[name] for name in names if origins[name] != DEFAULT), "")
-    if key and origin and not os.path.exists(key):  # a folder may be called model
+    if key and origin and not os.path.exists(key):  # a folder may have a key's name, such as model
         error.where = f"{origin}: {key}"

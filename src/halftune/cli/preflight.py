@@ -1,31 +1,62 @@
-"""What would stop a run on this machine, told before anything heavy is imported: `plan` and `train` ask the same."""
+"""Checks of `plan` and `train` for what would stop a run on this machine, before torch is imported."""
 
 from __future__ import annotations
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
-from halftune.config.quantised import KEPT
+from halftune.config.optimizers import OPTIMIZERS, Optim
+from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.errors import MissingPackageError
 from halftune.core.optional import pip_line, version_of
-from halftune.data.preflight import look_over
+from halftune.data.preflight import validate_data
 from halftune.model.preflight import check_folders
+from halftune.plan.memory import check_fits
+from halftune.plan.tree import MemoryPlan
+from halftune.train.folder import check_free
 
-_BITSANDBYTES = "bitsandbytes"
 
-
-def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True) -> None:
-    """Looks at the model's and tokenizer's folders, at the packages that the checkpoint needs, and at the data.
+def check_outcome(loaded: LoadedConfig, memory: MemoryPlan, *, here: bool = True) -> None:
+    """Check that a run may use its folder and is expected to fit, after the plan was printed.
 
     Args:
         loaded: the recipe.
-        facts: its model.
-        here: whether the run is for this machine, whose packages then count.
+        memory: its memory estimate.
+        here: whether the run is for this machine, so that its folder is checked.
 
     Raises:
         HalftuneError: what training would stop at; the first of it.
     """
-    check_folders(loaded.run.model)
-    if here and facts.quantization in KEPT and version_of(_BITSANDBYTES) is None:
-        what = f"a checkpoint in {facts.quantization} needs the package {_BITSANDBYTES}"
-        raise MissingPackageError(what, remedy=pip_line(_BITSANDBYTES))
-    look_over(loaded.run)
+    if here:
+        check_free(loaded)
+    check_fits(memory, loaded.run)
+
+
+def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, thorough: bool = False) -> None:
+    """Check the folders of model and tokenizer, the packages that the checkpoint requires, and the data.
+
+    Args:
+        loaded: the recipe.
+        facts: its model.
+        here: whether the run is for this machine, so that its packages are checked.
+        thorough: whether to verify the checksums of a model that halftune wrote.
+
+    Raises:
+        HalftuneError: what training would stop at; the first of it.
+    """
+    check_folders(loaded.run.model, thorough=thorough)
+    if here:
+        _check_torch(loaded.run.training.optim)
+    stored = facts.quantization or loaded.run.model.quantization
+    package = WEIGHT_FORMATS[stored].package if stored in WEIGHT_FORMATS else ""
+    if here and package and version_of(package) is None:
+        what = f"{stored} weights require package {package}"
+        raise MissingPackageError(what, remedy=pip_line(package), code="core.package_missing")
+    validate_data(loaded.run)
+
+
+def _check_torch(optim: Optim) -> None:
+    version, needed = version_of("torch") or "0", OPTIMIZERS[optim].since_torch
+    if tuple(int(part) for part in version.split(".")[:2]) < needed:
+        what = f"optim: {optim} requires torch {needed[0]}.{needed[1]} or newer (installed: {version})"
+        newer = pip_line(f"'torch>={needed[0]}.{needed[1]}'")
+        raise MissingPackageError(what, remedy=newer, code="core.package_missing")

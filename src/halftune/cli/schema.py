@@ -1,8 +1,8 @@
-"""Print what a recipe may hold.
+"""Print the format of recipes.
 
-halftune schema > halftune.schema.json      JSON Schema, for editors that complete and check YAML
-halftune schema --yaml                      a recipe with every key, its default and what it does
-halftune schema --markdown > docs/config.md the reference in the documentation
+halftune schema > halftune.schema.json      JSON Schema, for completion and validation in editors
+halftune schema --yaml                      a recipe with every key, its default and description
+halftune schema --markdown > docs/reference/config.md the reference in the documentation
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from halftune.config.render.schema import json_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune schema``."""
+    """Add the options of ``halftune schema``."""
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print the reference of docs/config.md")
+    form.add_argument("--markdown", action="store_true", help="print the reference of docs/reference/config.md")
     form.add_argument("--yaml", action="store_true", help="print a recipe with every key explained")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the schema."""
+    """Print the schema."""
     if args.markdown:
         print(markdown(), end="")
     elif args.yaml:

@@ -2,9 +2,9 @@
 
 train --config configs/quickstart.yaml
 train --config x.yaml training.learning_rate=1e-4 precision=auto
-train --config x.yaml --print-config        the resolved configuration and where each value came from
-train --config x.yaml --profile             also record a few steps: a trace, and a table of where the time goes
-train --config x.yaml distributed.num_processes=2      processes; by default one per visible device
+train --config x.yaml --print-config        print the resolved configuration with the origin of each value
+train --config x.yaml --profile             profile a few steps: a trace, and tables of time per operator
+train --config x.yaml distributed.num_processes=2      number of processes; default one per visible device
 train --rerun runs/my-run training.output_dir=runs/again
 """
 
@@ -15,9 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from halftune.cli.facts import world_size
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.cli.preflight import check_inputs
 from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
 from halftune.config.render.text import resolved_yaml
@@ -25,8 +23,8 @@ from halftune.core import log
 from halftune.core.launcher import ignored, this_process
 from halftune.core.startup import quick_imports
 from halftune.hardware.probe import probe
-from halftune.launch.command import command, machine_of, processes
-from halftune.launch.machines import find
+from halftune.launch.command import command, machine_of, processes, world_size
+from halftune.launch.machines import check_main_address
 from halftune.plan import explain, resolve
 from halftune.plan.memory import check_fits
 from halftune.train.folder import already_finished
@@ -36,17 +34,17 @@ PROFILED = 4  # steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune train``."""
+    """Add the options of ``halftune train``."""
     add_config_arguments(parser)
-    parser.add_argument("--rerun", metavar="RUN_DIR", help="train again what a run folder holds")
+    parser.add_argument("--rerun", metavar="RUN_DIR", help="train again with the configuration of a run folder")
     parser.add_argument(
-        "--profile", action="store_true", help=f"record some steps with torch.profiler: logging.profile={PROFILED}"
+        "--profile", action="store_true", help=f"profile some steps with torch.profiler (logging.profile={PROFILED})"
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and leave")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads, plans, trains; prints the plan first and where everything is at the end."""
+    """Load, plan and train; prints the plan first and the locations of results at the end."""
     if args.profile:
         args.set.append(f"logging.profile={PROFILED}")
     loaded = load_from(args)
@@ -56,25 +54,27 @@ def run(args: argparse.Namespace) -> int:
     process = this_process()
     log.configure(process)
     if names := ", ".join(ignored()):
-        log.get_logger(__name__).warning("no launcher has started this process: %s has no effect", names)
+        log.get_logger(__name__).warning("ignoring %s: this process was not started by a launcher", names)
     if not process.launched and (count := processes(loaded.run, probe())) > 1:
         return start(loaded, count, arguments_of(args))
     train_one(loaded)
     if process.launched:
-        from halftune.train.parallel.meeting import part
+        from halftune.train.parallel.rendezvous import part
 
         part()
     return 0
 
 
 def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
-    """Starts this machine's processes of a run, after every check that needs none of them; does not return."""
+    """Start this machine's processes of a run after the checks that do not need them; does not return."""
+    from halftune.cli.preflight import check_inputs, check_outcome
+
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
-        find(machine)
+        check_main_address(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
     facts = model_facts(loaded)
     memory = resolve(loaded.run, probe(), facts, world_size=count).memory
-    check_fits(memory, loaded.run)
+    check_outcome(loaded, memory)
     check_inputs(loaded, facts)
     sys.stdout.flush()
     words = command(loaded.run.distributed, count, ["train", *arguments], memory.checkpoint_disk)
@@ -82,7 +82,7 @@ def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
 
 
 def arguments_of(args: argparse.Namespace) -> list[str]:
-    """What a verb with a configuration was called with, for another process."""
+    """Return a verb's arguments, for starting another process."""
     words = ["--config", args.config] if args.config is not None else []
     if (rerun := vars(args).get("rerun")) is not None:
         words += ["--rerun", rerun]
@@ -93,10 +93,11 @@ def arguments_of(args: argparse.Namespace) -> list[str]:
 
 
 def train_one(loaded: LoadedConfig) -> None:
-    """Plans and trains one recipe, after the ones it depends on."""
+    """Plan and train a recipe, after those that it depends on."""
     for recipe in dependencies(loaded):
         train_one(recipe)
-    main, folder = this_process().main, Path(loaded.run.training.output_dir)
+    process, folder = this_process(), Path(loaded.run.training.output_dir)
+    main = process.main
     if main:
         check_unlocked(folder)
     if done := already_finished(loaded):
@@ -104,27 +105,32 @@ def train_one(loaded: LoadedConfig) -> None:
             from halftune.train.report.page import bring_up_to_date
 
             bring_up_to_date(folder)
-            _say_where(folder, done)
+            _print_result(folder, done)
         return
+    from halftune.cli.preflight import check_inputs  # late: imports NumPy
+
     hardware, facts = probe(), model_facts(loaded)
     plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
-    check_inputs(loaded, facts)
-    if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # of a job that comes back it has been read
+    check_inputs(loaded, facts, thorough=not process.launched)
+    if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # printed before a restart already
         print(explain(plan), flush=True)
     check_fits(plan.memory, loaded.run)
 
-    with quick_imports():  # of torch, after every check that needs none
+    with quick_imports():  # torch, after all checks that do not need it
+        from halftune.model.preflight import check_folders
         from halftune.train.parallel.together import together
         from halftune.train.trainer import train
 
     with together(loaded.run, hardware, facts, plan) as agreed:
         check_fits(agreed.memory, loaded.run)
+        if process.launched and main:  # here, as the others wait for as long as this one gives signs of life
+            check_folders(loaded.run.model, thorough=True)
         outcome = train(loaded, agreed)
     if main:
-        _say_where(outcome.folder, outcome.message)
+        _print_result(outcome.folder, outcome.message)
 
 
-def _say_where(folder: Path, message: str) -> None:
+def _print_result(folder: Path, message: str) -> None:
     print(message)
     for name in ("report.html", "loss.png", "metrics.jsonl"):
         if (folder / name).exists():

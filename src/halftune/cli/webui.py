@@ -1,9 +1,9 @@
-"""The whole job in a browser: write a recipe, see its plan, train, watch, talk to the result.
+"""Start the web UI: edit recipes, see their plans, train, watch runs, chat with results.
 
-halftune webui                                        on this machine only: http://127.0.0.1:7860
-halftune webui --port 8000 --runs runs --root ~/data  recipes may also name what lies under ~/data
+halftune webui                                        for this machine only: http://127.0.0.1:7860
+halftune webui --port 8000 --runs runs --root ~/data  recipes may also use files under ~/data
 halftune webui --lang zh                              中文
-halftune webui --host 0.0.0.0 --auth me:password      for other machines; refused without a password
+halftune webui --host 0.0.0.0 --auth me:password      for other machines; requires a password
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ AUTH = "HALFTUNE_WEBUI_AUTH"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``halftune webui``."""
+    """Add the options of ``halftune webui``."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=7860, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--auth", metavar="USER:PASSWORD", help=f"ask for it; ${AUTH} keeps it out of the process list")
-    parser.add_argument("--runs", metavar="FOLDER", default="runs", help="where run folders are (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=7860, help="0 selects a free port (default: %(default)s)")
+    parser.add_argument(
+        "--auth", metavar="USER:PASSWORD", help=f"required login; ${AUTH} hides it from the process list"
+    )
+    parser.add_argument("--runs", metavar="FOLDER", default="runs", help="folder of run folders (default: %(default)s)")
     parser.add_argument(
         "--root",
         action="append",
         default=[],
         metavar="FOLDER",
-        help="recipes may name files under this folder, too; the working directory is always allowed; may be repeated",
+        help="also allow recipes to use files under this folder, besides the working directory; may be repeated",
     )
     parser.add_argument("--lang", choices=("en", "zh"), help="language of the labels (default: $LANG, else English)")
     parser.add_argument(
-        "--allow-remote-code", action="store_true", help="let recipes run Python code that comes with a checkpoint"
+        "--allow-remote-code", action="store_true", help="allow recipes to run remote code of checkpoints"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the address and the folders first, without Gradio; then serves until interrupted."""
+    """Check address and folders without Gradio, then serve until interrupted."""
     from halftune_webui.settings import Settings, check_address, read_auth
 
     text = args.auth or os.environ.get(AUTH)
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         roots = (*roots, runs)
     language = args.lang or ("zh" if os.environ.get("LANG", "").startswith("zh") else "en")
     settings = Settings(roots, runs, language, args.allow_remote_code)
-    need("gradio", why="the web board")
+    need("gradio", why="the web UI")
 
     from halftune_webui.server import serve
 
@@ -61,5 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _folder(name: str) -> Path:
     path = Path(os.path.realpath(os.path.expanduser(name)))
     if not path.is_dir():
-        raise ConfigError("is no folder", where=f"--root {name}", remedy="name a folder that is there")
+        raise ConfigError(
+            "not a folder", where=f"--root {name}", remedy="use an existing folder", code="webui.no_such_folder"
+        )
     return path

@@ -1,6 +1,6 @@
-"""The builtin models as plain data: the ``config.json`` of each small architecture that is made locally, offline.
+"""The builtin models: the ``config.json`` of each small architecture that is built locally, offline.
 
-Their weights and tokenizer are made by ``halftune.model.builtin``; the plan needs only what stands here.
+``halftune.model.builtin`` creates weights and tokenizer; plans need only these values.
 """
 
 from __future__ import annotations
@@ -23,63 +23,45 @@ _SHARED: dict[str, Any] = {
     "dtype": "float32",
     "use_cache": True,
 }
+# Four layers of grouped-query attention, as Qwen2 and Llama have them.
+_DECODER: dict[str, Any] = {
+    **_SHARED,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+_QWEN2 = {**_DECODER, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_THREE_TO_ONE = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     # 2.9 M parameters; grouped-query attention with biases on q, k and v; tied head
-    "qwen2-tiny": {
-        **_SHARED,
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 192,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": True,
-    },
+    "qwen2-tiny": _QWEN2,
     # 23.6 M parameters, otherwise as above
-    "qwen2-small": {
-        **_SHARED,
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 384,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": True,
-    },
-    # 3.7 M parameters; no biases; a head of its own
+    "qwen2-small": {**_QWEN2, "hidden_size": 384, "intermediate_size": 2048, "num_hidden_layers": 8},
+    # 3.7 M parameters; no biases; untied head
     "llama-tiny": {
-        **_SHARED,
+        **_DECODER,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 192,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
         "head_dim": 32,
         "attention_bias": False,
         "mlp_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
     },
     # 3.1 M parameters; three gated-delta-rule layers to one of gated softmax attention, partial rotary embedding
     "qwen3_5-tiny": {
-        **_SHARED,
+        **_DECODER,
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "hidden_size": 192,
         "intermediate_size": 640,
-        "num_hidden_layers": 4,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 64,
         "attention_bias": False,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": _THREE_TO_ONE,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
@@ -92,7 +74,6 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
             "mrope_section": [4, 2, 2],
             "mrope_interleaved": True,
         },
-        "tie_word_embeddings": True,
     },
     # 3.4 M parameters; three layers of Kimi delta attention to one of latent attention without positions; experts
     "kimi_linear-tiny": {
@@ -106,7 +87,7 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": _THREE_TO_ONE,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "linear_num_heads": 4,
         "linear_head_dim": 32,

@@ -1,4 +1,4 @@
-"""Loads a recipe: YAML and command line → a checked, frozen configuration, or every problem at once."""
+"""Loads a recipe from YAML and command line into a validated, frozen configuration, or reports every problem."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from halftune.config.reading.overrides import apply_overrides
 from halftune.config.reading.shorthand import expand
 from halftune.config.reading.spellings import translate_spellings
 from halftune.config.reading.yaml_source import Tree, parse, read_text
+from halftune.config.rules.check import check
 from halftune.config.rules.depends import make_absolute, outputs_of_dependencies
-from halftune.config.rules.finding import Context
-from halftune.config.rules.keys import check
+from halftune.config.rules.rule import Context
 from halftune.config.run import RunConfig
-from halftune.config.shape import Path as Key
-from halftune.config.shape import child, dotted
+from halftune.config.shape import KeyPath, child, dotted
 from halftune.config.shipped import find
 from halftune.config.validate import validate
 from halftune.core.errors import ConfigError, HalftuneError
@@ -34,12 +33,12 @@ PATHS_IN_TRAINING = ("output_dir", "resume")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and where it came from.
+    """A configuration with the origin of each value.
 
     Attributes:
         run: the configuration.
         path: the YAML file.
-        text: its content as the user wrote it.
+        text: its original content.
         origins: dotted key of every value → ``file:line``, ``command line`` or ``default``.
     """
 
@@ -52,20 +51,19 @@ class LoadedConfig:
 def load_config(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), *, look_at_files: bool = True
 ) -> LoadedConfig:
-    """Loads a recipe and checks it whole. No torch is imported.
+    """Load and validate a recipe, without importing torch.
 
-    Relative paths under ``data`` and ``model`` are looked for in the working directory and then beside the YAML file;
-    ``depends_on`` only beside the YAML file. ``~`` is written out in all of them, here and nowhere else.
+    Relative paths under ``data`` and ``model`` are searched in the working directory, then in the YAML file's folder;
+    ``depends_on`` only in the YAML file's folder. ``~`` is expanded in all of them.
 
     Args:
-        path: the YAML file; where there is none, the shipped recipe of that name (``quickstart.yaml``,
+        path: the YAML file; if it does not exist, the shipped recipe of that name (``quickstart.yaml``,
             ``configs/quickstart.yaml``).
-        overrides: ``training.learning_rate=1e-4`` …; they win over the file.
-        look_at_files: whether data, model folders and packages that the recipe names must be there now. False to
-            look at a run that is over.
+        overrides: ``training.learning_rate=1e-4`` …, which override the file.
+        look_at_files: whether data, model folders and packages of the recipe must exist. False for finished runs.
 
     Raises:
-        ConfigError: carries every problem found, each with its place.
+        ConfigError: contains every problem found, each with its place.
     """
     file = find(Path(path))
     draft = read_draft(file, read_text(file), overrides, look_at_files=look_at_files)
@@ -78,38 +76,39 @@ def load_config(
 
 @dataclass(frozen=True)
 class Draft:
-    """A recipe as far as it can be understood, with everything that is wrong with it.
+    """A recipe as far as it can be parsed, with all its problems.
 
     Attributes:
-        text: as it was written.
-        tree: its values and their places, short forms written out.
-        run: the configuration, with defaults and placeholders at ``broken``; None where not even that is possible.
-        problems: in the order of the lines.
-        broken: the keys whose values could not be read.
+        text: its original content.
+        tree: its values and their places, with short forms expanded.
+        run: the configuration, with defaults and placeholders at ``broken``; None if that is not possible.
+        problems: ordered by line.
+        broken: the keys with invalid values.
     """
 
     text: str
     tree: Tree
     run: RunConfig | None
     problems: tuple[HalftuneError, ...]
-    broken: frozenset[Key]
+    broken: frozenset[KeyPath]
 
 
 def read_draft(file: Path, text: str, overrides: Sequence[str] = (), *, look_at_files: bool = True) -> Draft:
-    """What ``load_config`` reads, for a text that need not be finished or written to ``file`` yet.
+    """Read a recipe's text, which may be incomplete and need not be saved in ``file``.
 
     Raises:
-        ConfigError: the text is no recipe at all: not one YAML mapping, or another framework's.
+        ConfigError: the text is not a YAML mapping, or another framework's config.
     """
     tree = parse(text, str(file))
     if (framework := recognise(tree.values)) is not None:
-        remedy = f"halftune convert {file} -o {file.stem}_halftune.yaml"
-        raise ConfigError(f"looks like a config of {framework}, not of halftune", where=str(file), remedy=remedy)
+        remedy = f"run halftune convert {file} -o {file.stem}_halftune.yaml"
+        what = f"expected a halftune recipe, got a config of {framework}"
+        raise ConfigError(what, where=str(file), remedy=remedy, code="config.foreign_config")
     expand(tree)
     apply_overrides(tree, overrides)
     expand(tree)
     broken = translate_spellings(tree)
-    _write_home_out(tree)
+    _expand_home(tree)
     _find_beside(tree, file.parent)
     make_absolute(tree, file.parent)
     run, problems, more = validate(tree)
@@ -123,30 +122,38 @@ def read_draft(file: Path, text: str, overrides: Sequence[str] = (), *, look_at_
 def load_run(
     folder: str | os.PathLike[str], overrides: Sequence[str] = (), *, look_at_files: bool = True
 ) -> LoadedConfig:
-    """Loads the configuration that a run folder holds.
+    """Load the configuration of a run folder.
 
     Raises:
-        ConfigError: it is no run folder, or its configuration is not valid here (any more).
+        ConfigError: not a run folder, or its configuration is not valid here.
     """
     resolved = Path(folder) / "resolved.yaml"
     if not resolved.is_file():
-        what = "is no run folder: it has no resolved.yaml" if Path(folder).is_dir() else "no such run folder"
-        raise ConfigError(what, where=str(folder), remedy="a run folder is what training.output_dir named")
+        what = "not a run folder (no resolved.yaml)" if Path(folder).is_dir() else "no such run folder"
+        raise ConfigError(
+            what,
+            where=str(folder),
+            remedy="use the training.output_dir of a run",
+            code="config.not_a_run_folder",
+        )
     loaded = load_config(resolved, overrides, look_at_files=look_at_files)
     written = Path(folder) / "config.yaml"
     text = read_text(written) if written.is_file() else loaded.text
     return LoadedConfig(loaded.run, loaded.path, text, loaded.origins)
 
 
-def _rules(run: RunConfig, tree: Tree, file: Path, broken: set[Key], look_at_files: bool) -> list[HalftuneError]:
+def _rules(run: RunConfig, tree: Tree, file: Path, broken: set[KeyPath], look_at_files: bool) -> list[HalftuneError]:
     outputs, problems = outputs_of_dependencies(tree, file)
     context = Context(file, outputs, look_at_files)
-    found = [tree.problem(finding.key, finding.what, finding.remedy) for finding in check(run, context, broken)]
+    found = [
+        tree.problem(finding.key, finding.what, finding.remedy, code=finding.code)
+        for finding in check(run, context, broken)
+    ]
     return problems + found
 
 
 def _find_beside(tree: Tree, folder: Path) -> None:
-    """A relative path that exists beside the YAML and not in the working directory becomes absolute."""
+    """Make relative paths absolute that exist in the YAML file's folder and not in the working directory."""
     for holder, key in _inputs(tree):
         name = holder[key]
         beside = os.path.abspath(folder / name)
@@ -154,15 +161,15 @@ def _find_beside(tree: Tree, folder: Path) -> None:
             holder[key] = beside
 
 
-def _write_home_out(tree: Tree) -> None:
-    """``~`` and ``~user`` become folders, as a shell would have written them."""
+def _expand_home(tree: Tree) -> None:
+    """Expand ``~`` and ``~user`` in paths."""
     training = child(tree.values, "training")
     for holder, key in (*_inputs(tree), *_paths((training, key) for key in PATHS_IN_TRAINING)):
         holder[key] = os.path.expanduser(holder[key])
 
 
 def _inputs(tree: Tree) -> Iterator[tuple[Any, str]]:
-    """Where the tree holds the paths of what is read, as (section, key)."""
+    """The places of input paths in the tree, as (section, key)."""
     data, model = child(tree.values, "data"), child(tree.values, "model")
     yield from _paths((model, key) for key in PATHS_IN_MODEL)
     for part in ("train", "eval"):
@@ -171,7 +178,7 @@ def _inputs(tree: Tree) -> Iterator[tuple[Any, str]]:
 
 
 def _paths(holders: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
-    """Those that can be a path, whatever else may be wrong with the recipe."""
+    """Those whose values can be paths."""
     for holder, key in holders:
         name = child(holder, key)
         if isinstance(name, str) and name and "\0" not in name:
@@ -179,21 +186,24 @@ def _paths(holders: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
 
 
 def _first(problems: list[HalftuneError], label: str) -> list[HalftuneError]:
-    """No more problems than a screen holds."""
+    """The first ``MAX_PROBLEMS`` problems."""
     more = len(problems) - MAX_PROBLEMS
     if more <= 0:
         return problems
-    return [*problems[:MAX_PROBLEMS], HalftuneError(f"{more} more problems", where=label, remedy="correct these first")]
+    return [
+        *problems[:MAX_PROBLEMS],
+        HalftuneError(f"{more} more problems", where=label, remedy="fix these first", code="config.more_problems"),
+    ]
 
 
 def _line(problem: HalftuneError) -> tuple[int, str]:
-    """Problems of the file in the order of its lines, then those of the command line."""
+    """Sort key: problems of the file by line, then those of the command line."""
     found = re.search(r":(\d+)$", problem.where)
     return (int(found[1]), "") if found else (1 << 30, problem.where)
 
 
-def _leaves(section: BaseModel, path: Key = ()) -> Iterator[Key]:
-    """The path of every value; list entries that are sections are gone into."""
+def _leaves(section: BaseModel, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every value, including those in sections in lists."""
     for name in type(section).model_fields:
         value = section.__dict__[name]
         if isinstance(value, BaseModel):
@@ -205,7 +215,7 @@ def _leaves(section: BaseModel, path: Key = ()) -> Iterator[Key]:
             yield (*path, name)
 
 
-def _origin(tree: Tree, key: Key) -> str:
+def _origin(tree: Tree, key: KeyPath) -> str:
     value: Any = tree.values
     for part in key:
         if isinstance(value, dict) and part not in value:

@@ -21,7 +21,7 @@ class RunConfig(Section):
     """One run: model, number formats, attention, adapter, data, method, training."""
 
     depends_on: Annotated[tuple[str, ...], LISTED] = ()
-    """Recipes (paths relative to this file) that are trained first, where their run folder is not finished yet."""
+    """Recipes (paths relative to this file) to train first, unless their run is finished."""
 
     model: ModelSection
     """The base model and its tokenizer."""
@@ -39,16 +39,16 @@ class RunConfig(Section):
     """Training and evaluation data."""
 
     method: MethodSection = SftMethod()
-    """What is learned from a sample."""
+    """The training method."""
 
     training: TrainingSection
     """Batch, schedule, optimizer, checkpoints."""
 
     distributed: DistributedSection = DistributedSection()
-    """Processes, machines, and how they share the model: `auto`, `ddp` or `fsdp2`, or a section."""
+    """Processes, machines, and the parallelism strategy: `auto`, `ddp` or `fsdp2`, or a section."""
 
     logging: LoggingSection = LoggingSection()
-    """Where metrics go besides the run folder."""
+    """Experiment trackers, besides the run folder."""
 
     generation: GenerationSection = GenerationSection()
-    """How chat and the report's samples are decoded."""
+    """Decoding settings of chat and the report's samples."""

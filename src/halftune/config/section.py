@@ -1,4 +1,4 @@
-"""What every section of the configuration shares: the base class, strict scalars, short ways of writing."""
+"""Base class of config sections, strict scalar types, and markers of short forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, mode
 
 
 class Section(BaseModel):
-    """A frozen section: unknown keys are errors, a field's documentation is the string beside it.
+    """A frozen section: unknown keys are errors; the string after a field is its documentation.
 
     A class that sets ``word`` may be written as a single value: with ``word = "compute"``, ``precision: bf16`` is short
     for ``precision: {compute: bf16}``.
@@ -39,16 +39,16 @@ def _typed(value: Any) -> Any:
 
 
 Flag = Annotated[bool, Strict()]
-"""A boolean that must be written as one: "no", "false" and 0 are errors, never silently True or False."""
+"""A strict boolean: strings such as "no" and "false", and 0, are errors."""
 
 Int = Annotated[int, Strict(), BeforeValidator(_no_bool)]
-"""A whole number, written as one."""
+"""A strict integer."""
 
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
-"""A finite float; ``1e-4``, which YAML 1.1 reads as a string, is accepted."""
+"""A finite float; accepts ``1e-4``, which YAML 1.1 reads as a string."""
 
 LISTED = BeforeValidator(_listed)
-"""Marks a list that may be written as its only item: ``train: data.json`` is short for ``train: [data.json]``."""
+"""Marks a list that accepts a single item: ``train: data.json`` is short for ``train: [data.json]``."""
 
 TYPED = BeforeValidator(_typed)
-"""Marks a tagged union that may be written as its tag: ``adapter: none`` is short for ``adapter: {type: none}``."""
+"""Marks a tagged union that accepts its tag: ``adapter: none`` is short for ``adapter: {type: none}``."""

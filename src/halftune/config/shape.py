@@ -1,4 +1,4 @@
-"""The shape of the configuration: what stands under each key, read from the section models and said in English."""
+"""The schema of the configuration: the type of each key, from the section models, and its description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from halftune.config.run import RunConfig
 from halftune.config.section import LISTED, TYPED, Section
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The place of a value: ``("data", "train", 0, "path")``."""
 
 
@@ -51,9 +51,9 @@ class Shape:
     Attributes:
         annotation: the type, without ``None``.
         metadata: constraints and marks.
-        sections: the sections that it may be, by tag (by ``""`` where there is one only); empty for a plain value.
-        many: a list of those sections.
-        optional: ``null`` is allowed.
+        sections: the accepted sections by tag (``""`` if there is only one); empty for a plain value.
+        many: whether it is a list of these sections.
+        optional: whether ``null`` is allowed.
     """
 
     annotation: Any
@@ -69,7 +69,7 @@ class Shape:
         return shape_of(inner)
 
     def section(self, value: Any) -> type[Section] | None:
-        """The section that ``value`` is written as; None where no tag says which."""
+        """The section that ``value`` selects by its tag; None if it has no known tag."""
         if len(self.sections) == 1:
             return next(iter(self.sections.values()))
         tag = value.get("type") if isinstance(value, dict) else None
@@ -77,7 +77,7 @@ class Shape:
 
 
 def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
-    """Reads a type annotation."""
+    """Convert a type annotation to a shape."""
     annotation, marks = _unwrap(annotation, metadata)
     branches = options(annotation)
     kept = tuple(option for option in branches if option is not type(None))
@@ -90,15 +90,15 @@ def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
 
 
 def field_shape(field: FieldInfo) -> Shape:
-    """The shape of a section's field."""
+    """Return the shape of a section's field."""
     return shape_of(field.annotation, field.metadata)
 
 
 ROOT = shape_of(RunConfig)
 
 
-def shape_at(path: Path, values: Any = None) -> Shape | None:
-    """The shape at a path; ``values`` (the tree as written) decides between the sections of a tagged union."""
+def shape_at(path: KeyPath, values: Any = None) -> Shape | None:
+    """Return the shape at a path; ``values`` (the tree) selects the section of a tagged union."""
     shape = ROOT
     for part in path:
         if isinstance(part, int):
@@ -122,7 +122,7 @@ def shape_at(path: Path, values: Any = None) -> Shape | None:
 
 
 def child(values: Any, part: str | int) -> Any:
-    """The value under one key or index; None where there is none."""
+    """Return the value at a key or index; None if there is none."""
     if isinstance(values, dict):
         return values.get(part)
     if isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
@@ -130,8 +130,8 @@ def child(values: Any, part: str | int) -> Any:
     return None
 
 
-def walk(shape: Shape = ROOT, path: Path = ()) -> Iterator[tuple[Path, type[Section], FieldInfo, Shape]]:
-    """Every key of the schema, depth first: (path, section it belongs to, field, shape). List entries are index 0."""
+def walk(shape: Shape = ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[Section], FieldInfo, Shape]]:
+    """Yield every key of the schema, depth first: (path, its section, field, shape). List entries have index 0."""
     for section in shape.sections.values():
         for name, field in section.model_fields.items():
             inner = field_shape(field)
@@ -141,21 +141,21 @@ def walk(shape: Shape = ROOT, path: Path = ()) -> Iterator[tuple[Path, type[Sect
                 yield from walk(inner, below)
 
 
-def dotted(path: Path) -> str:
-    """``data.train[0].path``."""
+def dotted(path: KeyPath) -> str:
+    """Format a path as ``data.train[0].path``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 
 
-def related(one: Path, other: Path) -> bool:
-    """Whether one path stands above the other, or they are the same."""
+def related(one: KeyPath, other: KeyPath) -> bool:
+    """Whether ``other`` equals or contains ``one``."""
     return one[: len(other)] == other[: len(one)]
 
 
 def choices(shape: Shape) -> tuple[Any, ...]:
-    """The words that a value may be, where it has a closed list of them (next to other types or alone)."""
+    """Return the accepted words of a value (literals and tags)."""
     found: list[Any] = list(shape.sections) if len(shape.sections) > 1 else []
     for option in options(shape.annotation):
         inner, _ = _unwrap(option, ())
@@ -172,7 +172,7 @@ def accepts(shape: Shape, kind: type) -> bool:
 
 
 def describe(shape: Shape) -> str:
-    """What should stand there, as the end of "should be …"."""
+    """Describe the accepted values, to follow "expected"."""
     if shape.sections:
         words = []
         section = next(iter(shape.sections.values()))
@@ -187,6 +187,9 @@ def describe(shape: Shape) -> str:
     return _describe(shape.annotation, shape.metadata)
 
 
+_PLURALS = {"an integer": "integers", "a number": "numbers", "a string": "strings"}
+
+
 def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     annotation, metadata = _unwrap(annotation, metadata)
     origin = get_origin(annotation)
@@ -198,10 +201,14 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
         items = _describe(get_args(annotation)[0], ())
-        return f"a list of {items}" if not items.startswith("one of") else f"a list out of {items[7:]}"
+        return (
+            f"a list of {_PLURALS.get(items, items)}"
+            if not items.startswith("one of")
+            else f"a list with any of {items[7:]}"
+        )
     if origin is dict or annotation is dict:
         return "a mapping of names to values"
-    nouns = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return nouns.get(annotation, "a value") + _bounds(metadata)
 
 
@@ -210,11 +217,11 @@ def _bounds(metadata: Sequence[Any]) -> str:
     for mark in metadata:
         match mark:
             case annotated_types.Ge(ge=limit):
-                found.append(f"at least {limit}")
+                found.append(f"≥ {limit}")
             case annotated_types.Gt(gt=limit):
-                found.append(f"above {limit}")
+                found.append(f"> {limit}")
             case annotated_types.Le(le=limit):
-                found.append(f"at most {limit}")
+                found.append(f"≤ {limit}")
             case annotated_types.Lt(lt=limit):
-                found.append(f"below {limit}")
-    return f", {' and '.join(found)}" if found else ""
+                found.append(f"< {limit}")
+    return f" {' and '.join(found)}" if found else ""

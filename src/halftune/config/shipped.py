@@ -1,4 +1,4 @@
-"""The recipes that halftune brings, found by name in every working directory."""
+"""The recipes shipped with halftune, found by name in any working directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FOLDER = "configs"
 
 
 def recipes() -> dict[str, Path]:
-    """Every shipped recipe: its name, as ``quickstart.yaml``, and its file."""
+    """Return every shipped recipe: its name, such as ``quickstart.yaml``, and its file."""
     package = Path(str(files("halftune")))
     folder = package / FOLDER  # in an installed wheel
     if not folder.is_dir() and package.parent.name == "src":
@@ -19,12 +19,12 @@ def recipes() -> dict[str, Path]:
 
 
 def find(path: Path) -> Path:
-    """The file itself; where there is none, the shipped recipe that ``NAME`` or ``configs/NAME`` means, if any."""
+    """Return the file if it exists, else the shipped recipe named ``NAME`` or ``configs/NAME``, if any."""
     if os.path.exists(path):
         return path
     return recipes().get(path.as_posix().removeprefix(f"{FOLDER}/"), path)
 
 
 def listed() -> str:
-    """The names of all shipped recipes, as a user writes them."""
+    """Return the names of all shipped recipes, comma-separated."""
     return ", ".join(f"{FOLDER}/{name}" for name in recipes())

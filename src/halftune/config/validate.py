@@ -1,4 +1,4 @@
-"""Checks a tree against the section models and says every mismatch in our own words."""
+"""Validates a tree against the section models, with our own error messages."""
 
 from __future__ import annotations
 
@@ -13,50 +13,60 @@ from halftune.config.reading.suggest import suggest_key, suggest_word
 from halftune.config.reading.yaml_source import Tree
 from halftune.config.run import RunConfig
 from halftune.config.section import Section
-from halftune.config.shape import ROOT, Path, Shape, accepts, child, choices, describe, field_shape, related, shape_at
+from halftune.config.shape import (
+    ROOT,
+    KeyPath,
+    Shape,
+    accepts,
+    child,
+    choices,
+    describe,
+    field_shape,
+    related,
+    shape_at,
+)
 from halftune.core.errors import HalftuneError
 
 YES_NO = {"yes": True, "no": False, "on": True, "off": False, "y": True, "n": False, "true": True, "false": False}
 
 
-def validate(tree: Tree) -> tuple[RunConfig | None, list[HalftuneError], set[Path]]:
-    """Turns the tree into a configuration.
+def validate(tree: Tree) -> tuple[RunConfig | None, list[HalftuneError], set[KeyPath]]:
+    """Convert the tree into a configuration.
 
     Returns:
-        The configuration; the problems; the paths they are about. With problems, the configuration has defaults and
-        placeholders at those paths, so that rules about all other keys can still be checked; it is None where even that
-        is impossible.
+        The configuration, the problems, and their paths. With problems, the configuration has defaults and placeholders
+        at these paths, so that rules about other keys can still be checked; None if that is impossible.
     """
     values, problems, broken = deepcopy(tree.values), [], set()
-    for _ in range(6):  # one placeholder may show the next missing key below it
+    for _ in range(6):  # a placeholder may reveal missing keys below it
         try:
             return RunConfig.model_validate(values), problems, broken
         except ValidationError as error:
             found = _by_path(error, values)
         new = {path: details for path, details in found.items() if not any(related(path, old) for old in broken)}
-        said = {path: _say(tree, path, details, values) for path, details in new.items()}
+        said = {path: _problem(tree, path, details, values) for path, details in new.items()}
         meant = {key for problem in said.values() if (key := _meant(problem.remedy))}
-        # a misspelt key is not also a missing one, nor do rules speak about the key that it was to be
+        # a misspelt key is not also reported as missing, nor do rules check the key that was meant
         problems += [said[path] for path in said if not (path in meant and new[path]["type"] == "missing")]
         tags = {path: tag for path, details in found.items() if (tag := _near_tag(path, details, values))}
         wrong = {path for path, details in found.items() if details["type"] != "extra_forbidden"}
         broken |= meant | {(*path, "type") if path in tags else path for path in wrong}
         for path, details in found.items():
-            if path in tags:  # what else is wrong in the section is said in the next round
+            if path in tags:  # other problems in the section follow in the next round
                 _value_at(path, values)["type"] = tags[path]
             else:
-                _mend(values, path, missing=details["type"] == "missing")
+                _repair(values, path, missing=details["type"] == "missing")
     return None, problems, broken
 
 
-def _meant(remedy: str) -> Path:
+def _meant(remedy: str) -> KeyPath:
     """The key in ``did you mean data.eval?``."""
     found = re.fullmatch(r"did you mean ([a-z_.]+)\?", remedy)
     return tuple(found[1].split(".")) if found else ()
 
 
-def _near_tag(path: Path, details: ErrorDetails, values: Any) -> str:
-    """The type that a section with a wrong one may have meant; empty where it is nothing of the kind."""
+def _near_tag(path: KeyPath, details: ErrorDetails, values: Any) -> str:
+    """The type that a section with an unknown type may have meant; empty if there is no similar one."""
     shape = shape_at(path, values)
     if details["type"] != "union_tag_invalid" or shape is None:
         return ""
@@ -64,16 +74,16 @@ def _near_tag(path: Path, details: ErrorDetails, values: Any) -> str:
     return remedy.removeprefix("did you mean ").removesuffix("?")
 
 
-def _by_path(error: ValidationError, values: Any) -> dict[Path, ErrorDetails]:
-    """pydantic's errors by the path that the user knows: all branches of a union count as one."""
-    found: dict[Path, ErrorDetails] = {}
+def _by_path(error: ValidationError, values: Any) -> dict[KeyPath, ErrorDetails]:
+    """pydantic's errors by the user's path; all branches of a union count as one."""
+    found: dict[KeyPath, ErrorDetails] = {}
     for details in error.errors(include_url=False):
         found.setdefault(_user_path(details["loc"], values), details)
     return found
 
 
-def _user_path(location: tuple[str | int, ...], values: Any) -> Path:
-    """Leaves out of pydantic's location what names a branch of a union instead of a key."""
+def _user_path(location: tuple[str | int, ...], values: Any) -> KeyPath:
+    """Remove union branches from pydantic's location."""
     path: list[str | int] = []
     shape: Shape | None = ROOT
     tag_seen = False
@@ -91,37 +101,37 @@ def _user_path(location: tuple[str | int, ...], values: Any) -> Path:
     return tuple(path)
 
 
-def _say(tree: Tree, path: Path, details: ErrorDetails, values: Any) -> HalftuneError:
-    """One problem in a sentence; ``values`` is the tree as far as it is mended."""
+def _problem(tree: Tree, path: KeyPath, details: ErrorDetails, values: Any) -> HalftuneError:
+    """The error for pydantic's; ``values`` is the tree after previous repairs."""
     shape, kind = shape_at(path, tree.values), details["type"]
     value = _value_at(path, tree.values)
     if kind == "extra_forbidden":
         section = _section_at(path[:-1], values)
-        return tree.problem(path, "unknown key", suggest_key(path, section))
+        return tree.problem(path, "unknown key", suggest_key(path, section), code="config.unknown_key")
     if kind == "missing":
         return _missing(tree, path, shape)
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         return _tag(tree, path, shape, value)
     if kind == "too_short":
-        return tree.problem(path, "is empty", "give at least one entry")
+        return tree.problem(path, "is empty", "add at least one entry", code="config.empty_list")
     if shape is None:
-        return tree.problem(path, details["msg"])
+        return tree.problem(path, details["msg"], code="config.invalid_value")
     what, remedy = _mismatch(value, shape, details["msg"])
-    return tree.problem(path, what, remedy)
+    return tree.problem(path, what, remedy, code="config.invalid_value")
 
 
-def _section_at(path: Path, values: Any) -> type[Section] | None:
+def _section_at(path: KeyPath, values: Any) -> type[Section] | None:
     shape = shape_at(path, values)
     return shape.section(_value_at(path, values)) if shape is not None else None
 
 
-def _value_at(path: Path, values: Any) -> Any:
+def _value_at(path: KeyPath, values: Any) -> Any:
     for part in path:
         values = child(values, part)
     return values
 
 
-def _missing(tree: Tree, path: Path, shape: Shape | None) -> HalftuneError:
+def _missing(tree: Tree, path: KeyPath, shape: Shape | None) -> HalftuneError:
     kind = "section" if shape is not None and shape.sections and not shape.many else "key"
     section = _section_at(path[:-1], tree.values)
     field = section.model_fields.get(str(path[-1])) if section is not None else None
@@ -130,26 +140,30 @@ def _missing(tree: Tree, path: Path, shape: Shape | None) -> HalftuneError:
         fields = [pair for option in shape.sections.values() for pair in option.model_fields.items()]
         required = [name for name, field in fields if field.is_required()]
         remedy = f"write {path[-1]}: with {', '.join(required)} below it"
-    return tree.problem(path, f"this {kind} is missing", remedy.split("\n")[0])
+    return tree.problem(path, f"this {kind} is missing", remedy.split("\n")[0], code="config.missing_key")
 
 
-def _tag(tree: Tree, path: Path, shape: Shape | None, value: Any) -> HalftuneError:
+def _tag(tree: Tree, path: KeyPath, shape: Shape | None, value: Any) -> HalftuneError:
     assert shape is not None
     known = tuple(shape.sections)
     if not isinstance(value, dict):
-        return tree.problem(path, *_mismatch(value, shape, ""))
+        return tree.problem(path, *_mismatch(value, shape, ""), code="config.invalid_value")
     if "type" not in value:
-        return tree.problem(path, "says no type", f"write {path[-1]}: {{type: {' | '.join(known)}, …}}")
+        return tree.problem(
+            path, "type is missing", f"write {path[-1]}: {{type: {' | '.join(known)}, …}}", code="config.missing_key"
+        )
     tag = (*path, "type")
     remedy = suggest_word(value["type"], known)
-    return tree.problem(tag, f"should be one of {', '.join(known)}, not {show(value['type'])}", remedy)
+    return tree.problem(
+        tag, f"expected one of {', '.join(known)}, got {show(value['type'])}", remedy, code="config.invalid_value"
+    )
 
 
 def _mismatch(value: Any, shape: Shape, message: str) -> tuple[str, str]:
-    """(what, remedy) for a value of the wrong type or outside its bounds."""
+    """(what, remedy) for a value of the wrong type or out of bounds."""
     if value is None:
         return "has no value", f"write {describe(shape)}, or remove the line"
-    return f"should be {describe(shape)}, not {show(value)}", _remedy(value, shape, message)
+    return f"expected {describe(shape)}, got {show(value)}", _remedy(value, shape, message)
 
 
 def _remedy(value: Any, shape: Shape, message: str) -> str:
@@ -173,7 +187,7 @@ def _remedy(value: Any, shape: Shape, message: str) -> str:
     if isinstance(value, int | float) and accepts(shape, str):
         return "put it in quotes"
     if isinstance(value, dict) and not shape.sections:
-        return "a key is too deep, or this one takes no section"
+        return "check the indentation: this key does not accept a section"
     return ""
 
 
@@ -185,7 +199,7 @@ def _number(text: str) -> float | None:
 
 
 def show(value: Any) -> str:
-    """A value as YAML shows it, short enough for one line."""
+    """Return a value as in YAML, shortened to one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -196,10 +210,10 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _mend(values: Any, path: Path, *, missing: bool) -> None:
-    """Takes a bad value out, or puts a placeholder where one is missing."""
+def _repair(values: Any, path: KeyPath, *, missing: bool) -> None:
+    """Remove an invalid value, or insert a placeholder for a missing one."""
     whole = path
-    while whole and isinstance(whole[-1], int):  # a bad entry takes its list with it
+    while whole and isinstance(whole[-1], int):  # an invalid entry removes its whole list
         whole = whole[:-1]
     holder = values
     for part in whole[:-1]:
@@ -215,7 +229,7 @@ def _mend(values: Any, path: Path, *, missing: bool) -> None:
 
 
 def _placeholder(shape: Shape) -> Any:
-    """Something that passes where a required value is missing; no rule is asked about it."""
+    """A valid value for a missing required one; rules do not see it."""
     if not shape.sections:
         return "placeholder"
     fields = next(iter(shape.sections.values())).model_fields

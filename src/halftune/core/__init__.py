@@ -1,1 +1,1 @@
-"""What every room stands on: errors, tables of names, optional packages, logging, paths. No torch here."""
+"""Used by all other packages: errors, registries, optional packages, logging, paths. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Signs of life of this process: whoever does something long says that it goes on. Every package may."""
+"""Heartbeats of this process, sent by long operations in any package."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import time
 
 SLOWEST = 20_000_000  # bytes per second of a disk that is slow but works
 
-signs = 0  # how many this process has given
-extra = 0.0  # seconds that the present piece of work may take beyond the limit
-longest = 0.0  # seconds between two of them, since forget()
-_last = 0.0  # time.monotonic() of the latest
+signs = 0  # heartbeats of this process so far
+extra = 0.0  # seconds by which the current operation extends the limit
+longest = 0.0  # longest interval in seconds since forget()
+_last = 0.0  # time.monotonic() of the last heartbeat
 
 
 def sign(size: int = 0) -> None:
-    """Says that this process goes on; between two calls may lie no more than ``distributed.timeout_seconds``.
+    """Send a heartbeat: this process makes progress. Required every ``distributed.timeout_seconds``.
 
     Args:
-        size: bytes that are read or written in one piece before the next call: the limit is longer by the time that
-            the slowest disk takes for them.
+        size: bytes of the next read or write, which extends the limit by the time a slow disk takes for them.
     """
     global signs, extra
     wait()
@@ -25,7 +24,7 @@ def sign(size: int = 0) -> None:
 
 
 def wait() -> None:
-    """Says that this process is sound, but waits: no reason for others to wait for it."""
+    """Send a heartbeat while waiting: the process is healthy, without progress."""
     global longest, _last
     now = time.monotonic()
     if signs:
@@ -34,11 +33,11 @@ def wait() -> None:
 
 
 def silent() -> float:
-    """Seconds since the latest call, less what it allowed for."""
+    """Return the seconds since the last heartbeat, minus its extension."""
     return max(0.0, time.monotonic() - _last - extra)
 
 
 def forget() -> None:
-    """Measures ``longest`` anew: what was done so far (loading a model) is no measure of what comes."""
+    """Reset ``longest``, for example after loading the model."""
     global longest
     longest = 0.0

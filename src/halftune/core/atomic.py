@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written beside their place, forced to the disk, then renamed."""
+"""Atomic writes of files and folders: written under a temporary name, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WRITING, OLD = ".writing", ".old"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file in UTF-8, or leaves what was there.
+    """Write a UTF-8 text file atomically.
 
     Raises:
-        OSError: it cannot be written; nothing half-written is left.
+        OSError: it cannot be written; the previous file is unchanged.
     """
     with whole_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
@@ -26,19 +26,19 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a file to write, which takes the place of ``path`` when the block ends well.
+    """Yield the path of a temporary file that replaces ``path`` if the block succeeds.
 
     Raises:
-        OSError: it cannot be synced or renamed; ``path`` is as it was and nothing half-written is left.
+        OSError: it cannot be synced or renamed; ``path`` is unchanged and the temporary file is removed.
     """
     beside = _beside(path, WRITING)
     try:
-        beside.unlink(missing_ok=True)  # what was left there may be a link
+        beside.unlink(missing_ok=True)  # a leftover may be a link
         yield beside
         sync(beside)
         os.replace(beside, path)
     except BaseException:
-        with suppress(OSError):  # a disk that has gone cannot be tidied; what went wrong first is what matters
+        with suppress(OSError):  # keep the first error if the disk is gone
             beside.unlink(missing_ok=True)
         raise
     sync(path.parent)
@@ -46,19 +46,19 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder that takes the place of ``target`` when the block ends well.
+    """Yield an empty temporary folder that replaces ``target`` if the block succeeds.
 
-    At every moment there is a whole ``target``, or a whole older one that :func:`clear_leftovers` puts back.
+    At any time there is a complete ``target``, or a complete older one that :func:`clear_leftovers` restores.
 
     Raises:
-        OSError: it cannot be written; ``target`` is as it was and nothing half-written is left.
+        OSError: it cannot be written; ``target`` is unchanged and the temporary folder is removed.
     """
     beside, old = _beside(target, WRITING), _beside(target, OLD)
     try:
         _clear(beside)
         beside.mkdir(parents=True)
         yield beside
-        mode = beside.stat().st_mode & 0o666  # as the umask says; safetensors writes files that only their owner reads
+        mode = beside.stat().st_mode & 0o666  # from the umask: safetensors writes files that only their owner can read
         for path in (*beside.rglob("*"), beside):
             if path.is_file() and not path.is_symlink():
                 path.chmod(mode)
@@ -78,7 +78,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; at every moment it is whole or gone.
+    """Remove a folder atomically.
 
     Raises:
         OSError: it cannot be removed.
@@ -90,7 +90,7 @@ def remove_folder(path: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Tidies up after a process that was killed: half-written things go, an older one without successor comes back."""
+    """Clean up after a killed process: remove temporary files and folders, restore an older one without successor."""
     for old in folder.glob(f".*{OLD}"):
         target = folder / old.name.removeprefix(".").removesuffix(OLD)
         if target.exists():
@@ -102,7 +102,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Flush a file, or a folder's entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         alive.sign(os.fstat(descriptor).st_size)
@@ -112,16 +112,16 @@ def sync(path: Path) -> None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether a disk or a quota is full, by an OSError or by what a library makes of one."""
+    """Whether an error (an OSError, or a library's with its message) means a full disk or quota."""
     numbers = (errno.ENOSPC, errno.EDQUOT)
     return (isinstance(error, OSError) and error.errno in numbers) or any(os.strerror(n) in str(error) for n in numbers)
 
 
 def first_aid(error: Exception) -> str:
-    """What to do about a file that cannot be written, as the beginning of a sentence.
+    """Return the remedy for a file that cannot be written, as the beginning of a sentence.
 
     Args:
-        error: an OSError, or what a library (safetensors, tokenizers) makes of one, with the system's words in it.
+        error: an OSError, or a library's error (safetensors, tokenizers) that contains its message.
     """
     number, said = (error.errno if isinstance(error, OSError) else None), str(error)
 
@@ -132,11 +132,11 @@ def first_aid(error: Exception) -> str:
         return "free space"
     if means(errno.EROFS, errno.EACCES, errno.EPERM):
         return "make the folder writable"
-    return "see that the disk is there and whole"
+    return "check the disk"
 
 
 def _clear(path: Path) -> None:
-    """Removes a folder or a file; of a link the link."""
+    """Remove a folder or a file; of a link, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""A decision together with its reason: the leaf of every plan."""
+"""A decision with its reason: the leaves of plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """``value`` was decided because of ``reason`` (one clause, lower case, no full stop)."""
+    """A decision. ``reason``: one clause, lower case, without a full stop."""
 
     value: T
     reason: str

@@ -1,30 +1,32 @@
-"""One tree of user-facing errors: each says what is wrong, where, and what to do about it.
+"""User-facing errors: each has a message, a place, a remedy and a code.
 
-The command line prints ``str(error)`` without a traceback and leaves with ``error.exit_code``. Everything else that
-escapes is a bug of ours and shows its traceback.
+The command line prints ``str(error)`` without a traceback and exits with ``error.exit_code``. Any other exception is a
+bug and shows its traceback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, overload
 
 
 class HalftuneError(Exception):
-    """Something the user can act on.
+    """An error that the user can fix.
 
     Args:
         what: what is wrong, one sentence without a full stop.
+        code: ``package.what_is_wrong``, a key of ``error_codes.yaml``; independent of the wording.
         where: the place, e.g. ``configs/x.yaml:14`` or ``data.jsonl line 7``.
         remedy: what to do about it.
 
     Attributes:
-        problems: everything that is wrong: more than this one where several were found at once.
+        problems: all problems found; this error alone by default.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
-        self.what, self.where, self.remedy = what, where, remedy
+    def __init__(self, what: str, *, code: str, where: str = "", remedy: str = "") -> None:
+        self.what, self.code, self.where, self.remedy = what, code, where, remedy
         self.problems: tuple[HalftuneError, ...] = (self,)
         super().__init__(what)
 
@@ -32,15 +34,39 @@ class HalftuneError(Exception):
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head} · {self.remedy}" if self.remedy else head
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), vars(self)  # __init__ has more parameters than ``args``
+
+    def report(self) -> str:
+        """Return the text for the command line: ``str(error)`` with the code at the end of the first line."""
+        first, newline, more = str(self).partition("\n")
+        return f"{first} [{self.code}]{newline}{more}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as JSON data: ``kind, exit_code, code, problems``; each problem has ``code, what, where,
+        remedy``."""
+        listed = [
+            {"code": each.code, "what": each.what, "where": each.where, "remedy": each.remedy} for each in self.problems
+        ]
+        return {"kind": type(self).__name__, "exit_code": self.exit_code, "code": self.code, "problems": listed}
+
 
 class Problems(HalftuneError):
-    """One problem, or several that were found at once, which are told one line each."""
+    """One or several problems, printed one per line; ``code`` is the first one's."""
 
-    def __init__(self, problems: Sequence[HalftuneError] | str, *, where: str = "", remedy: str = "") -> None:
+    @overload
+    def __init__(self, problems: str, *, code: str, where: str = "", remedy: str = "") -> None: ...
+    @overload
+    def __init__(self, problems: Sequence[HalftuneError]) -> None: ...
+    def __init__(
+        self, problems: Sequence[HalftuneError] | str, *, code: str = "", where: str = "", remedy: str = ""
+    ) -> None:
         if isinstance(problems, str):
-            super().__init__(problems, where=where, remedy=remedy)
+            if not code:
+                raise TypeError("code is required")
+            super().__init__(problems, code=code, where=where, remedy=remedy)
         else:
-            super().__init__("; ".join(problem.what for problem in problems))
+            super().__init__("; ".join(problem.what for problem in problems), code=problems[0].code)
             self.problems = tuple(problems)
 
     def __str__(self) -> str:
@@ -48,9 +74,15 @@ class Problems(HalftuneError):
             return super().__str__()
         return "\n".join(str(problem) for problem in self.problems)
 
+    def report(self) -> str:
+        """Return :meth:`HalftuneError.report` of each problem, one per line."""
+        if self.problems == (self,):
+            return super().report()
+        return "\n".join(problem.report() for problem in self.problems)
+
 
 class ConfigError(Problems):
-    """The run's configuration is wrong; carries every problem found."""
+    """The configuration is invalid; contains every problem found."""
 
     exit_code = 2
 
@@ -62,13 +94,13 @@ class DataError(HalftuneError):
 
 
 class PlanError(Problems):
-    """The request is well-formed but this machine or model cannot honour it; carries every reason found."""
+    """The configuration is valid, but this machine or model does not support it; contains every reason found."""
 
     exit_code = 2
 
 
 class DoesNotFitError(PlanError):
-    """The run is not expected to fit into memory; `training.ignore_memory_estimate: true` tries all the same."""
+    """The run is not expected to fit into memory; `training.ignore_memory_estimate: true` runs it anyway."""
 
     exit_code = 1
 
@@ -80,18 +112,18 @@ class ModelError(HalftuneError):
 
 
 class DtypeContractError(HalftuneError):
-    """A tensor or a weight does not have the dtype that the plan promised."""
+    """A tensor or weight does not have the planned dtype."""
 
     exit_code = 4
 
 
 class TrainingError(HalftuneError):
-    """Training cannot go on (a non-finite loss …), or a disk is full, whatever the verb; what was written is intact."""
+    """Training cannot continue (a non-finite loss …), or a disk is full; files already written are intact."""
 
     exit_code = 5
 
 
 class MissingPackageError(HalftuneError):
-    """An optional package is needed for what was asked; the remedy is the command that adds it."""
+    """A required optional package is missing; the remedy is the command that installs it."""
 
     exit_code = 6

@@ -1,4 +1,4 @@
-"""What one of several processes leaves when it fails, in torch's error file, for whoever sums up."""
+"""Failure records of processes, in torchrun's error file format, for the summary of a run."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any
 
 from halftune.core.errors import HalftuneError, TrainingError
 
-FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for it
-NAMED = re.compile(r"rank (\d+) ")  # how the text of one begins that says which rank is to blame
-SUMMARY = "HALFTUNE_SUMMARY"  # set by whoever sums up, so that processes need not speak themselves
+FILE = "TORCHELASTIC_ERROR_FILE"  # path of the error file, set by torchrun
+NAMED = re.compile(r"rank (\d+) ")  # beginning of a message that names the failed rank
+SUMMARY = "HALFTUNE_SUMMARY"  # set by the process that prints the summary, so that ranks do not print errors
 
 
 class PeerLost(TrainingError):
-    """Another process of the run is gone or hangs; this one is sound.
+    """Another process of the run exited or hangs; this one is healthy.
 
     Attributes:
-        named: whether the text says which rank that is.
+        named: whether the message names that rank.
     """
 
-    def __init__(self, what: str, *, remedy: str = "", named: bool = False) -> None:
-        super().__init__(what, remedy=remedy)
+    def __init__(self, what: str, *, code: str, remedy: str = "", named: bool = False) -> None:
+        super().__init__(what, code=code, remedy=remedy)
         self.named = named
 
 
 @dataclass(frozen=True)
 class Record:
-    """How one process failed.
+    """The failure of one process.
 
     Attributes:
-        text: for the user.
+        text: message for the user.
         time: seconds since the epoch.
-        lost: it only lost another one.
-        names_rank: the text says which rank is to blame.
-        stopped: a signal asked it to end; nothing failed.
+        lost: whether it only lost a peer.
+        names_rank: whether the message names the failed rank.
+        stopped: whether it was stopped by a signal without failing.
     """
 
     text: str
@@ -48,15 +48,15 @@ class Record:
     stopped: bool = False
 
     @property
-    def settles(self) -> bool:
-        """Whether this says what the job ends of, whatever others may still have to say."""
+    def is_root_cause(self) -> bool:
+        """Whether this is the root cause of the job's failure, independent of other records."""
         return not self.stopped and (self.names_rank or not self.lost)
 
 
 def leave(error: BaseException, text: str) -> bool:
-    """Writes down how this process fails, where a launcher looks for it; whether somebody will sum up.
+    """Record this process's failure for the launcher; returns whether the launcher will print a summary.
 
-    Only the first call counts: what came first is what went wrong.
+    Only the first call is recorded: the first error is the cause.
     """
     path = os.environ.get(FILE)
     if path:
@@ -68,18 +68,18 @@ def leave(error: BaseException, text: str) -> bool:
 
 
 def write(path: Path, record: Record) -> None:
-    """Writes the file as torchrun wants it, unless there is one."""
+    """Write the file in torchrun's format, unless it exists."""
     extra = {"py_callstack": record.text, "timestamp": str(int(record.time))}
     own = {name: value for name, value in asdict(record).items() if name != "text"}
     try:
         with path.open("x", encoding="utf-8") as file:
             json.dump({"message": {"message": record.text, "extraInfo": extra, "halftune": own}}, file)
-    except OSError:  # no disk: the exit code must do
+    except OSError:  # the exit code remains
         return
 
 
 def read(path: Path) -> Record | None:
-    """What a process has left so far; None where it has not, or not to the end of the file."""
+    """Read a process's record; None if it is missing or incomplete."""
     try:
         return from_message(json.loads(path.read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -87,7 +87,7 @@ def read(path: Path) -> Record | None:
 
 
 def from_message(message: Any) -> Record | None:
-    """The record in what torch read from an error file; None where the process left none."""
+    """Parse a record that torch read from an error file; None if the process wrote none."""
     if not isinstance(message, dict):
         return None
     own = message.get("halftune")

@@ -1,14 +1,16 @@
-"""Reads and opens files that somebody else may have written: no link is followed, no pipe waited for, size limited."""
+"""Opens untrusted files safely: no symbolic links, no pipes, limited size."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 MOST_JSON = 100_000_000  # bytes; the limit of the safetensors library for its JSON headers
+SMALL_JSON = 4 << 20  # bytes of a JSON state file
 _FLAGS = {
     "rb": os.O_RDONLY,
     "r+b": os.O_RDWR,
@@ -20,17 +22,17 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_file(path: Path, mode: str = "rb", *, root: Path | None = None, buffering: int = -1) -> IO[bytes]:
-    """Opens a file that is no link, in a folder that no link below ``root`` leads to.
+    """Open a regular file without following symbolic links below ``root``.
 
     Args:
         path: the file.
         mode: ``rb``, ``r+b``, ``wb``, ``ab`` or ``a+b``.
-        root: a folder that holds the file, at any depth; it may be reached by a link. Default: the file's folder.
-        buffering: as of ``open``; 0 writes at once.
+        root: a parent folder of the file; may be a link itself. Default: the file's folder.
+        buffering: as in ``open``; 0 is unbuffered.
 
     Raises:
         OSError: the file or a folder between it and ``root`` is a symbolic link, the path leaves ``root``, the file is
-            no regular file, or it cannot be opened.
+            not a regular file, or it cannot be opened.
     """
     root = root or path.parent
     *between, name = path.relative_to(root).parts
@@ -53,30 +55,57 @@ def open_file(path: Path, mode: str = "rb", *, root: Path | None = None, bufferi
             os.close(directory)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     if mode == "wb":
         file.truncate()
     return file
 
 
 def read_text(path: Path, *, root: Path | None = None) -> str:
-    """A file of UTF-8 text, opened by :func:`open_file`; bytes that are none are replaced.
+    """Read a UTF-8 text file opened by :func:`open_file`; invalid bytes are replaced.
 
     Raises:
-        OSError: as :func:`open_file`.
+        OSError: it has more than ``MOST_JSON`` bytes; as :func:`open_file`.
     """
-    with open_file(path, root=root) as file:
-        return file.read().decode("utf-8", errors="replace")
+    return read_limited(path, root=root or path.parent).decode("utf-8", errors="replace")
 
 
-def read_limited(path: Path, most: int = MOST_JSON) -> bytes:
-    """A file whose size is limited. Links are followed: a hub cache is made of them.
+def read_limited(path: Path, most: int = MOST_JSON, *, root: Path | None = None) -> bytes:
+    """Read a file of limited size.
+
+    Args:
+        path: the file.
+        most: limit in bytes.
+        root: as in :func:`open_file`. Default: links are followed, since a hub cache consists of links.
 
     Raises:
-        OSError: it has more than ``most`` bytes, or cannot be read.
+        OSError: it has more than ``most`` bytes, or cannot be read; with ``root``, as :func:`open_file`.
     """
-    with path.open("rb") as file:
+    with path.open("rb") if root is None else open_file(path, root=root) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
     return data
+
+
+def read_json(path: Path, most: int = SMALL_JSON, *, root: Path | None = None) -> Any:
+    """Read an untrusted JSON file of limited size.
+
+    Args:
+        path: the file.
+        most: maximum size in bytes.
+        root: as in :func:`open_file`.
+
+    Raises:
+        OSError: it is missing, not a regular file, a link, or unreadable.
+        ValueError: it is larger than ``most`` bytes, or not JSON.
+    """
+    with open_file(path, root=root) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{path.name} has {size:,} bytes, expected at most {most:,}")
+        data = file.read(most + 1)
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

@@ -1,4 +1,4 @@
-"""Our names of the floating-point formats that a run may use."""
+"""Names of the floating-point formats of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process of a run this is: the one place that reads what a launcher has set."""
+"""Rank and world size of this process, from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from halftune.core.errors import PlanError
 
-# What torchrun and accelerate give each of several processes that they start.
+# Variables that torchrun and accelerate set for each process.
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The same from launchers that halftune is not started by (MPI, Slurm's PMI), but accelerate listens to.
+# Variables of launchers that halftune does not support (MPI, Slurm's PMI), but accelerate reads.
 OTHERS = ("OMPI_COMM_WORLD_", "PMI_", "MV2_COMM_WORLD_", "MPI_LOCAL")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _REMEDY = "start the run with `halftune train` or torchrun, or unset the variable"
@@ -20,13 +20,13 @@ _REMEDY = "start the run with `halftune train` or torchrun, or unset the variabl
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a run.
+    """A process of a run.
 
     Attributes:
-        rank: its number, from 0.
-        local_rank: its number on its machine, from 0.
-        world_size: processes of the run.
-        launched: a launcher has started it.
+        rank: global rank.
+        local_rank: rank on its node.
+        world_size: number of processes.
+        launched: whether a launcher started it.
     """
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Process:
 
     @property
     def main(self) -> bool:
-        """Whether it writes files and speaks."""
+        """Whether it writes files and logs (rank 0)."""
         return self.rank == 0
 
 
@@ -44,29 +44,29 @@ ALONE = Process()
 
 
 def this_process() -> Process:
-    """This process, by the environment: launched where RANK and WORLD_SIZE are set, else alone.
+    """Return this process from the environment: launched if RANK and WORLD_SIZE are set, else alone.
 
     Raises:
-        PlanError: a variable has no valid value, or WORLD_SIZE names several processes and another variable is missing.
+        PlanError: a variable has an invalid value, or WORLD_SIZE is above 1 and another variable is missing.
     """
     world_size = _number("WORLD_SIZE", 1)
     if world_size is None or (world_size == 1 and not os.environ.get("RANK")):
-        return ALONE  # RANK without WORLD_SIZE may be anybody's variable
+        return ALONE  # RANK without WORLD_SIZE may be unrelated
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if world_size > 1 and missing:
-        what = f"{world_size} processes, but not set: {', '.join(missing)}"
-        raise PlanError(what, where="WORLD_SIZE", remedy=_REMEDY)
+        what = f"WORLD_SIZE is {world_size}, but missing: {', '.join(missing)}"
+        raise PlanError(what, where="WORLD_SIZE", remedy=_REMEDY, code="launch.bad_environment")
     rank, local_rank = _number("RANK", 0) or 0, _number("LOCAL_RANK", 0) or 0
     if rank >= world_size:
         what = f"rank {rank} of {world_size} processes; expected 0 to {world_size - 1}"
-        raise PlanError(what, where="RANK, WORLD_SIZE", remedy=_REMEDY)
+        raise PlanError(what, where="RANK, WORLD_SIZE", remedy=_REMEDY, code="launch.bad_environment")
     if world_size > 1:
         _number("MASTER_PORT", 1, most=65_535)
     return Process(rank, local_rank, world_size, launched=True)
 
 
 def ignored() -> list[str]:
-    """``NAME=value`` of each variable of a launcher that has no effect, because this process runs alone."""
+    """Return ``NAME=value`` of each launcher variable that is ignored because this process runs alone."""
     if this_process().launched:
         return []
     names = [name for name in ("RANK", "LOCAL_RANK") if os.environ.get(name)]
@@ -76,7 +76,7 @@ def ignored() -> list[str]:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Inside ``with``, a library that reads the environment finds as many processes as :func:`this_process` does."""
+    """Inside, variables are hidden from which libraries would read another world size than :func:`this_process`."""
     alone = this_process().world_size == 1
     names = [name for name in os.environ if name.startswith(OTHERS) or (alone and name in _NAMES)]
     taken = {name: os.environ.pop(name) for name in names}
@@ -87,14 +87,15 @@ def hidden() -> Iterator[None]:
 
 
 def _number(name: str, least: int, most: int = 1_000_000) -> int | None:
-    """The value of a variable; None where it is not set.
+    """The value of a variable; None if it is not set.
 
     Raises:
-        PlanError: it is no integer, below ``least`` or above ``most``.
+        PlanError: it is not an integer, below ``least`` or above ``most``.
     """
     text = os.environ.get(name)
     if not text:
         return None
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
-        raise PlanError(f"expected an integer from {least} to {most}, got {text[:40]!r}", where=name, remedy=_REMEDY)
+        what = f"expected an integer from {least} to {most}, got {text[:40]!r}"
+        raise PlanError(what, where=name, remedy=_REMEDY, code="launch.bad_environment")
     return int(text)

@@ -1,4 +1,4 @@
-"""The package's one logger. Only the main process speaks below WARNING."""
+"""The package's logger. Only rank 0 logs below WARNING."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from halftune.core.files import open_file
 from halftune.core.launcher import ALONE, Process
 
-# What these warn of follows from files and recipe, so that all processes of a machine would say the same.
-_ALIKE = ("data", "model", "train.setup", "train.parallel.reading")
-FILE_ONLY = {"file_only": True}  # log.info(…, extra=FILE_ONLY): the console has it otherwise, or does not want it
+# Warnings of these modules depend on files and config only: all processes of a node would repeat them.
+_ALIKE = ("data", "model", "plan", "train.setup", "train.parallel.reading")
+FILE_ONLY = {"file_only": True}  # log.info(…, extra=FILE_ONLY): not on the console
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module, a child of ``halftune``."""
+    """Return the logger of a module, a child of ``halftune``."""
     return logging.getLogger(name)
 
 
 def configure(process: Process = ALONE) -> None:
-    """Sets the console handler up once; ranks above 0 log warnings only, and of those that they share one a machine."""
+    """Set up the console handler once; ranks above 0 log warnings only, and shared warnings once per node."""
     root = logging.getLogger("halftune")
     if root.handlers:
         return
@@ -41,7 +41,7 @@ def configure(process: Process = ALONE) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Inside ``with``, the console is left to what is being written there; what is logged follows at the end."""
+    """Inside, log records for the console are held back until the end."""
     waiting: list[tuple[logging.Handler, logging.LogRecord]] = []
     consoles = [each for each in logging.getLogger("halftune").handlers if not isinstance(each, logging.FileHandler)]
 
@@ -62,11 +62,11 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
-    """Inside ``with``, everything that is logged is also appended to a file, with its time."""
+    """Inside, log records are also appended to a file, with timestamps."""
     if not enabled:
         yield
         return
-    handler = _RunLog(path, encoding="utf-8", delay=True)  # opened where its failing is dealt with
+    handler = _RunLog(path, encoding="utf-8", delay=True)  # opened in emit, which handles errors
     with suppress(OSError), open_file(path, "ab"):
         pass
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
@@ -76,12 +76,12 @@ def log_to(path: Path, *, enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        with suppress(OSError):  # what a full disk did not take
+        with suppress(OSError):  # a full disk
             handler.close()
 
 
 class _RunLog(logging.FileHandler):
-    """A log file whose disk may be full or gone: said once, on the console."""
+    """A log file that reports write errors once, on the console."""
 
     _said = False
 
@@ -91,7 +91,7 @@ class _RunLog(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self.stream is not None and not os.fstat(self.stream.fileno()).st_nlink:
-                self.close()  # deleted: what is said from now on goes into a new one
+                self.close()  # deleted: create it again
             super().emit(record)
         except OSError:  # the file cannot be opened
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""What makes a folder valid: a list of its files with their sizes and checksums, written last."""
+"""Manifests: the sizes and checksums of a folder's files, written last, which makes the folder valid."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core import alive
+from halftune.core.files import MOST_JSON, read_json
 
 MARKER = "checkpoint.json"
-MANIFEST = "manifest.json"  # of every other folder that is sealed
+MANIFEST = "manifest.json"  # of all other folders
 FORMAT = 1
-_BLOCK = 16 << 20  # bytes that are read at a time
-_READERS = 4  # files that are read at once: a fast disk gives more than one checksum takes
+_BLOCK = 16 << 20  # bytes per read
+_READERS = 4  # files read in parallel: a fast disk outpaces one checksum
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return a file's entry in a manifest."""
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def seal(folder: Path, marker: str = MARKER, known: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Writes the manifest of all files in ``folder`` and below: ``{"format": 1, "files": {name: {"size", "sha256"}}}``.
+def seal(
+    folder: Path,
+    marker: str = MARKER,
+    known: Mapping[str, dict[str, Any]] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the manifest of all files in ``folder``: ``{"format": 1, "files": {name: {"size", "sha256"}}}``.
 
     Args:
-        folder: with all its files.
+        folder: the complete folder.
         marker: the name of the manifest.
-        known: entries of files by their names, of whoever wrote them; these are not read again.
+        known: entries by file name, from the code that wrote them; these files are not read again.
+        facts: further JSON data in the manifest, under other keys.
     """
     known = known or {}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: known.get(name) or entry(folder / name) for name in names if name != marker}
-    (folder / marker).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+    manifest = {**(facts or {}), "format": FORMAT, "files": files}
+    (folder / marker).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def damage(
@@ -44,18 +52,22 @@ def damage(
     marker: str = MARKER,
     expected: Collection[str] = (),
     share: tuple[int, int] = (0, 1),
+    closed: bool = False,
 ) -> str:
-    """What is wrong with a sealed folder, as a clause; empty where nothing is.
+    """Describe the corruption of a folder with a manifest, as a clause; empty if it is intact.
 
     Args:
-        folder: a checkpoint, or another folder that was sealed.
+        folder: a checkpoint or another folder with a manifest.
         thorough: compare checksums too, which reads every byte; else sizes only.
         marker: the name of the manifest.
-        expected: files that such a folder has, and that the manifest must list.
-        share: this process and how many there are: each compares the checksums of other files.
+        expected: files that the manifest must list.
+        share: (rank, world size): each process verifies the checksums of other files.
+        closed: also refuse symbolic links and unlisted files; hidden files and Markdown may change.
     """
     try:
-        files = _files(folder / marker)
+        files = _files(folder / marker, notes=not closed)
+        if closed and (wrong := _strange(folder, {*files, marker})):
+            return wrong
         if missing := sorted(set(expected) - files.keys()):
             return f"{marker} does not list {missing[0]}"
         for name, (size, _) in files.items():
@@ -68,19 +80,36 @@ def damage(
         with ThreadPoolExecutor(_READERS) as pool:
             for name, digest in zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True):
                 if digest != files[name][1]:
-                    return f"{name} is not what was written (checksum)"
+                    return f"{name} has a wrong checksum"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError):
-        return f"{marker} is no manifest of format {FORMAT}"
+        return f"{marker} is not a manifest of format {FORMAT}"
     return ""
 
 
-def _files(marker: Path) -> dict[str, tuple[int, str]]:
-    manifest: Any = json.loads(marker.read_text(encoding="utf-8"))
+def _strange(folder: Path, listed: Collection[str]) -> str:
+    for path in folder.rglob("*"):  # not sorted: it may be a link to a very large folder
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            return f"{name} is a symbolic link"
+        if not path.is_dir() and name not in listed and not _is_note(name):
+            return f"{name} is not in {MANIFEST}"
+    return ""
+
+
+def _is_note(name: str) -> bool:
+    return name.endswith(".md") or any(part.startswith(".") for part in name.split("/"))
+
+
+def _files(marker: Path, *, notes: bool) -> dict[str, tuple[int, str]]:
+    manifest: Any = read_json(marker, MOST_JSON)
     if manifest["format"] != FORMAT or not manifest["files"]:
         raise ValueError
-    return {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    if any(name.startswith("/") or ".." in name.split("/") for name in manifest["files"]):
+        raise ValueError  # outside of the folder
+    listed = manifest["files"].items()
+    return {name: (entry["size"], entry["sha256"]) for name, entry in listed if notes or not _is_note(name)}
 
 
 def _sha256(path: Path) -> str:

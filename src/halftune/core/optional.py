@@ -1,4 +1,4 @@
-"""Optional packages: imported when needed, or an error with the command that adds them."""
+"""Optional packages: imported on use, or an error with the command that installs them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from types import ModuleType
 
 from halftune.core.errors import MissingPackageError
 
-# distribution name → the extra of halftune that brings it; every other one comes by its own name
+# distribution → halftune's extra that installs it; others are installed by name
 _EXTRAS = {
     "flash-attn": "flash",
     "flash-linear-attention": "fla",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "gradio": "webui",
+    "bitsandbytes": "bitsandbytes",
 }
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, without importing it; None where it is absent."""
+    """Return the installed version of a distribution, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -27,23 +28,24 @@ def version_of(distribution: str) -> str | None:
 
 
 def extra_line(extra: str) -> str:
-    """The command that adds an extra, in a checkout: no package index has halftune under a name of ours."""
+    """Return the command that installs an extra from a checkout (halftune is not on a package index)."""
     return f'pip install -e ".[{extra}]"'
 
 
 def pip_line(distribution: str) -> str:
-    """The command that adds a distribution."""
+    """Return the command that installs a distribution."""
     return extra_line(_EXTRAS[distribution]) if distribution in _EXTRAS else f"pip install {distribution}"
 
 
 def need(module: str, *, why: str, distribution: str | None = None) -> ModuleType:
-    """Imports an optional module.
+    """Import an optional module.
 
     Raises:
-        MissingPackageError: it is not installed; the remedy is the pip line.
+        MissingPackageError: it is not installed; the remedy is the pip command.
     """
     distribution = distribution or module.replace("_", "-")
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingPackageError(f"{why} needs the package {distribution}", remedy=pip_line(distribution)) from error
+        what = f"{why} requires package {distribution}"
+        raise MissingPackageError(what, remedy=pip_line(distribution), code="core.package_missing") from error

@@ -1,4 +1,4 @@
-"""Where halftune keeps things outside a run folder."""
+"""Locations of files outside run folders."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from halftune.core.errors import ConfigError
 
 
 def cache_dir() -> Path:
-    """The user's cache folder: ``$HALFTUNE_CACHE``, else ``$XDG_CACHE_HOME/halftune``, else ``~/.cache/halftune``.
+    """Return the cache folder: ``$HALFTUNE_CACHE``, else ``$XDG_CACHE_HOME/halftune``, else ``~/.cache/halftune``.
 
     Raises:
-        ConfigError: there is no home folder, and no variable names another one.
+        ConfigError: there is no home folder, and no variable is set.
     """
     own = os.environ.get("HALFTUNE_CACHE")
     name = own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "halftune")
     written_out = os.path.expanduser(name)
     if written_out.startswith("~"):
-        what = f"there is no home folder for {name}"
-        raise ConfigError(what, where="HALFTUNE_CACHE", remedy="set HALFTUNE_CACHE (or HOME) to a folder for caches")
+        what = f"cannot expand {name}: no home folder"
+        raise ConfigError(
+            what,
+            where="HALFTUNE_CACHE",
+            remedy="set HALFTUNE_CACHE (or HOME) to a writable folder",
+            code="core.cache_not_writable",
+        )
     return Path(written_out)

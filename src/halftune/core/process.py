@@ -1,4 +1,4 @@
-"""Which process is which: a number alone is given to another process once its owner has gone."""
+"""Identifies processes beyond their PID, which the system reuses."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity(pid: int) -> str | None:
-    """What tells a process from a later one with the same number: when it began, and in which boot of the machine.
+    """Return boot id and start time of a process, which distinguish it from a later one with the same PID.
 
     Returns:
-        None where there is no such process, or it has ended and only waits for its parent to ask how.
+        None if there is no such process, or it is a zombie.
     """
     if pid <= 0:
         return None
     if not sys.platform.startswith("linux"):
-        return _asked(pid)
+        return _from_ps(pid)
     try:
-        # the name in brackets may hold anything, brackets too
+        # the name in brackets may contain brackets
         state, *rest = (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         )
@@ -33,20 +33,20 @@ def identity(pid: int) -> str | None:
     return None if state in "ZX" else f"{boot}:{began}"
 
 
-def _asked(pid: int) -> str | None:
+def _from_ps(pid: int) -> str | None:
     asked = subprocess.run(["ps", "-o", "state=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state, _, began = asked.stdout.strip().partition(" ")
     return None if not began or state.startswith("Z") else began.strip()
 
 
 def send(pid: int, known: str, number: signal.Signals) -> bool:
-    """Sends a signal to the process that :func:`identity` gave ``known`` for, and to no other.
+    """Send a signal to a process, only if its :func:`identity` is still ``known``.
 
     Returns:
-        whether it was there.
+        Whether it still existed.
 
     Raises:
-        PermissionError: it belongs to someone else.
+        PermissionError: it belongs to another user.
     """
     if not sys.platform.startswith("linux"):
         if identity(pid) != known:
@@ -54,7 +54,7 @@ def send(pid: int, known: str, number: signal.Signals) -> bool:
         os.kill(pid, number)
         return True
     try:
-        handle = os.pidfd_open(pid)  # stays with this process, whatever becomes of its number
+        handle = os.pidfd_open(pid)  # refers to this process even if its PID is reused
     except ProcessLookupError:
         return False
     try:

@@ -1,4 +1,4 @@
-"""``status.json``: what a process of halftune is doing, for whoever watches from outside (the web board, a script)."""
+"""``status.json``: the state of a halftune process, for the web UI and scripts."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from halftune.core.atomic import is_full
-from halftune.core.files import open_file
+from halftune.core.errors import HalftuneError
+from halftune.core.files import open_file, read_json
 from halftune.core.log import get_logger
 from halftune.core.process import identity
 
 log = get_logger(__name__)
 NAME = "status.json"
-STARTED = ".started"  # a folder in a run folder: how the run was started, where a program did
+STARTED = ".started"  # subfolder of a run folder: how a program started the run
 State = Literal["running", "finished", "stopped", "failed"]
-_MOST = 4 * 2**20  # bytes of a JSON file that is read whole
-_BLOCK = 4096  # bytes in which file systems give space away; writing within them needs no more
-_LARGEST = 2**53  # no count, and no moment, is beyond
+_BLOCK = 4096  # file system block size; overwriting within a block needs no space
+_LARGEST = 2**53  # upper bound of counts and times
 
 
 @dataclass(frozen=True)
 class Status:
-    """One look at a process.
+    """The status of a process.
 
     Attributes:
-        state: ``running`` until its last word. A ``running`` whose process is gone was killed.
-        phase: what it is doing: ``tokenising | compiling | loading | training | evaluating | saving | finished`` in
+        state: ``running`` until the last update. If it is ``running`` and the process is gone, it was killed.
+        phase: current activity: ``tokenising | compiling | loading | training | evaluating | saving | finished`` in
             training.
-        step, total: steps done and steps in all; 0 in all where that is not known.
+        step, total: steps done and total steps; total is 0 if unknown.
         epoch: epochs done, as a fraction.
-        loss: of the last step; None before it, and where it is not finite.
-        seconds_left: at the pace so far; None where none is known.
-        casts: attention calls whose operands had left the planned dtype, in this sitting.
-        error: the sentence that ended it; empty where nothing did.
-        pid, process, host: who writes this; ``process`` is :func:`halftune.core.process.identity`.
-        started, updated: Unix time of the process's begin, and of this look.
+        loss: of the last step; None before the first step, and if it is not finite.
+        seconds_left: estimated from the pace so far; None if unknown.
+        casts: attention calls whose operands were not in the planned dtype, since this start.
+        error, code: message and code of the error that ended it; empty if there was none.
+        pid, process, host: of the writer; ``process`` is :func:`halftune.core.process.identity`.
+        started, updated: Unix times of the process's start and of this update.
     """
 
     state: State = "running"
@@ -53,6 +53,7 @@ class Status:
     seconds_left: float | None = None
     casts: int = 0
     error: str = ""
+    code: str = ""
     pid: int = 0
     process: str = ""
     host: str = ""
@@ -61,13 +62,13 @@ class Status:
 
 
 class StatusFile:
-    """Writes a status again and again. The file is whole at every moment; where it cannot be written, nothing stops.
+    """Writes status updates atomically; write errors are ignored.
 
-    On a full disk what is urgent, such as how it ended, is still told.
+    On a full disk, urgent updates overwrite the existing file in place.
 
     Args:
         path: the file.
-        pause: least seconds between two writes that are not urgent.
+        pause: minimum seconds between updates that are not urgent.
     """
 
     def __init__(self, path: Path, pause: float = 0.5) -> None:
@@ -79,7 +80,7 @@ class StatusFile:
         )
 
     def tell(self, *, urgent: bool = True, **changes: Any) -> None:
-        """Changes fields of the status and writes it; what is not urgent is written when the pause is over."""
+        """Change fields of the status and write it; updates that are not urgent wait for the pause."""
         self._values |= changes
         now = time.monotonic()
         if not urgent and now < self._next:
@@ -102,62 +103,63 @@ class StatusFile:
         return json.dumps(shown)
 
     def _write_over(self) -> None:
-        """Where no new file fits on the disk: into the one that is there, whose block can hold a little more."""
+        """Overwrite the existing file in place, within its block, if the disk is full."""
         with open_file(self.path, "r+b", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             most = len(self._values["error"])
             while len(text := self._text(most).encode().ljust(before)) > max(_BLOCK, before) and most:
                 most //= 2
-            file.write(text)  # in one piece, for whoever reads at this moment
+            file.write(text)  # one write, for concurrent readers
 
 
 @contextmanager
 def told(file: StatusFile) -> Iterator[StatusFile]:
-    """Around a whole piece of work: the file says that it runs, then that it is finished, or what went wrong."""
+    """Report a block's state: running, then finished, stopped or failed with its error."""
     file.tell(phase="starting")
     try:
         yield file
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        file.tell(state="stopped" if stopped else "failed", error=str(error) or type(error).__name__)
+        code = error.code if isinstance(error, HalftuneError) else ""
+        file.tell(state="stopped" if stopped else "failed", error=str(error) or type(error).__name__, code=code)
         raise
     file.tell(state="finished", phase="finished")
 
 
 def finish(path: Path) -> None:
-    """Marks a status as finished, where the work was and its process was gone before it could say so."""
+    """Mark a status as finished if the process was killed after its work was done."""
     try:
         status = read_status(path)
     except (OSError, ValueError):
         return
     if status is not None and status.state != "finished":
-        last = {"state": "finished", "phase": "finished", "error": "", "seconds_left": None}
+        last = {"state": "finished", "phase": "finished", "error": "", "code": "", "seconds_left": None}
         StatusFile(path).tell(**asdict(status) | last)
 
 
 def read_status(path: Path) -> Status | None:
-    """The status in a file; None where there is none.
+    """Read a status file; None if it does not exist.
 
     Raises:
-        OSError: it is there and cannot be read.
-        ValueError: it is no status.
+        OSError: it cannot be read.
+        ValueError: it is not a valid status.
     """
     try:
         values = read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path.name} is no status: {error}") from error
+        raise ValueError(f"{path.name} is not a valid status: {error}") from error
     if not isinstance(values, dict) or not {"state", "phase", "pid"} <= values.keys():
-        raise ValueError(f"{path.name} is no status")
+        raise ValueError(f"{path.name} is not a valid status")
     known = {field.name: values[field.name] for field in fields(Status) if field.name in values}
     if odd := [name for name, value in known.items() if not _fits(name, value)]:
-        raise ValueError(f"{path.name} is no status: {', '.join(odd)} cannot be")
+        raise ValueError(f"{path.name} is not a valid status: invalid {', '.join(odd)}")
     return Status(**known)
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a field may have a value that came from a file; only the loss may be no finite number."""
+    """Whether a field's value is valid; only the loss may be non-finite."""
     usual = vars(Status)[name]
     if name == "state":
         return value in get_args(State)
@@ -166,26 +168,3 @@ def _fits(name: str, value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if isinstance(usual, int) else int | float):
         return False
     return abs(value) <= _LARGEST or (name == "loss" and isinstance(value, float))
-
-
-def read_json(path: Path, most: int = _MOST, *, root: Path | None = None) -> Any:
-    """What a JSON file holds that somebody else may have written: no pipe is waited for, and nothing huge is read.
-
-    Args:
-        path: the file.
-        most: bytes that it may have.
-        root: as in :func:`halftune.core.files.open_file`.
-
-    Raises:
-        OSError: it is not there, is no regular file, is a link, or cannot be read.
-        ValueError: it is larger than ``most`` bytes, or is no JSON.
-    """
-    with open_file(path, root=root) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f"{size:,} bytes")
-        data = file.read(most + 1)
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error

@@ -1,4 +1,4 @@
-"""Registries are plain tables of strings, imported on choice, so that a name costs nothing until it is used."""
+"""Registries: tables of import paths, imported on use."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from halftune.core.errors import ConfigError
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``did you mean X?`` for a misspelt name, or the list of what is known when nothing is close."""
+    """Return ``did you mean X?`` for a misspelt name, or the list of known names if none is similar."""
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
-    """Imports and returns the object that ``table`` names ``"package.module:Name"`` under ``name``.
+    """Import and return the object at ``table[name]``, ``"package.module:Name"``.
 
     Raises:
-        ConfigError: ``name`` is not in the table; says what it may have meant. ``kind`` names the table ("callback").
+        ConfigError: ``name`` is not in the table; suggests a similar one. ``kind`` names the table ("callback").
     """
     if name not in table:
-        raise ConfigError(f"unknown {kind} {name!r}", remedy=did_you_mean(name, table))
-    module, _, attribute = table[name].partition(":")
+        raise ConfigError(f"unknown {kind} {name!r}", remedy=did_you_mean(name, table), code="core.unknown_name")
+    return named(table[name])
+
+
+def named(place: str) -> Any:
+    """Import and return the object at ``"package.module:Name"``."""
+    module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

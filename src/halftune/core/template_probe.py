@@ -1,7 +1,7 @@
-"""Renders a chat template once in a process of its own, with limits on memory and CPU time. Needs Jinja alone.
+"""Renders a chat template once in a separate process, with limits on memory and CPU time. Imports only Jinja.
 
-A template comes with a checkpoint, and Jinja's sandbox keeps it from files and code, but not from endless loops or from
-texts of gigabytes. As a program, this file reads ``{"template": …}`` from standard input; its exit code is the answer.
+Templates are part of untrusted checkpoints. Jinja's sandbox prevents access to files and code, but not endless loops or
+gigabytes of text. Run as a program, this file reads ``{"template": …}`` from standard input and answers by exit code.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 MEMORY, SECONDS, LENGTH = 1 << 30, 5, 1 << 20  # bytes of address space, of CPU time, characters of a template
-_TOO_LARGE, _WAIT = 3, 120.0  # exit code; seconds of wall time, for a machine with much else to do
+_TOO_LARGE, _WAIT = 3, 120.0  # exit code; seconds of wall time, long enough for a busy machine
 
 
 @lru_cache(maxsize=64)
 def excess(template: str) -> str:
-    """What is wrong with a template that asks for too much, as a clause; empty where it renders within the limits.
+    """Describe which limit a template exceeds, as a clause; empty if it renders within the limits.
 
-    Templates that are not valid, or refuse the probes, pass: whoever renders them says so.
+    Invalid templates, and those that reject the test conversations, pass: rendering reports them.
     """
     if len(template) > LENGTH:
-        return f"has {len(template):,} characters, at most {LENGTH:,} are accepted"
+        return f"has {len(template):,} characters; the maximum is {LENGTH:,}"
     try:
         given = json.dumps({"template": template})
         command = [sys.executable, "-I", __file__]
         done = subprocess.run(command, input=given, text=True, capture_output=True, timeout=_WAIT)
     except subprocess.TimeoutExpired:
-        return f"does not render a short conversation within {_WAIT:.0f} s"
+        return f"needs more than {_WAIT:.0f} s to render a short conversation"
     if done.returncode == _TOO_LARGE:
-        return f"takes more than {MEMORY >> 30} GiB of memory for a short conversation"
+        return f"needs more than {MEMORY >> 30} GiB of memory to render a short conversation"
     if done.returncode < 0:
-        return f"takes more than {SECONDS} s of CPU time for a short conversation"
+        return f"needs more than {SECONDS} s of CPU time to render a short conversation"
     return ""
 
 
@@ -53,9 +53,9 @@ def _conversations() -> list[dict[str, Any]]:
 
 
 def _folds_too_much(tree: nodes.Template) -> bool:
-    """Whether a constant expression takes more memory than there is.
+    """Whether a constant expression exceeds the memory limit.
 
-    Jinja computes constants while it compiles, also in branches that are never rendered, and ignores those that fail.
+    Jinja evaluates constants at compile time, also in branches that are never rendered, and ignores failures.
     """
     from jinja2 import nodes
 

@@ -1,35 +1,79 @@
-"""A limit on the CPU time of a piece of Python that may not end."""
+"""Limits on CPU time and memory for untrusted code in this process."""
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+
+_STATM = "/proc/self/statm"  # Linux only; memory is not limited on other systems
+_PAGE = resource.getpagesize()
 
 
 class OutOfTime(Exception):
-    """The block took more CPU time than it may."""
+    """The CPU time limit was exceeded."""
 
 
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Ends the block after ``seconds`` of CPU time of this process. In other threads than the main one it has no limit.
+class Limits:
+    """Interrupts a block after ``seconds`` of CPU time of this process, or if it allocates ``memory`` more bytes.
+
+    A nested block shares the outer block's limits. Outside the main thread there are no limits, since both apply to the
+    whole process.
 
     Raises:
-        OutOfTime: the limit is reached.
+        OutOfTime: the time limit was exceeded.
+        MemoryError: the memory limit was exceeded.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, _end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+    _held = False
+
+    def __init__(self, seconds: float, memory: int) -> None:
+        self._seconds, self._memory = seconds, memory
+        self._inner, self._kept = False, 0
+
+    def __enter__(self) -> Limits:
+        self._inner = Limits._held or threading.current_thread() is not threading.main_thread()
+        if not self._inner:
+            Limits._held = True
+            self._handler = signal.signal(signal.SIGVTALRM, _end)
+            self._before = resource.getrlimit(resource.RLIMIT_AS)
+            self._limit_memory()
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._inner:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, self._handler)
+            resource.setrlimit(resource.RLIMIT_AS, self._before)
+            Limits._held = False
+
+    def renew(self, kept: int) -> None:
+        """Restart the time limit; ``kept`` allocated bytes no longer count towards the memory limit."""
+        if self._inner:
+            return
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds)
+        self._kept += kept
+        if self._kept > self._memory // 8:  # not on every call: reading the memory use is slow
+            self._limit_memory()
+
+    def _limit_memory(self) -> None:
+        self._kept = 0
+        try:
+            file = os.open(_STATM, os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            taken = int(os.read(file, 64).split()[0]) * _PAGE
+        finally:
+            os.close(file)
+        soft, hard = self._before
+        limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([taken + self._memory, *limits]), hard))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Keeps tokenised sources on disk, keyed by everything that they depend on."""
+"""Disk cache of tokenised sources, keyed by everything that affects the tokens."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from halftune.core.atomic import whole_folder
 from halftune.core.log import get_logger
 from halftune.core.manifest import MANIFEST, damage, seal
 from halftune.core.paths import cache_dir
-from halftune.data.exact import backend_json
+from halftune.data.offset_tokenizer import backend_json
 from halftune.data.store import TokenStore, load_store, save_store
 
 log = get_logger(__name__)
 
-ROOM = Path(__file__).parent  # whatever in here changes may give other tokens, labels or report entries
+PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
 
-Made = tuple[TokenStore, dict[str, Any]]
+Tokenised = tuple[TokenStore, dict[str, Any]]
 
 
 def cache_key(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
-    """sha256 over the tokenizer with its template, the code that renders and tokenises, and ``parts`` (JSON)."""
+    """sha256 of the tokenizer, its chat template, this package's code and ``parts`` (JSON)."""
     everything = {
         "halftune": __version__,
-        "code": code_of(ROOM),
+        "code": code_of(PACKAGE),
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
         "tokenizer": hashlib.sha256(backend_json(tokenizer).encode()).hexdigest(),
@@ -46,7 +46,7 @@ def cache_key(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
 
 @cache
 def code_of(folder: Path) -> str:
-    """sha256 over the Python sources in a folder and below, their names included."""
+    """sha256 of the names and contents of all Python files below a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
@@ -54,11 +54,11 @@ def code_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def cached(key: str, make: Callable[[], Made]) -> Made:
-    """What ``make`` gives, from disk where it is there already.
+def cached(key: str, make: Callable[[], Tokenised]) -> Tokenised:
+    """Return the cached result of ``make``.
 
-    Only one of several processes that ask at once makes it; the others wait. A damaged entry is made anew. Where the
-    cache cannot be written, a warning says so and nothing is kept.
+    Concurrent processes wait for the one that builds it. A corrupt entry is rebuilt. If the cache cannot be written,
+    a warning is logged and the result is not cached.
     """
     folder = cache_dir() / "data" / key
     try:
@@ -79,20 +79,20 @@ def cached(key: str, make: Callable[[], Made]) -> Made:
         lock.release()
 
 
-def _load(folder: Path) -> Made | None:
+def _load(folder: Path) -> Tokenised | None:
     if not folder.is_dir():
         return None
     if wrong := damage(folder, thorough=True, marker=MANIFEST):  # a flipped bit would be another token, without a word
-        log.warning("the cached tokens in %s are damaged (%s) and made anew", folder, wrong)
+        log.warning("corrupt token cache in %s (%s): rebuilding", folder, wrong)
         return None
     try:
         return load_store(folder), json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, EOFError) as error:
-        log.warning("the cached tokens in %s are damaged (%s) and made anew", folder, error)
+        log.warning("corrupt token cache in %s (%s): rebuilding", folder, error)
         return None
 
 
-def _save(folder: Path, made: Made) -> None:
+def _save(folder: Path, made: Tokenised) -> None:
     try:
         with whole_folder(folder) as beside:
             save_store(made[0], beside)

@@ -1,30 +1,34 @@
-"""Renders conversations by the tokenizer's own chat template; its control tokens are told from the texts'."""
+"""Renders conversations with the tokenizer's chat template, keeping its control tokens apart from message texts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import DataError
-from halftune.core.time_limit import OutOfTime, cpu_limit
-from halftune.data.control import CLOSE, OPEN, ControlTokens, special_tokens
-from halftune.data.conversation import RowDropped
-from halftune.data.forms import TOOL, Forms, find_forms
+from halftune.core.time_limit import Limits, OutOfTime
+from halftune.data.control_tokens import CLOSE, OPEN, ControlTokens, special_tokens
+from halftune.data.conversation import RowDropped, RowError
 from halftune.data.preflight import no_chat_template
+from halftune.data.template_date import with_date, writes_date
+from halftune.data.template_features import TOOL, TemplateFeatures, probe_features
 
 Messages = Sequence[Mapping[str, Any]]
-# `{% generation %}` without its meaning: writes a private character where a generated part begins and ends. An `if`
-# block trims white space exactly as the original does.
+# Replaces `{% generation %}`: writes a private-use character at the start and end of a generated part. An `if` block
+# trims white space exactly as the original does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# Tags that a template may look for in a text: `<think>`, `[INST]`.
+# Tags that a template may search for in a text: `<think>`, `[INST]`.
 _LITERAL = re.compile(r"""<[^<>\s'"]{1,40}>|\[/?\w+\]""")
-# what a template raises that meets a shape which it does not expect, or asks for more than there is
-_TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError, MemoryError)
-_SECONDS = 30  # of CPU time for one conversation; usual templates take a thousandth
+# errors of templates that do not support the shape of a message
+_TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError)
+# CPU time and bytes of memory for one conversation; usual templates take a thousandth
+_SECONDS, _MEMORY = 30, 1 << 30
+TRUSTED = "set model.chat_template to a template that you trust"
 _QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
 
 
@@ -34,51 +38,81 @@ class ChatTemplate:
     Args:
         tokenizer: a tokenizer with a chat template.
         variables: further variables of the template, e.g. ``{"enable_thinking": False}``.
+        day: the date for templates that print today's date; None for the current date.
 
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or the template exceeds the time or memory limit.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        variables: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ) -> None:
         if not tokenizer.chat_template:
             raise no_chat_template(str(tokenizer.name_or_path))
         self._tokenizer = tokenizer
-        self._variables = dict(variables or {})
-        self.forms = find_forms(lambda forms, messages, tools: self._render(messages, tools, forms=forms))
-        self.control = ControlTokens(special_tokens(tokenizer, self._frame()))
-        self.has_generation = bool(_GENERATION.search(self.source(None)))
-        self.headers, self.end_tokens = self._probe()
+        self._variables, self._day = dict(variables or {}), day
+        try:
+            self.features = probe_features(
+                lambda features, messages, tools: self._render(messages, tools, features=features)
+            )
+            self.control = ControlTokens(special_tokens(tokenizer, self._frame()))
+            self.has_generation = bool(_GENERATION.search(self.source(None)))
+            self.headers, self.end_tokens = self._probe()
+        except RowError as error:
+            where = str(tokenizer.name_or_path)
+            raise DataError(
+                error.what, where=where, remedy=error.remedy, code="model.chat_template_too_costly"
+            ) from error
         tags = sorted({*_LITERAL.findall(self.source([])), *_LITERAL.findall(self.source(None))}, key=len, reverse=True)
         self.literals = re.compile(f"({'|'.join(map(re.escape, tags)) or '(?!)'})")
 
     def source(self, tools: list[dict[str, Any]] | None) -> str:
-        """The Jinja source that is used for a conversation with these tools."""
+        """The Jinja source for a conversation with these tools."""
         try:
-            return self._tokenizer.get_chat_template(tools=tools)
-        except ValueError as error:  # several named templates, and none of them is the default
+            source = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:  # several named templates without a default
             raise DataError(
-                f"no chat template can be chosen: {str(error).splitlines()[0]}",
+                f"ambiguous chat template: {str(error).splitlines()[0]}",
                 where=str(self._tokenizer.name_or_path),
                 remedy="set model.chat_template",
+                code="model.chat_template_missing",
             ) from error
+        return with_date(source, self._day) if self._day and writes_date(source) else source
 
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = False) -> str:
-        """Renders marked messages; the result has aliases for control tokens.
+        """Render marked messages; control tokens become aliases.
 
         Args:
-            messages: marked by ``control.mark``.
+            messages: marked with ``control.mark``.
             tools: marked too.
-            prompt: end with the header of the answer that is to come.
+            prompt: add the generation prompt.
 
         Raises:
-            RowDropped: the template refuses the conversation.
+            RowDropped: the template rejects the conversation.
+            RowError: the template exceeds the time or memory limit.
         """
         return self.control.alias(self._render(messages, tools, prompt=prompt))
+
+    def render_all(
+        self, conversations: Sequence[Messages], tools: list[dict[str, Any]] | None, *, prompt: bool = False
+    ) -> Callable[[int], str]:
+        """Render several marked conversations with the same tools; returns a function of their index.
+
+        One batched call costs half. If the template rejects one of them, each is rendered on demand.
+        """
+        try:
+            made = [self.control.alias(text) for text in self._render_several(conversations, tools, prompt=prompt)]
+        except RowDropped:
+            return lambda index: self.render(conversations[index], tools, prompt=prompt)
+        return made.__getitem__
 
     def render_generation(
         self, messages: Messages, tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders by a template with ``{% generation %}``: the text, and the (start, end) characters generated."""
+        """Render with a ``{% generation %}`` template: the text, and (start, end) characters of generated parts."""
         source = _GENERATION.sub(_marker, self.source(tools))
         text = self.control.alias(self._render(messages, tools, chat_template=source))
         pieces, spans, start, length = re.split(f"([{OPEN}{CLOSE}])", text), [], 0, 0
@@ -91,34 +125,39 @@ class ChatTemplate:
                 length += len(piece)
         return re.sub(f"[{OPEN}{CLOSE}]", "", text), spans
 
-    def _render(
+    def _render(self, messages: Messages, tools: Any = None, **options: Any) -> str:
+        return self._render_several([messages], tools, **options)[0]
+
+    def _render_several(
         self,
-        messages: Messages,
+        conversations: Sequence[Messages],
         tools: Any = None,
         *,
         prompt: bool = False,
-        forms: Forms | None = None,
+        features: TemplateFeatures | None = None,
         **options: Any,
-    ) -> str:
-        forms = forms or self.forms
+    ) -> list[str]:
+        if not conversations:
+            return []
+        features = features or self.features
+        if self._day:
+            options.setdefault("chat_template", self.source(tools))
         try:
-            with cpu_limit(_SECONDS):
+            with conversation_limits():
                 return self._tokenizer.apply_chat_template(
-                    [forms.of_message(message) for message in messages],
+                    [[features.of_message(message) for message in messages] for messages in conversations],
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=prompt,
                     **self._variables,
                     **options,
                 )  # type: ignore[return-value]
-        except OutOfTime as error:
-            what = f"the chat template takes more than {_SECONDS} s of CPU time for one conversation"
-            where = str(self._tokenizer.name_or_path)
-            raise DataError(what, where=where, remedy="set model.chat_template to one that you trust") from error
+        except (OutOfTime, MemoryError) as error:
+            raise too_much(error) from error
         except TemplateError as error:
-            raise RowDropped(f"the chat template refuses it: {str(error)[:200] or type(error).__name__}") from error
+            raise RowDropped(f"rejected by the chat template: {str(error)[:200] or type(error).__name__}") from error
         except _TRIPPED as error:
-            raise RowDropped(f"the chat template cannot render it: {str(error)[:200]}") from error
+            raise RowDropped(f"the chat template cannot render the row: {str(error)[:200]}") from error
 
     def _frame(self) -> str:
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
@@ -128,15 +167,12 @@ class ChatTemplate:
             return ""
 
     def _probe(self) -> tuple[tuple[str, ...], frozenset[str]]:
-        """What the template writes in front of an answer that is not the last turn, and which tokens end a turn.
-
-        The header comes whole, and as far as a prompt writes it.
-        """
+        """The headers of an answer that is not the last turn, and the end-of-turn tokens."""
         question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
-        headers, ends = list[str](), set()
+        ends = set[str]()
         if self._tokenizer.eos_token in self.control.tokens:
             ends.add(self.control.alias_of(str(self._tokenizer.eos_token)))
-        for tools in (None, [TOOL]):  # some templates are for conversations with tools only
+        for tools in (None, [TOOL]):  # some templates support conversations with tools only
             try:
                 before, prompt = self.render([question], tools), self.render([question], tools, prompt=True)
                 middle = self.render([question, answer, question], tools)
@@ -146,25 +182,41 @@ class ChatTemplate:
                 continue
         else:
             return (), frozenset(ends)
-        # What follows the last answer closes it. What follows an earlier one may open the next turn instead, unless it
-        # closes a last turn too. A template that ends no last turn by a control token ends none.
+        # A token after the last answer closes it. A token after an earlier answer may open the next turn instead,
+        # unless it also closes a last turn. A template without an end token on the last turn has none.
         if closing := self._first_control(last, _ANSWER):
             ends.add(closing)
             earlier = self._first_control(middle, _ANSWER)
             if earlier and earlier == self._first_control(before, _QUESTION):
                 ends.add(earlier)
-        if _ANSWER in middle:
-            between, after, asked = (
-                text.partition(_QUESTION)[2].partition(_ANSWER)[0] for text in (middle, before, prompt)
-            )
-            closing = after if between.startswith(after) else ""  # of the question
-            header = between[len(closing) :]
-            headers = [header, header[: shared(header, asked[len(closing) :])]]
-        return tuple(header for header in headers if any(map(self.control.is_alias, header))), frozenset(ends)
+        return self._headers(middle, before, prompt), frozenset(ends)
+
+    def _headers(self, middle: str, before: str, prompt: str) -> tuple[str, ...]:
+        """The header of the answer in ``middle``, whole and as the prefix that the generation prompt writes."""
+        if _ANSWER not in middle:
+            return ()
+        between, after, asked = (
+            text.partition(_QUESTION)[2].partition(_ANSWER)[0] for text in (middle, before, prompt)
+        )
+        closing = after if between.startswith(after) else ""  # of the question
+        header = between[len(closing) :]
+        headers = header, header[: shared(header, asked[len(closing) :])]
+        return tuple(one for one in headers if any(map(self.control.is_alias, one)))
 
     def _first_control(self, rendered: str, text: str) -> str:
-        """The first control token behind a text, "" where there is none."""
+        """The first control token after a text, or ""."""
         return next(filter(self.control.is_alias, rendered.partition(text)[2]), "")
+
+
+def conversation_limits() -> Limits:
+    """CPU and memory limits of rendering one conversation."""
+    return Limits(_SECONDS, _MEMORY)
+
+
+def too_much(error: BaseException) -> RowError:
+    """The error for a conversation that exceeds a limit."""
+    limit = f"{_SECONDS} s of CPU time" if isinstance(error, OutOfTime) else f"{_MEMORY >> 30} GiB of memory"
+    return RowError(f"the chat template needs more than {limit} for one conversation", TRUSTED)
 
 
 def _marker(match: re.Match[str]) -> str:
@@ -173,6 +225,6 @@ def _marker(match: re.Match[str]) -> str:
 
 
 def shared(one: str, other: str) -> int:
-    """How many characters two texts begin with that are the same."""
+    """Length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

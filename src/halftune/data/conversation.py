@@ -1,10 +1,12 @@
-"""What a format makes of a row: a conversation, or a reason why there is none."""
+"""Records that formats parse from rows, and the errors of rows that cannot be parsed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from halftune.config.sections.method import RecordName
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Conversation:
         messages: ``{"role", "content", …}``; content is a string, tool calls have parsed arguments.
         tools: JSON schemas of the functions the assistant may call, or None.
         train: per message, whether the row itself says to train it (True, False) or leaves it to ``method.train_on``.
-        notes: what was done to the row that the user should know, counted in the report.
+        notes: changes to the row that the report counts.
     """
 
     messages: list[dict[str, Any]]
@@ -24,8 +26,23 @@ class Conversation:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt.
+
+    Attributes:
+        chosen, rejected: conversations that begin with the same messages; only turns of the answers are trained.
+    """
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+Record = Conversation | Preference | str  # a string is a document
+
+
 class RowError(Exception):
-    """The row is malformed: training stops, and the message names the row. ``args[0]`` says what is wrong."""
+    """A malformed row: training stops with an error that names the row. ``args[0]`` is the message."""
 
     def __init__(self, what: str, remedy: str = "correct or remove the row") -> None:
         super().__init__(what, remedy)
@@ -33,7 +50,7 @@ class RowError(Exception):
 
 
 class RowDropped(Exception):
-    """The row is well-formed but there is nothing to train on: it is left out and counted under this reason."""
+    """A well-formed row without anything to train on: it is dropped and counted under this reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -42,17 +59,23 @@ class RowDropped(Exception):
 
 @dataclass(frozen=True)
 class Format:
-    """A row format: which columns it has, and how a row becomes a conversation or (text) a document.
+    """A row format: which columns it has, and how a row becomes a record.
 
     Attributes:
         name: as in ``format:``.
-        required: columns without which a set has not this format.
-        optional: columns that may be there; where they are not, their default is "nothing".
-        read: makes a conversation or a plain text of a row whose columns have the format's own names.
-            Raises RowError and RowDropped.
+        required: columns that a data set of this format must have.
+        optional: columns that may be absent.
+        read: parses a row whose columns have the format's names. Raises RowError and RowDropped.
+        record: the kind of record that ``read`` returns.
     """
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Conversation | str]
+    read: Callable[[Mapping[str, Any]], Record]
+    record: RecordName = "conversation"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Required and optional columns."""
+        return (*self.required, *self.optional)

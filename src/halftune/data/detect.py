@@ -1,12 +1,14 @@
-"""Which format a source's rows have, or which ``columns:`` would give them one."""
+"""Detects the format of a source's rows, or suggests a ``columns:`` mapping."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from halftune.config.sections.data import SourceSection
+from halftune.config.sections.method import Method, RecordName
 from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
 from halftune.data.conversation import Format
@@ -14,32 +16,32 @@ from halftune.data.formats import FORMATS, load_format
 from halftune.data.formats.fields import MEDIA_COLUMNS
 from halftune.data.missing import is_missing
 
-# What other sets call our columns; the first that is there is suggested.
+# Names of our columns in other data sets; the first match is suggested.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "problem", "instruction", "user", "input", "text_input", "request", "source"),
     "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant", "generation", "chosen"),
     "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "chosen"),
     "text": ("content", "body", "document", "article", "passage", "code", "story", "raw_content"),
 }
-# Names that can mean nothing else where a set has one of each; what a question may stand on is no part of them.
-QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
-ANSWERS = ("completion", "answer", "response", "output", "solution")
-GROUNDS = ("input", "context")  # of an instruction: alpaca's name, and that of databricks-dolly
-CONTEXTS = ("context", "passage", "document", "background", "choices", "options", "history", "system_prompt")
+# Unambiguous if a data set has one of each. A question's context is not among them.
+QUESTIONS = {"prompt", "question", "query", "problem", "instruction", "input"}
+ANSWERS = {"completion", "answer", "response", "output", "solution"}
+GROUNDS = {"input", "context"}  # context of an instruction: alpaca's name, and databricks-dolly's
+CONTEXTS = {"context", "passage", "document", "background", "choices", "options", "history", "system_prompt"}
 PREFERENCE = ("chosen", "rejected")
-RATINGS = ("label", "kto_tag")  # a flag that tells wanted answers from rejected ones
+RATINGS = ("label", "kto_tag")  # flags that mark an answer as good or rejected
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of one source are read.
+    """How the rows of one source are parsed.
 
     Attributes:
         format: the format.
-        columns: the format's column → the file's column, only those that are there.
-        absent: optional columns that the set has not: nothing stands for them.
-        unused: columns of the file that nothing reads.
-        gaps: optional columns that some rows have and others not (or null, or NaN) → number of rows without.
+        columns: the format's column → the file's column, for present columns.
+        absent: optional columns that the data set lacks.
+        unused: columns of the file that are ignored.
+        gaps: optional columns → number of rows where they are missing, null or NaN.
     """
 
     format: Format
@@ -49,100 +51,136 @@ class Reading:
     gaps: dict[str, int]
 
     def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row under the format's own column names; a column that the row has not is left out."""
+        """The row with the format's column names; absent columns are omitted."""
         renamed = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
         return renamed | {name: row[name] for name in MEDIA_COLUMNS if name in row}
 
 
-def detect(rows: Sequence[Mapping[str, Any]], section: SourceSection, where: str) -> Reading:
-    """Finds the format of a source: the one asked for, or the first whose required columns are there.
+def detect(
+    rows: Sequence[Mapping[str, Any]],
+    section: SourceSection,
+    where: str,
+    records: Sequence[RecordName] = ("conversation", "document"),
+) -> Reading:
+    """Detect the format of a source: the requested one, or the first whose required columns are present.
+
+    Args:
+        rows: the source's rows.
+        section: the source's config.
+        where: the source's name in errors.
+        records: the accepted kinds of records.
 
     Raises:
         DataError: no format fits (the remedy is a ``columns:`` mapping where one can be guessed), or the mapping names
             a column that does not exist.
     """
-    found: dict[str, int] = {}
-    for row in rows:
-        for name, value in row.items():
-            found[name] = found.get(name, 0) + (not is_missing(value))
+    found = _filled(rows)
     _check_mapping(section.columns, found, where)
-    candidates = _consuming(section, where)
+    candidates = _consuming(section, where, records)
+    fit = _by_columns(candidates, section.columns, found)
+    if (
+        fit is None
+        and section.format == "auto"
+        and not section.columns
+        and "conversation" in records
+        and not _has_pairs(found)
+    ):
+        fit = _guess(rows, found)
+    if fit is None:
+        raise _unknown(rows, found, section, candidates, where)
+    made, columns = load_format(fit[0]), fit[1]
+    if _has_pairs(found) and "chosen" not in columns.values():
+        raise _preference_error(where)
+    if made.name != "text":
+        _check_rating(rows, columns, where)
+    return _reading(made, columns, found, len(rows))
+
+
+def _filled(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """How many rows have a value, per column."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found.update({name: not is_missing(value) for name, value in row.items()})
+    return found
+
+
+def _by_columns(
+    candidates: Sequence[str], mapping: Mapping[str, str], found: Mapping[str, int]
+) -> tuple[str, dict[str, str]] | None:
+    """The first format whose required columns are present, and its column mapping."""
     for name in candidates:
         made = load_format(name)
-        columns = _columns(made, section.columns, found)
-        if all(column in columns for column in made.required):
-            if all(name in found for name in PREFERENCE) and "chosen" not in columns.values():
-                raise _preference_error(where)
-            if name != "text":
-                _check_rating(rows, columns, where)
-            return _reading(made, columns, found, len(rows))
-    guess = _guess(rows, found) if section.format == "auto" and not section.columns else None
-    if guess is not None:
-        name, columns = guess
-        _check_rating(rows, columns, where)
-        return _reading(load_format(name), columns, found, len(rows))
-    raise _unknown(rows, found, section, candidates, where)
+        pairs = {ours: mapping.get(ours, ours) for ours in made.columns}  # unmapped columns keep their names
+        columns = {ours: theirs for ours, theirs in pairs.items() if theirs in found}
+        if columns.keys() >= set(made.required):
+            return name, columns
+    return None
+
+
+def _has_pairs(found: Mapping[str, int]) -> bool:
+    return found.keys() >= set(PREFERENCE)
 
 
 def _guess(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> tuple[str, dict[str, str]] | None:
-    """The format, and its columns, of a set whose columns have other names that allow one reading only."""
-    names = {name.lower(): name for name in found}
-    texts = {lower: name for lower, name in names.items() if all(_is_text(row.get(name)) for row in rows)}
-    answers = [name for name in ANSWERS if name in names]
-    questions = [name for name in QUESTIONS if name in names]
-    if len(answers) != 1 or not {*answers, *questions} <= texts.keys() or all(name in found for name in PREFERENCE):
+    """The format and column mapping of a data set with other column names, if there is one possibility only."""
+    texts, names = _text_columns(rows, found), {name.lower() for name in found}
+    answers, questions, grounds = names & ANSWERS, names & QUESTIONS, texts.keys() & GROUNDS
+    if len(answers) != 1 or not answers | questions <= texts.keys() or (names & CONTEXTS) - grounds:
         return None
-    grounds = [name for name in GROUNDS if name in texts]
-    others = [name for name in CONTEXTS if name in names and name not in grounds]
-    if "instruction" in questions and {*questions} <= {"instruction", "input"} and len(grounds) < 2 and not others:
-        columns = {"instruction": texts["instruction"], "output": texts[answers[0]]}
+    answer = texts[answers.pop()]
+    if questions in ({"instruction"}, {"instruction", "input"}) and len(grounds) < 2:
+        columns = {"instruction": texts["instruction"], "output": answer}
         if grounds:
-            columns["input"] = texts[grounds[0]]
+            columns["input"] = texts[grounds.pop()]
         return "alpaca", columns
-    if len(questions) == 1 and not others and "context" not in names:
-        return "prompt_completion", {"prompt": texts[questions[0]], "completion": texts[answers[0]]}
+    if len(questions) == 1 and "context" not in grounds:
+        return "prompt_completion", {"prompt": texts[questions.pop()], "completion": answer}
     return None
+
+
+def _text_columns(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> dict[str, str]:
+    """Columns that hold texts or numbers only, by their lower-case names."""
+    return {name.lower(): name for name in found if all(_is_text(row.get(name)) for row in rows)}
 
 
 def _is_text(value: Any) -> bool:
     return is_missing(value) or (isinstance(value, str | int | float) and not isinstance(value, bool))
 
 
-def detect_for(method: str, rows: Sequence[Mapping[str, Any]], section: SourceSection) -> Reading:
-    """The format of a source that is to be trained on by ``method``.
+def detect_for(method: Method, rows: Sequence[Mapping[str, Any]], section: SourceSection) -> Reading:
+    """Detect the format of a source for a training method.
 
     Raises:
-        DataError: as ``detect``; or the source is plain text, and the method learns answers.
+        DataError: as ``detect``; or the source is plain text and the method needs answers.
     """
+    if method.records == ("preference",):
+        return detect(rows, section, section.path, method.records)
     reading = detect(rows, section, section.path)
-    if reading.format.name == "text" and method != "pretrain":
+    if reading.format.record not in method.records:
         raise DataError(
             "plain text has no answers to train on",
             where=section.path,
             remedy="set method: {type: pretrain} to train on every token",
+            code="data.text_without_answers",
         )
     return reading
 
 
-def _consuming(section: SourceSection, where: str) -> list[str]:
-    """The formats that read every column of the mapping: what the user names is never left aside for what is there."""
-    asked = list(FORMATS) if section.format == "auto" else [section.format]
-    lacking: dict[str, list[str]] = {}
-    for name in asked:
-        made = load_format(name)
-        lacking[name] = [ours for ours in section.columns if ours not in (*made.required, *made.optional)]
-    fitting = [name for name in asked if not lacking[name]]
-    if fitting:
-        return fitting
+def _consuming(section: SourceSection, where: str, records: Sequence[RecordName]) -> list[str]:
+    """The formats that read every column of the mapping, so that no mapped column is ignored."""
     if section.format == "auto":
+        asked = section.columns.keys()
+        known = _formats().items()
+        fitting = [name for name, made in known if made.record in records and asked <= set(made.columns)]
         what = f"columns: no format reads {' and '.join(section.columns)} together"
     else:
-        what = f"columns: format {section.format} reads no {' and no '.join(lacking[section.format])}"
-    raise DataError(what, where=where, remedy=f"formats have {_overview()}")
-
-
-def _overview() -> str:
-    return "; ".join(f"{name}: {', '.join((*made.required, *made.optional))}" for name, made in _formats().items())
+        unread = [ours for ours in section.columns if ours not in load_format(section.format).columns]
+        fitting = [] if unread else [section.format]
+        what = f"columns: format {section.format} reads no {' and no '.join(unread)}"
+    if not fitting:
+        known = "; ".join(f"{name}: {', '.join(made.columns)}" for name, made in _formats().items())
+        raise DataError(what, where=where, remedy=f"formats have {known}", code="data.bad_columns")
+    return fitting
 
 
 def _formats() -> dict[str, Format]:
@@ -150,23 +188,17 @@ def _formats() -> dict[str, Format]:
 
 
 def _check_rating(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
-    """Rated answers (KTO) hold rejected ones, told from the others by a flag alone."""
+    """Refuse rated answers (KTO): only a flag tells rejected answers from good ones."""
     for name in RATINGS:
         values = [row.get(name) for row in rows]
         flags = [value.lower() == "true" if value in ("true", "false", "True", "False") else value for value in values]
         if name not in columns.values() and False in [flag for flag in flags if isinstance(flag, bool)]:
             raise DataError(
-                f"the column {name} says true or false: these are rated answers (KTO), and the rejected answers would "
-                f"be trained like the others",
+                f"boolean column {name}: rated answers (KTO) are not supported, rejected answers would be trained too",
                 where=where,
-                remedy=f"keep only the rows whose {name} is true; or, where it rates no answer, rename the column",
+                remedy=f"keep only the rows with {name}: true; or rename the column if it is not a rating",
+                code="data.rated_answers",
             )
-
-
-def _columns(made: Format, mapping: Mapping[str, str], found: Mapping[str, int]) -> dict[str, str]:
-    """The format's columns that are there; what the mapping leaves out keeps its own name."""
-    pairs = {ours: mapping.get(ours, ours) for ours in (*made.required, *made.optional)}
-    return {ours: theirs for ours, theirs in pairs.items() if theirs in found}
 
 
 def _reading(made: Format, columns: dict[str, str], found: Mapping[str, int], total: int) -> Reading:
@@ -185,24 +217,31 @@ def _reading(made: Format, columns: dict[str, str], found: Mapping[str, int], to
 
 
 def _check_mapping(mapping: Mapping[str, str], found: Mapping[str, int], where: str) -> None:
-    known = {name for made in _formats().values() for name in (*made.required, *made.optional)}
+    known = {name for made in _formats().values() for name in made.columns}
     for ours, theirs in mapping.items():
         if ours not in known:
             raise DataError(
-                f"columns: {ours!r} is no column of any format", where=where, remedy=did_you_mean(ours, known)
+                f"columns: no format has a column {ours!r}",
+                where=where,
+                remedy=did_you_mean(ours, known),
+                code="data.bad_columns",
             )
         if theirs not in found:
             raise DataError(
-                f"columns: the data has no column {theirs!r}", where=where, remedy=did_you_mean(theirs, found)
+                f"columns: the data has no column {theirs!r}",
+                where=where,
+                remedy=did_you_mean(theirs, found),
+                code="data.bad_columns",
             )
 
 
 def _preference_error(where: str) -> DataError:
     return DataError(
-        "row without an answer: these are preference pairs (columns chosen and rejected), "
-        "and the conversation before them holds no answer to learn",
+        "row without an answer: columns chosen and rejected are preference pairs, "
+        "and the conversation contains no answer to train",
         where=where,
-        remedy="append the chosen answer to each conversation to fine-tune on it",
+        remedy="set method: dpo to train on pairs; or append the chosen answer to each conversation",
+        code="data.preference_pairs",
     )
 
 
@@ -213,46 +252,48 @@ def _unknown(
     candidates: Sequence[str],
     where: str,
 ) -> DataError:
-    names = ", ".join(found)
+    what = f"cannot infer the data format from columns {', '.join(found)}"
     if len(candidates) == 1:
         needed = load_format(candidates[0]).required
         missing = " and ".join(column for column in needed if section.columns.get(column, column) not in found)
-        what = f"format {candidates[0]} needs the column {missing}; the data has {names}"
+        what = f"format {candidates[0]} needs the column {missing}; the data has {', '.join(found)}"
+    if candidates == ["preference"]:
+        what += "; method: dpo requires pairs of answers"
+        remedy = "map the two answers with columns: {chosen: …, rejected: …}; or set method: sft"
+        return DataError(what, where=where, remedy=remedy, code="data.preference_pairs")
+    if _has_pairs(found):
+        what += ": preference pairs have no single answer"
+        remedy = "set method: dpo to train on pairs, or columns: {completion: chosen} to train on chosen answers only"
+        return DataError(what, where=where, remedy=remedy, code="data.preference_pairs")
+    if mapping := suggest(rows[0]):
+        remedy = _mapping_remedy(mapping, found)
     else:
-        what = f"the columns {names} fit no format"
-    if all(name in found for name in PREFERENCE):
-        remedy = "to learn the chosen ones: columns: {completion: chosen}"
-        return DataError(f"{what}: preference pairs hold no single answer to learn", where=where, remedy=remedy)
-    mapping = suggest(rows, found)
-    if mapping:
-        inner = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
-        left = [name for name in found if name.lower() in CONTEXTS and name not in mapping.values()]
-        loss = f" It does not read {' and '.join(left)}" if left else ""
-        return DataError(what, where=where, remedy=f"did you mean columns: {{{inner}}}?{loss}")
-    needs = "; ".join(f"{name}: {', '.join(made.required)}" for name, made in _formats().items())
-    return DataError(what, where=where, remedy=f"map them with columns: {{...}}. Formats need {needs}")
+        needs = "; ".join(f"{name}: {', '.join(made.required)}" for name, made in _formats().items())
+        remedy = f"map them with columns: {{...}}. Required: {needs}"
+    return DataError(what, where=where, remedy=remedy, code="data.unknown_format")
 
 
-def suggest(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> dict[str, str]:
-    """A ``columns:`` mapping that would give these columns a format; empty where none can be guessed."""
-    lower = {name.lower(): name for name in found}
-    first = rows[0]
+def _mapping_remedy(mapping: Mapping[str, str], found: Mapping[str, int]) -> str:
+    inner = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
+    left = [name for name in found if name.lower() in CONTEXTS and name not in mapping.values()]
+    return f"did you mean columns: {{{inner}}}?" + (f" It ignores {' and '.join(left)}" if left else "")
 
-    def pick(ours: str, kinds: type | tuple[type, ...]) -> str | None:
-        names = [lower[name] for name in (ours, *SYNONYMS[ours]) if name in lower]
-        return next((name for name in names if isinstance(first.get(name), kinds)), None)
 
-    if listed := pick("messages", list):
+def suggest(row: Mapping[str, Any]) -> dict[str, str]:
+    """Suggest a ``columns:`` mapping for data whose first row is ``row``; empty if there is no plausible one."""
+    if listed := _pick(row, "messages", list):
         return {"messages": listed}
-    prompt, completion = pick("prompt", (str, int, float)), pick("completion", (str, int, float))
-    if (
-        prompt
-        and completion
-        and prompt.lower() == "instruction"
-        and isinstance(first.get(lower.get("context", "")), str)
-    ):
-        return {"instruction": prompt, "input": lower["context"], "output": completion}
-    if prompt and completion:
-        return {"prompt": prompt, "completion": completion}
-    document = pick("text", str)
-    return {"text": document} if document else {}
+    prompt, completion = (_pick(row, ours, str, int, float) for ours in ("prompt", "completion"))
+    if not prompt or not completion:
+        document = _pick(row, "text", str)
+        return {"text": document} if document else {}
+    context = _pick(row, "context", str)
+    if prompt.lower() == "instruction" and context:
+        return {"instruction": prompt, "input": context, "output": completion}
+    return {"prompt": prompt, "completion": completion}
+
+
+def _pick(row: Mapping[str, Any], ours: str, *kinds: type) -> str:
+    """The first column with our name or a synonym whose value is of one of the types; "" if there is none."""
+    columns = {name.lower(): name for name, value in row.items() if isinstance(value, kinds)}
+    return next((columns[name] for name in (ours, *SYNONYMS.get(ours, ())) if name in columns), "")

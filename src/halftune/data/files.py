@@ -1,4 +1,4 @@
-"""Reads rows out of one file: JSON, JSONL, CSV, TSV, Parquet, Arrow, text (with .gz too). Errors name file and line."""
+"""Reads the rows of one file: JSON, JSONL, CSV, TSV, Parquet, Arrow, text (or .gz). Errors name file and line."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halftune.core.errors import DataError
 from halftune.core.optional import need
+from halftune.core.time_limit import Limits
 from halftune.data.formats import FORMATS, load_format
-from halftune.data.strict_json import BadJson, fault, parse
+from halftune.data.strict_json import BadJson, find_fault, parse
 
-_AGAIN = "the file is damaged or of another kind: copy or download it again"
-_RATIO, _SMALL = 100, 1 << 26  # how much larger content may be than a gzip file; what is always accepted, in bytes
-_ROWS = 50_000_000  # of a columnar file, whose compression has no bound
+_AGAIN = "corrupt file or wrong extension; download it again"
+# largest accepted decompression ratio; size in bytes that is always accepted
+_RATIO, _SMALL = 100, 1 << 26
+_BATCH = 4096  # rows read from a Parquet file at a time
+_SLACK, _OBJECTS = 2 << 30, 8  # bytes that libraries reserve; bytes of Python objects per byte of content
+_IF_TRUSTED = "if you trust the file, convert it to .jsonl"
+_ARROW_FILE = b"ARROW1"  # first bytes of an Arrow file; a stream has none
+_ROWS = 50_000_000  # of a columnar file, whose compression ratio is unbounded
 _KINDS = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
-ARROW_NULLS = "null members in tools or tool calls left out (Arrow gives every object the members of all)"
+ARROW_NULLS = "null fields in tools or tool calls removed (Arrow adds missing fields as null)"
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,10 @@ class FileRows:
 
     Attributes:
         path: the file.
-        unit: what ``numbers`` count, "line", "row" or "document".
-        numbers: 1-based, one for each row.
+        unit: unit of ``numbers``: "line", "row" or "document".
+        numbers: 1-based position of each row in the file.
         rows: the rows.
-        notes: what reading changed in a row that the report should count, by its position in ``rows``.
+        notes: changes that the report counts, by index in ``rows``.
     """
 
     path: Path
@@ -43,16 +50,16 @@ class FileRows:
 
 
 def read_file(path: Path) -> FileRows:
-    """Reads a file by its ending, which is one of ``READERS``.
+    """Read a file by its extension, a key of ``READERS``.
 
     Raises:
-        DataError: malformed content (with its line) or not UTF-8.
+        DataError: malformed content (with the line) or not UTF-8.
     """
     return READERS[ending(path)](path)
 
 
 def first_lines(path: Path, size: int) -> FileRows:
-    """The rows of a JSON Lines file whose lines end within its first ``size`` bytes.
+    """Read the complete lines within the first ``size`` bytes of a JSON Lines file.
 
     Raises:
         DataError: as ``read_file``.
@@ -63,37 +70,48 @@ def first_lines(path: Path, size: int) -> FileRows:
 
 
 def ending(path: Path) -> str:
-    """The ending that says what a file is, without ``.gz``."""
+    """The file extension, ``.gz`` removed."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
 def _text(path: Path) -> str:
-    """The file as text: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
+    """The file's text: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
     try:
         raw = _unpacked(path) if path.suffix.lower() == ".gz" else path.read_bytes()
     except MemoryError as error:
-        raise DataError("does not fit in memory", where=str(path), remedy="split the file") from error
+        what = "does not fit in memory"
+        raise DataError(what, where=str(path), remedy="split the file", code="data.too_large") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"not a whole gzip file: {error}", where=str(path), remedy=_AGAIN) from error
+        what = f"invalid or truncated gzip file: {error}"
+        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), code="core.unreadable") from error
     return _decoded(raw, path)
 
 
 def _unpacked(path: Path) -> bytes:
-    """What a gzip file holds; a small file that would fill the memory is refused before it does.
+    """Decompress a gzip file; refuses decompression bombs.
 
     Raises:
-        DataError: its content is far larger than text compresses to.
-        OSError, EOFError, zlib.error: it is not a whole gzip file.
+        DataError: the content is far larger than text that compresses to this size.
+        OSError, EOFError, zlib.error: invalid or truncated gzip file.
     """
-    most = max(_RATIO * path.stat().st_size, _SMALL)
+    most = _most(path)
     with gzip.open(path) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
-        what = f"unpacks to more than {most:,} bytes, {_RATIO} times its size: text does not compress so well"
-        raise DataError(what, where=str(path), remedy="if you trust it, unpack it with gunzip and name the result")
+        remedy = "if you trust the file, decompress it with gunzip and use the result"
+        raise DataError(_unpacks(most), where=str(path), remedy=remedy, code="data.compressed_too_well")
     return raw
+
+
+def _most(path: Path) -> int:
+    """Largest accepted decompressed size of a file, in bytes."""
+    return max(_RATIO * path.stat().st_size, _SMALL)
+
+
+def _unpacks(most: int) -> str:
+    return f"decompresses to more than {most:,} bytes, over {_RATIO} times its size"
 
 
 def _decoded(raw: bytes, path: Path) -> str:
@@ -106,6 +124,7 @@ def _decoded(raw: bytes, path: Path) -> str:
             f"not UTF-8: byte 0x{raw[error.start]:02x}",
             where=f"{path} line {line}",
             remedy="convert the file, e.g. iconv -f latin1 -t utf-8",
+            code="core.not_utf8",
         ) from error
 
 
@@ -115,7 +134,7 @@ def _json_lines(path: Path) -> FileRows:
 
 def _parse_lines(path: Path, text: str) -> FileRows:
     numbers, rows = [], []
-    # not str.splitlines: a JSON string may hold U+2028 and its like
+    # not str.splitlines: a JSON string may contain U+2028 and similar
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -124,14 +143,16 @@ def _parse_lines(path: Path, text: str) -> FileRows:
             row, suspect = parse(line)
         except BadJson as error:
             what = f"{error.what} at column {error.column}" if error.column else error.what
-            raise DataError(what, where=where, remedy="correct or remove the line") from error
+            raise DataError(
+                what, where=where, remedy="correct or remove the line", code="data.malformed_row"
+            ) from error
         rows.append(_object(row, where, suspect))
         numbers.append(number)
     return FileRows(path, "line", numbers, rows)
 
 
 def _json(path: Path) -> FileRows:
-    """A list of objects, an object that is a row or that holds one list of rows, or in truth one object a line."""
+    """A list of objects, one row, an object with one list of rows, or JSON Lines under the wrong extension."""
     text = _text(path)
     if not text.strip():
         return FileRows(path, "row", [], [])
@@ -141,33 +162,31 @@ def _json(path: Path) -> FileRows:
         if text.lstrip().startswith("{") and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_lines(path, text)
         where = f"{path} line {error.line}" if error.line else str(path)
-        raise DataError(error.what, where=where) from error
+        raise DataError(error.what, where=where, code="data.malformed_row") from error
     if isinstance(value, dict):
         value = _rows_of(value, path)
     if not isinstance(value, list):
-        raise DataError("should be a list of objects", where=str(path), remedy='as in [{"prompt": "…", …}, …]')
+        what = "expected a list of objects"
+        raise DataError(what, where=str(path), remedy='as in [{"prompt": "…", …}, …]', code="data.not_a_list")
     rows = [_object(row, f"{path} row {number}", suspect) for number, row in enumerate(value, start=1)]
     return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)
 
 
 def _rows_of(value: dict[str, Any], path: Path) -> list[Any]:
-    """The rows of a file that is one object: itself where it is a row, else the one list of objects in it."""
-    if any(all(column in value for column in load_format(name).required) for name in FORMATS):
+    """The rows of a file with one object: the object itself if it is a row, else the one list of objects in it."""
+    if any(value.keys() >= set(load_format(name).required) for name in FORMATS):
         return [value]
-    lists = {
-        name: item
-        for name, item in value.items()
-        if isinstance(item, list) and item and all(isinstance(part, dict) for part in item)
-    }
+    lists = {name: item for name, item in value.items() if _is_list_of_objects(item)}
     if any({"role", "content"} <= item[0].keys() or {"from", "value"} <= item[0].keys() for item in lists.values()):
         return [value]
     if len(lists) > 1:
-        raise DataError(
-            f"holds several lists of rows: {', '.join(lists)}",
-            where=str(path),
-            remedy="write each into a file of its own",
-        )
+        what = f"contains several lists of rows: {', '.join(lists)}"
+        raise DataError(what, where=str(path), remedy="save each list to its own file", code="data.not_a_list")
     return next(iter(lists.values()), [value])
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(part, dict) for part in value)
 
 
 def _is_object(line: str) -> bool:
@@ -178,12 +197,13 @@ def _is_object(line: str) -> bool:
 
 
 def _object(value: Any, where: str, suspect: bool) -> dict[str, Any]:
-    if suspect and (what := fault(value)):
-        raise DataError(what, where=where, remedy="correct or remove the row")
+    if suspect and (what := find_fault(value)):
+        raise DataError(what, where=where, remedy="correct or remove the row", code="data.malformed_row")
     if not isinstance(value, dict):
         kind = _KINDS.get(type(value), "a number")
         remedy = 'write it as {"column": value, …}, for example {"prompt": "…", "completion": "…"}'
-        raise DataError(f"a row should be an object with named columns, not {kind}", where=where, remedy=remedy)
+        what = f"expected an object with named columns, got {kind}"
+        raise DataError(what, where=where, remedy=remedy, code="data.malformed_row")
     return value
 
 
@@ -200,14 +220,16 @@ def _csv(path: Path, delimiter: str = ",") -> FileRows:
             elif cells:
                 if len(cells) != len(header):
                     raise DataError(
-                        f"{len(cells)} cells under {len(header)} columns",
+                        f"{len(cells)} cells for {len(header)} columns",
                         where=f"{path} line {reader.line_num}",
-                        remedy="put texts that hold commas or line breaks in double quotes",
+                        remedy="quote cells that contain commas or line breaks",
+                        code="data.malformed_row",
                     )
                 rows.append(dict(zip(header, cells, strict=True)))
     except csv.Error as error:
-        raise DataError(f"not valid CSV: {error}", where=f"{path} line {reader.line_num}") from error
-    return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)  # a text may hold many lines
+        what = f"not valid CSV: {error}"
+        raise DataError(what, where=f"{path} line {reader.line_num}", code="data.malformed_row") from error
+    return FileRows(path, "row", list(range(1, len(rows) + 1)), rows)  # a cell may span lines
 
 
 def _tsv(path: Path) -> FileRows:
@@ -217,16 +239,17 @@ def _tsv(path: Path) -> FileRows:
 def _check_names(names: Sequence[str], where: str) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"several columns have the same name: {', '.join(map(repr, twice))}",
+            f"duplicate column names: {', '.join(map(repr, twice))}",
             where=where,
-            remedy="rename or remove all but one",
+            remedy="rename or remove the duplicates",
+            code="data.duplicate_columns",
         )
 
 
 def _check_rows(count: int, path: Path) -> None:
     if count > _ROWS:
-        what = f"holds {count:,} rows, at most {_ROWS:,} are accepted in one file"
-        raise DataError(what, where=str(path), remedy="split the file")
+        what = f"{count:,} rows in one file; the limit is {_ROWS:,}"
+        raise DataError(what, where=str(path), remedy="split the file", code="data.too_large")
 
 
 def _parquet(path: Path) -> FileRows:
@@ -236,60 +259,101 @@ def _parquet(path: Path) -> FileRows:
         known = parquet.ParquetFile(path)
         _check_names(known.schema_arrow.names, str(path))
         _check_rows(known.metadata.num_rows, path)
-        rows = parquet.read_table(path).to_pylist()
+        with _limited(path):
+            return arrow_rows(path, _parquet_rows(known, path))
     except (arrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"not a Parquet file: {error}", where=str(path), remedy=_AGAIN) from error
-    return arrow_rows(path, rows)
+        what = f"not a Parquet file: {error}"
+        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
+
+
+@contextmanager
+def _limited(path: Path) -> Iterator[None]:
+    """Inside, a columnar file takes no more memory than its size can explain: a value may be written once for many.
+
+    Raises:
+        DataError: it would.
+    """
+    most = _SLACK + _OBJECTS * _most(path)
+    try:
+        with Limits(0, most):
+            yield
+    except MemoryError as error:
+        what = f"takes more than {most / 2**30:.0f} GiB of memory when it is read"
+        raise DataError(what, where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well") from error
+
+
+def _parquet_rows(known: Any, path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a ``pyarrow.parquet.ParquetFile``; refuses decompression bombs.
+
+    Compression has a declared uncompressed size. Dictionary encoding has not: one stored value may repeat in all rows.
+    So each batch is small enough to fit even if every row held the largest column's whole dictionary.
+    """
+    most = _most(path)
+    groups = [known.metadata.row_group(number) for number in range(known.metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    total = sum(column.total_uncompressed_size for column in columns)
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    rows: list[dict[str, Any]] = []
+    if total <= most:
+        total = 0
+        size = min(max(most // max(largest, 1), 1), _BATCH)
+        for batch in known.iter_batches(batch_size=size, use_threads=False):  # each would reserve memory of its own
+            total += batch.nbytes
+            if total > most:
+                break
+            rows += batch.to_pylist()
+    if total > most:
+        raise DataError(_unpacks(most), where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well")
+    return rows
 
 
 def _arrow(path: Path) -> FileRows:
-    """What ``save_to_disk`` of datasets writes (a stream), or an Arrow file (Feather)."""
+    """An Arrow stream (``save_to_disk`` of datasets) or an Arrow file (Feather)."""
     arrow = need("pyarrow", why="reading Arrow files")
     need("pyarrow.ipc", why="reading Arrow files", distribution="pyarrow")
     try:
-        with arrow.memory_map(str(path)) as file:
-            try:
-                table = arrow.ipc.open_stream(file).read_all()
-            except arrow.ArrowInvalid:
-                file.seek(0)
-                table = arrow.ipc.open_file(file).read_all()
+        with _limited(path), arrow.memory_map(str(path)) as file:
+            is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+            file.seek(0)
+            table = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(file).read_all()
             _check_names(table.schema.names, str(path))
             _check_rows(table.num_rows, path)
             return arrow_rows(path, table.to_pylist())
     except (arrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"not an Arrow file: {error}", where=str(path), remedy=_AGAIN) from error
+        what = f"not an Arrow file: {error}"
+        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
 
 
 def arrow_rows(path: Path, rows: list[dict[str, Any]]) -> FileRows:
-    """Rows that come from Arrow, which gives every object of a column the members of all of them, null where unset.
+    """Remove the nulls that Arrow adds: it gives all objects of a column the same fields, null where unset.
 
-    Such nulls are taken out inside columns; where they stood in a tool or a tool call, the row is noted.
+    Rows with such nulls in a tool or a tool call get a note.
     """
     cleaned, notes = [], {}
     for index, row in enumerate(rows):
-        told = [False]
-        cleaned.append({name: _without_nulls(value, name == "tools", told) for name, value in row.items()})
-        if told[0]:
+        removed = [False]
+        cleaned.append({name: _without_nulls(value, name == "tools", removed) for name, value in row.items()})
+        if removed[0]:
             notes[index] = ARROW_NULLS
     return FileRows(path, "row", list(range(1, len(rows) + 1)), cleaned, notes)
 
 
-def _without_nulls(value: Any, telling: bool, told: list[bool]) -> Any:
+def _without_nulls(value: Any, in_tools: bool, removed: list[bool]) -> Any:
     if isinstance(value, list):
-        return [_without_nulls(item, telling, told) for item in value]
+        return [_without_nulls(item, in_tools, removed) for item in value]
     if not isinstance(value, dict):
         return value
-    if telling and None in value.values():
-        told[0] = True
+    if in_tools and None in value.values():
+        removed[0] = True
     return {
-        name: _without_nulls(item, telling or name in ("arguments", "tools"), told)
+        name: _without_nulls(item, in_tools or name in ("arguments", "tools"), removed)
         for name, item in value.items()
         if item is not None
     }
 
 
 def _lines_or_document(path: Path) -> FileRows:
-    """A .txt file: one document a line, unless blank lines part paragraphs, which makes the file one document."""
+    """A .txt file: one document per line, or one document if blank lines separate paragraphs."""
     lines = _text(path).strip().split("\n")
     if any(not line.strip() for line in lines):
         return _document(path)

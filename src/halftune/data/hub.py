@@ -1,11 +1,14 @@
-"""Data sets of the Hugging Face hub. The package ``datasets`` is imported only when one is asked for."""
+"""Data sets from the Hugging Face hub; ``datasets`` is imported on first use."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from halftune.config.facts.config_file import hub_answers
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.optional import need
@@ -13,28 +16,51 @@ from halftune.data.files import FileRows, arrow_rows
 
 
 def hub_fingerprint(section: SourceSection) -> str:
-    """Identifies the content of a hub data set's split."""
+    """Return a fingerprint of a hub data set's split."""
     return str(_load(section.path, section.split)._fingerprint)
 
 
 def hub_rows(section: SourceSection) -> FileRows:
-    """Rows of a hub data set's split; ``org/name:subset`` names a subset."""
+    """Return the rows of a hub data set's split; ``org/name:subset`` selects a subset."""
     rows = _load(section.path, section.split).to_list()
     if not rows:
-        raise DataError("the data set is empty", where=section.path)
+        raise DataError("the data set is empty", where=section.path, code="data.empty")
     return arrow_rows(Path(section.path), rows)
+
+
+def check_available(section: SourceSection) -> None:
+    """Check that a data set is cached if the hub is unreachable.
+
+    Raises:
+        DataError: the hub is unreachable and the data set is not cached.
+    """
+    if not hub_answers():
+        _load(section.path, section.split)
 
 
 @lru_cache(maxsize=4)
 def _load(path: str, split: str) -> Any:
     datasets = need("datasets", why="a hub data set")
     name, _, subset = path.partition(":")
+    reachable = hub_answers()
     try:
-        return datasets.load_dataset(name, subset or None, split=split)
+        with _cache_only(datasets, not reachable):
+            return datasets.load_dataset(name, subset or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, no such split or subset
         first = str(error).strip().split("\n")[0]
-        raise DataError(
-            f"no such file here, and the hub gives no data set: {first}",
-            where=path,
-            remedy="check the path or id; a subset is written org/name:subset, another split with split:",
-        ) from error
+        remedy = "check the path or id; select a subset with org/name:subset, a split with split:"
+        if not reachable:
+            remedy = "download it once while online, or use a local file"
+        what = f"no such local file, and loading from the hub failed: {first}"
+        raise DataError(what, where=path, remedy=remedy, code="data.not_found") from error
+
+
+@contextmanager
+def _cache_only(datasets: Any, wanted: bool) -> Iterator[None]:
+    """Make ``datasets`` read its cache only: it retries an unreachable hub six times, for minutes."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or wanted
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before

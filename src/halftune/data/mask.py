@@ -1,24 +1,26 @@
-"""Renders a conversation and chooses the assistant's turns that are trained; says what the template leaves out."""
+"""Renders a conversation, selects the assistant turns to train, and reports what the template omits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from halftune.data.chat import ChatTemplate
+from halftune.data.chat import TRUSTED, ChatTemplate
+from halftune.data.control_tokens import texts_of
 from halftune.data.conversation import Conversation, RowDropped, RowError
 from halftune.data.locate import Turn, by_content, by_prefix
-from halftune.data.stain import text_ranges
+from halftune.data.message_placeholders import text_ranges
 
-REWRITTEN = "the chat template rewrites earlier turns (they are trained as it renders them)"
+REWRITTEN = "the chat template rewrites earlier turns; they are trained as rendered"
 NEUTRALISED = "control tokens in texts were kept as plain text"
-NO_END = "the chat template writes no end-of-turn token after an answer, so the model does not learn to stop"
-NO_TOOLS = "the chat template has no place for tools, so they are not shown to the model"
-NO_SYSTEM_SHOWN = "the chat template leaves out the system message (data.merge_system puts it into the first question)"
-NO_REASONING = "the chat template has no place for reasoning, so it is not trained"
-LEFT_OUT = "the chat template leaves out an answer's text, so it is not trained"
+NO_END = "the chat template adds no end-of-turn token after answers: the model does not learn to stop"
+NO_TOOLS = "the chat template does not support tools: they are omitted"
+NO_SYSTEM_SHOWN = "the chat template omits the system message (set data.merge_system: true to keep it)"
+NO_REASONING = "the chat template does not support reasoning: it is not trained"
+LEFT_OUT = "the chat template omits an answer's text: it is not trained"
+_RATIO, _SMALL = 100, 1 << 20  # largest ratio of a rendering's length to its texts'; length that is always accepted
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,12 @@ class Rendering:
     """A rendered conversation.
 
     Attributes:
-        text: with aliases for the template's control tokens.
-        turns: the assistant's turns, in order.
-        messages: the messages as they were rendered, marks included.
-        tools: the tools, likewise.
-        notes: what the report should count.
-        untrained: characters that are not trained, whatever ``train_on`` says: texts of others that the row marks so.
+        text: the rendering, control tokens as aliases.
+        turns: the assistant turns, in order.
+        messages: the rendered messages, with marks.
+        tools: the rendered tools, with marks.
+        notes: changes that the report counts.
+        untrained: character ranges without labels under ``train_on: all``: non-assistant texts that the row marks.
     """
 
     text: str
@@ -43,33 +45,39 @@ class Rendering:
 
 
 def render_turns(template: ChatTemplate, conversation: Conversation, train_on: str) -> Rendering:
-    """Renders a conversation and finds the turns to train.
+    """Render a conversation and select the turns to train.
 
     Args:
         template: the chat template.
-        conversation: its texts may hold anything.
+        conversation: the conversation; texts may contain control tokens.
         train_on: ``assistant``, ``last`` or ``all``, as in ``method.train_on``.
 
     Raises:
-        RowDropped: the template refuses the conversation, or a mask cannot be found.
-        RowError: the row wants another's message trained, and ``train_on`` is not ``all``.
+        RowDropped: the template rejects the conversation, or the mask cannot be computed.
+        RowError: the row marks a non-assistant message as trained, and ``train_on`` is not ``all``; or the rendering
+            is too long.
     """
     _check_wishes(conversation, train_on)
-    conversation = template.forms.of_conversation(conversation)
+    conversation = template.features.of_conversation(conversation)
     control = template.control
-    parts = [conversation.messages, conversation.tools]
-    if control.forged(parts):
-        raise RowDropped("it holds private-use characters (U+F5000 and above) that halftune needs for itself")
+    said = texts_of([conversation.messages, conversation.tools])
+    if control.has_private_characters(said):
+        raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
     notes = list(conversation.notes)
     messages, tools = conversation.messages, conversation.tools
-    if control.occurs(parts):
+    if control.occurs(said):
         notes.append(NEUTRALISED)
         messages, tools = control.mark(messages), control.mark(tools)
     text, turns = _find(template, messages, tools, notes)
+    if len(text) > _RATIO * len(said) + _SMALL:
+        what = f"the chat template renders {len(said):,} characters as {len(text):,}"
+        raise RowError(what, TRUSTED)
     if turns and not all(turn.complete for turn in turns):
         notes.append(NO_END)
-    _check_rendered(template, conversation, text, turns, notes)
-    chosen = _chosen(turns, conversation, text, train_on)
+    written = _written(conversation, text, turns)
+    _check_calls(conversation, written)
+    notes += _omitted(template, conversation, written)
+    chosen = _chosen(turns, conversation, written, train_on)
     untrained: tuple[tuple[int, int], ...] = ()
     if train_on == "all" and False in conversation.train:
         untrained = _untrained(template, conversation, messages, tools, text)
@@ -79,7 +87,7 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
 def _untrained(
     template: ChatTemplate, conversation: Conversation, messages: list[dict[str, Any]], tools: Any, text: str
 ) -> tuple[tuple[int, int], ...]:
-    """The texts of others that the row marks as not to be trained; matters where everything else is."""
+    """Character ranges of non-assistant texts that the row marks as untrained, under ``train_on: all``."""
     marked = [
         index
         for index, (message, wish) in enumerate(zip(messages, conversation.train, strict=True))
@@ -89,7 +97,7 @@ def _untrained(
         return ()
     places = text_ranges(template, messages, tools, text)
     if not all(index in places for index in marked):
-        raise RowDropped("a text that is marked not to be trained cannot be found in the rendering")
+        raise RowDropped("a message with train: false was not found in the rendering")
     return tuple(places[index] for index in marked)
 
 
@@ -97,9 +105,8 @@ def _check_wishes(conversation: Conversation, train_on: str) -> None:
     for message, wish in zip(conversation.messages, conversation.train, strict=True):
         if wish and message["role"] != "assistant" and train_on != "all":
             raise RowError(
-                f"a {message['role']} message is marked to be trained, and method.train_on: {train_on} trains "
-                f"assistant turns only",
-                "remove the mark, or set method: {type: sft, train_on: all}",
+                f"train: true on a {message['role']} message; method.train_on: {train_on} trains assistant turns only",
+                "remove it, or set method: {type: sft, train_on: all}",
             )
 
 
@@ -118,7 +125,7 @@ def _find(
 
 
 def _generated(template: ChatTemplate, text: str, index: int, span: tuple[int, int]) -> Turn:
-    """A turn that the template itself marks; an end-of-turn token right behind it belongs to it."""
+    """A turn marked by the template; a directly following end-of-turn token belongs to it."""
     start, end = span
     if end < len(text) and text[end] in template.end_tokens and text[end - 1 : end] not in template.end_tokens:
         end += 1
@@ -126,28 +133,29 @@ def _generated(template: ChatTemplate, text: str, index: int, span: tuple[int, i
     return Turn(index, start, end, end, complete=bool(inside) and inside[-1] in template.end_tokens)
 
 
-def _check_rendered(
-    template: ChatTemplate, conversation: Conversation, text: str, turns: Sequence[Turn], notes: list[str]
-) -> None:
-    """Nothing of the row may be lost without a word: tools, tool calls, reasoning, system messages, answers."""
-    messages = conversation.messages
-    if conversation.tools and "tools" not in template.source(conversation.tools):
-        notes.append(NO_TOOLS)
-    if template.forms.reasoning is None and any("reasoning_content" in message for message in messages):
-        notes.append(NO_REASONING)
-    if not template.forms.system and messages[0]["role"] == "system":
-        notes.append(NO_SYSTEM_SHOWN)
-    for index, written in _written(conversation, text, turns).items():
-        for call in messages[index].get("tool_calls", ()):
-            name = json.dumps(call["function"]["name"], ensure_ascii=False)[1:-1]
-            if name not in written and call["function"]["name"] not in written:
-                raise RowDropped("the chat template does not render tool calls")
-        if _left_out(messages[index]["content"], written) and LEFT_OUT not in notes:
-            notes.append(LEFT_OUT)
+def _check_calls(conversation: Conversation, written: Mapping[int, str]) -> None:
+    """Drop a conversation whose tool calls the template omits."""
+    for index, answer in written.items():
+        for call in conversation.messages[index].get("tool_calls", ()):
+            name = call["function"]["name"]
+            if name not in answer and json.dumps(name, ensure_ascii=False)[1:-1] not in answer:
+                raise RowDropped("the chat template does not support tool calls")
+
+
+def _omitted(template: ChatTemplate, conversation: Conversation, written: Mapping[int, str]) -> list[str]:
+    """Notes about what the template omits: tools, reasoning, system messages, answers."""
+    messages, features = conversation.messages, template.features
+    omitted = {
+        NO_TOOLS: conversation.tools and "tools" not in template.source(conversation.tools),
+        NO_REASONING: features.reasoning is None and any("reasoning_content" in message for message in messages),
+        NO_SYSTEM_SHOWN: not features.system and messages[0]["role"] == "system",
+        LEFT_OUT: any(_left_out(messages[index]["content"], answer) for index, answer in written.items()),
+    }
+    return [note for note, is_omitted in omitted.items() if is_omitted]
 
 
 def _written(conversation: Conversation, text: str, turns: Sequence[Turn]) -> dict[int, str]:
-    """What the template makes of each answer."""
+    """The rendering of each answer, by message index."""
     written = {index: "" for index, message in enumerate(conversation.messages) if message["role"] == "assistant"}
     for turn in turns:
         written[turn.message] += text[turn.start : turn.end]
@@ -155,22 +163,28 @@ def _written(conversation: Conversation, text: str, turns: Sequence[Turn]) -> di
 
 
 def _left_out(content: str, written: str) -> bool:
-    """Whether nothing of a text is there; told by three of its words, as a template may trim or rewrite it."""
+    """Whether a text was omitted; checks three of its words, since a template may trim or rewrite it."""
+    if content in written:
+        return False
     words = content.split()
     return bool(words) and not any(word in written for word in (words[0], words[-1], max(words, key=len)))
 
 
-def _chosen(turns: Sequence[Turn], conversation: Conversation, text: str, train_on: str) -> tuple[Turn, ...]:
-    """Sets ``trained``: what the row says of a message goes before ``method.train_on``."""
-    written = _written(conversation, text, turns)
-    last = turns[-1].message if turns else -1
-    chosen = []
-    for turn in turns:
-        wish = conversation.train[turn.message]
-        default = turn.message == last if train_on == "last" else True
+def _chosen(
+    turns: Sequence[Turn], conversation: Conversation, written: Mapping[int, str], train_on: str
+) -> tuple[Turn, ...]:
+    """Set ``trained``: flags in the row override ``method.train_on``, but ``last`` trains no earlier turn."""
+
+    def is_trained(turn: Turn) -> bool:
+        asked = train_on != "last" or turn.message == turns[-1].message
         message = conversation.messages[turn.message]
-        alone = not (message.get("tool_calls") or message.get("reasoning_content"))
-        empty = alone and (not message["content"].strip() or _left_out(message["content"], written[turn.message]))
-        trained = (default if wish is None or (train_on == "last" and not default) else wish) and not empty
-        chosen.append(Turn(turn.message, turn.start, turn.end, turn.full_end, turn.complete, trained))
-    return tuple(chosen)
+        return asked and conversation.train[turn.message] is not False and not _is_empty(message, written[turn.message])
+
+    return tuple(replace(turn, trained=is_trained(turn)) for turn in turns)
+
+
+def _is_empty(message: Mapping[str, Any], written: str) -> bool:
+    """Whether a message has no text, reasoning or tool call in the rendering."""
+    if message.get("tool_calls") or message.get("reasoning_content"):
+        return False
+    return not message["content"].strip() or _left_out(message["content"], written)

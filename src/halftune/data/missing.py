@@ -1,4 +1,4 @@
-"""Values that mean "none": NaN and the infinities, which tables and careless JSON put into empty cells."""
+"""Missing values: null, NaN and infinities, as tables and lenient JSON write empty cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_missing(value: Any) -> bool:
 
 
 def holds_missing(value: Any) -> bool:
-    """Whether NaN or an infinity stands anywhere in a value."""
+    """Whether a nested value contains NaN or an infinity."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, Mapping):
@@ -24,7 +24,7 @@ def holds_missing(value: Any) -> bool:
 
 
 def with_nulls(value: Any) -> Any:
-    """A copy with null in the place of NaN and the infinities."""
+    """A copy with NaN and infinities replaced by null."""
     if isinstance(value, Mapping):
         return {name: with_nulls(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

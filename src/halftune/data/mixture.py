@@ -1,4 +1,4 @@
-"""Which samples of which source make up an epoch: sample counts, weights, a held-out share."""
+"""Selects the samples of an epoch: sample counts, source weights, hold-out."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _CHOOSE, _HOLD_OUT, _WEIGH = 1, 2, 3  # independent random streams of one seed
 
 
 def choose_rows(total: int, samples: int | None, *, seed: int) -> np.ndarray:
-    """int64, ascending: the rows that ``samples`` takes, the first ones after a shuffle; all where it is None."""
+    """int64, ascending: indices of ``samples`` random rows; all rows if ``samples`` is None."""
     if samples is None or samples >= total:
         return np.arange(total)
     return np.sort(np.random.default_rng([seed, _CHOOSE]).permutation(total)[:samples])
 
 
 def contents(stores: Sequence[TokenStore]) -> np.ndarray:
-    """int64, one for each sample of all stores: the same number for the same tokens, counted as they first occur."""
+    """int64, one content id per sample of all stores: equal for equal tokens, numbered by first occurrence."""
     numbers: dict[bytes, int] = {}
     found = []
     for store in stores:
-        for start, end in pairwise(store.offsets.tolist()):
+        for start, end in pairwise(store.offsets[store.firsts].tolist()):
             digest = hashlib.blake2b(store.ids[start:end].tobytes(), digest_size=16).digest()
             found.append(numbers.setdefault(digest, len(numbers)))
     return np.array(found, dtype=np.int64)
 
 
 def hold_out(content: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits the positions of samples into (kept, held out), both ascending.
+    """Split sample positions into (kept, held out), both ascending.
 
-    Of samples with the same content one is held out and none is kept, or all are kept: what is evaluated is never
-    trained, though a source be listed twice.
+    Duplicates stay together: one copy is held out and none is kept, or all are kept. So no evaluation sample is
+    trained, even if a source is listed twice.
 
     Args:
-        content: int64[N], as ``contents`` gives it.
-        share: below 1 a share of the different samples, otherwise their number; 0 holds nothing out.
+        content: int64[N], the result of ``contents``.
+        share: below 1 a fraction of the distinct samples, otherwise their number; 0 holds nothing out.
         seed: ``training.seed``.
 
     Raises:
@@ -56,12 +56,12 @@ def hold_out(content: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarra
 
 
 def count_held_out(share: float, different: int, samples: int) -> int:
-    """How many samples an ``eval_split`` holds out.
+    """Number of samples that ``eval_split`` holds out.
 
     Args:
         share: as for :func:`hold_out`.
-        different: samples of different content.
-        samples: all, copies included.
+        different: number of distinct samples.
+        samples: number of samples, copies included.
 
     Raises:
         DataError: nothing would be left to train on.
@@ -74,17 +74,18 @@ def count_held_out(share: float, different: int, samples: int) -> int:
             f"would hold {count} samples out, and there are only {different}{copies}",
             where="data.eval_split",
             remedy="hold fewer out, or give evaluation data of its own under data.eval",
+            code="data.holdout_too_large",
         )
     return count
 
 
 def weigh(positions: Sequence[np.ndarray], weights: Sequence[float], *, seed: int) -> np.ndarray:
-    """Repeats or thins out each source's positions by its weight: 2 shows each twice, 0.5 half of them.
+    """Repeat or subsample each source's positions by its weight: 2 repeats each sample, 0.5 uses half of them.
 
     Args:
         positions: int64 arrays, one for each source.
         weights: one for each source, above 0.
-        seed: ``training.seed``; decides which part of a source a fractional weight shows.
+        seed: ``training.seed``; selects the samples of a fractional weight.
 
     Returns:
         int64, all positions of an epoch.

@@ -1,6 +1,6 @@
-"""The order of an epoch: which samples make which row, which rows which global batch.
+"""The order of an epoch: samples to rows, rows to global batches.
 
-The same for every number of processes and workers, and for every split of the global batch into forward passes.
+Independent of the number of processes, of workers and of micro-batches.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 
 from halftune.data.packing import best_fit_decreasing
 
-MULTIPLE = 8  # matrix units want sizes that are multiples of 8
-# Global batches whose samples are sorted by length together. More would cut little more padding and mix less; the
-# number is that of transformers' length-grouped sampler.
+MULTIPLE = 8  # tensor cores need sizes that are multiples of 8
+# Number of global batches whose samples are sorted by length together, as in transformers' length-grouped sampler.
+# More would save little padding and shuffle less.
 MEGABATCH = 50
-# An epoch has at least so many of them, so that short ones are shuffled too.
+# Minimum number of megabatches per epoch, so that short epochs are shuffled too.
 MEGABATCHES = 4
 
 
 class Span(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a sample; a whole sample is the span from 0 to its length."""
+    """Tokens ``start`` to ``stop`` of a sample."""
 
     sample: int
     start: int
@@ -33,27 +33,34 @@ Row = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class BatchRule:
-    """How rows make global batches.
+    """How rows are grouped into global batches. A row is one example; without packing it takes one token row per
+    segment, padded to the longest.
 
     Attributes:
-        rows: of a global batch (of a full one: the last of an epoch may have fewer).
-        tokens: instead, without packing: as many rows as fit into this many tokens of each of its forward passes.
-        forwards: the forward passes of a global batch over all processes; only read with ``tokens``.
-        grouped: rows of like length make a batch.
+        rows: rows of a full global batch; the last of an epoch may have fewer.
+        tokens: padded tokens of a forward pass, instead of ``rows``; without packing only.
+        forwards: forward passes per global batch over all processes; used with ``tokens`` only.
+        grouped: batch rows of similar length.
+        segments: segments per example.
     """
 
     rows: int
     tokens: int | None = None
     forwards: int = 1
     grouped: bool = False
+    segments: int = 1
 
     def fitting(self, longest: int) -> int:
-        """Rows of a global batch whose longest sample has so many tokens."""
-        return self.rows if self.tokens is None else self.forwards * max(1, self.tokens // round_up(longest))
+        """Rows of a global batch whose longest segment has ``longest`` tokens."""
+        return self.rows if self.tokens is None else self.forwards * self.rows_of(self.tokens, longest)
+
+    def rows_of(self, tokens: int, longest: int) -> int:
+        """Rows that fit into ``tokens`` padded tokens; at least 1."""
+        return max(1, tokens // (self.segments * round_up(longest)))
 
 
 def round_up(length: int) -> int:
-    """Tokens of a padded row."""
+    """Round a length up to a multiple of 8: the padded length of a row."""
     return -(-length // MULTIPLE) * MULTIPLE
 
 
@@ -63,12 +70,12 @@ def epoch_rows(
     """Rows of samples in random order.
 
     Args:
-        lengths: int[N], tokens of each sample, at most ``capacity``.
+        lengths: int[N], tokens per sample, at most ``capacity``.
         epoch: 0 for the first; every epoch has another order.
         seed: ``training.seed``.
-        packing: put several samples into a row, by best-fit-decreasing; otherwise one sample a row.
+        packing: pack several samples per row by best-fit-decreasing; otherwise one sample per row.
         capacity: tokens of a row.
-        split: with packing, fill every row to the last token and cut the sample that does not fit.
+        split: with packing, fill rows completely and split samples across rows.
 
     Returns:
         Every token of every sample once. A function of the arguments alone; with packing, the number of rows depends
@@ -88,17 +95,16 @@ def epoch_rows(
 
 
 def packed_batches(rows: list[Row], size: int) -> list[list[Row]]:
-    """Global batches of ``size`` rows, the last one with what is left."""
+    """Global batches of ``size`` rows; the last may be smaller."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def padded_batches(lengths: np.ndarray, rule: BatchRule, *, epoch: int, seed: int) -> list[list[Row]]:
-    """Global batches of one sample a row, each from the longest sample to the shortest.
+    """Global batches of one sample per row, longest sample first.
 
-    The order inside a global batch changes nothing but padding, as the loss is that of the whole batch. Across batches
-    ``rule.grouped`` sorts samples by length inside groups of 50 batches of the epoch's random order, and then shuffles
-    the batches of the whole epoch. The batch with the longest forward pass opens the first epoch, so that memory that
-    does not suffice shows at once.
+    The order inside a global batch affects padding only, since the loss is that of the whole batch. ``rule.grouped``
+    sorts samples by length within groups of 50 batches of the epoch's random order, then shuffles the batches of the
+    epoch. The batch with the largest forward pass comes first in the first epoch, so out-of-memory errors show early.
 
     Returns:
         Every sample once. A function of the arguments alone.
@@ -119,14 +125,14 @@ def padded_batches(lengths: np.ndarray, rule: BatchRule, *, epoch: int, seed: in
 
 
 def by_length(lengths: np.ndarray, rule: BatchRule) -> list[list[Row]]:
-    """Global batches of one sample a row, the longest samples first: the least padding, for evaluation."""
+    """Global batches of one sample per row, longest first: minimal padding, for evaluation."""
     sizes = np.asarray(lengths)
     batches = _cut(np.argsort(-sizes, kind="stable"), sizes, rule)
     return [[(span,) for span in batch] for batch in batches]
 
 
 def _sorted_in_groups(order: np.ndarray, sizes: np.ndarray, rule: BatchRule) -> np.ndarray:
-    """Samples sorted by length in each group of the order, every other group upwards, so that no batch is uneven."""
+    """Sort samples by length within each group, in alternating direction, so that batches stay even."""
     rows = rule.fitting(int(sizes.mean())) if len(sizes) else 1
     batches = min(MEGABATCH, -(-len(order) // (rows * MEGABATCHES)))
     group = np.arange(len(order)) // (rows * batches)
@@ -148,10 +154,10 @@ def _cut(order: np.ndarray, sizes: np.ndarray, rule: BatchRule) -> list[list[Spa
 
 
 def _cost(batch: list[Span], rule: BatchRule) -> tuple[int, int]:
-    """Tokens of the largest forward pass, then its longest sample; ``batch`` begins with its longest."""
+    """Tokens of the largest forward pass, and the longest sample, which is the first in ``batch``."""
     longest = batch[0].stop
-    rows = min(len(batch), rule.fitting(longest) if rule.tokens is None else rule.tokens // round_up(longest))
-    return rows * round_up(longest), longest
+    rows = min(len(batch), rule.fitting(longest) if rule.tokens is None else rule.rows_of(rule.tokens, longest))
+    return rows * rule.segments * round_up(longest), longest
 
 
 def _filled(sizes: list[int], order: list[int], capacity: int) -> list[Row]:

@@ -1,9 +1,8 @@
-"""Makes a conversation fit into ``max_length``; no header, end-of-turn token or whole answer is cut silently.
+"""Truncates a conversation to ``max_length``; every cut of a header, end-of-turn token or answer is reported.
 
-In this order: what follows the last trained answer goes; texts of user and tool messages are shortened (the longest
-first, each keeping its beginning); later exchanges are left out; and where one exchange alone is too long, its answer
-is cut and loses its end-of-turn token. System messages and tool definitions are never touched. Whatever was done is
-named.
+In this order: turns after the last trained answer are dropped; user and tool messages are shortened (longest first,
+from the end); later exchanges are dropped; if one exchange alone is too long, its answer is cut and loses its
+end-of-turn token. System messages and tool definitions are never changed.
 """
 
 from __future__ import annotations
@@ -13,34 +12,34 @@ from collections.abc import Iterator
 import numpy as np
 
 from halftune.data.conversation import RowDropped
-from halftune.data.sample import TokenTurn, WholeSample
+from halftune.data.example import TokenTurn, WholeSample
 
-TAIL = "turns after the last answer left out"
+TAIL = "turns after the last answer dropped"
 SHORTENED = "question or tool result shortened"
-LATER = "later exchanges left out"
-EARLIER = "earlier exchanges left out"
-CUT = "answer cut, its end-of-turn token is not trained"
-MIN_ANSWER = 8  # tokens of a cut answer that are worth training
+LATER = "later exchanges dropped"
+EARLIER = "earlier exchanges dropped"
+CUT = "answer truncated, without its end-of-turn token"
+MIN_ANSWER = 8  # minimum tokens of a truncated answer
 
 Range = tuple[int, int]
 
 
 def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Chooses the tokens that stay.
+    """Select the tokens to keep.
 
     Args:
         sample: more than ``limit`` tokens.
-        limit: tokens that fit.
+        limit: maximum number of tokens.
 
     Returns:
-        bool[T], true for tokens that stay (at most ``limit``), and what was done.
+        bool[T], true for kept tokens (at most ``limit``), and descriptions of the cuts.
 
     Raises:
-        RowDropped: not even one answer fits.
+        RowDropped: no answer fits.
     """
     trained = [index for index, turn in enumerate(sample.turns) if turn.trained]
     if not trained:
-        raise RowDropped("longer than max_length, and no answer in it to keep")
+        raise RowDropped("longer than max_length, without a trained answer")
     floor = min(64, limit // 8)
     for ranges, done in _candidates(sample, trained):
         keep = _mask(sample, ranges)
@@ -51,7 +50,7 @@ def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ..
 
 
 def _candidates(sample: WholeSample, trained: list[int]) -> Iterator[tuple[list[Range], tuple[str, ...]]]:
-    """Token ranges to keep, from most to least; every one ends with a trained answer."""
+    """Candidate token ranges to keep, largest first; each ends with a trained answer."""
     turns, first, last = sample.turns, trained[0], trained[-1]
     for index in reversed(trained):
         whole = turns[index].full_end
@@ -70,17 +69,22 @@ def _mask(sample: WholeSample, ranges: list[Range]) -> np.ndarray:
     return keep
 
 
+def _kept_contents(sample: WholeSample, keep: np.ndarray) -> list[Range]:
+    """Ranges of user and tool messages that are kept whole."""
+    return [(start, end) for start, end in sample.contents if end > start and keep[start:end].all()]
+
+
 def _shorten(sample: WholeSample, keep: np.ndarray, limit: int, floor: int) -> bool:
-    """Shortens the longest texts, no text below ``floor`` tokens, until ``limit`` is met, or not at all."""
+    """Shorten the longest texts, each to at least ``floor`` tokens, if that reaches ``limit``; else change nothing."""
     excess = int(keep.sum()) - limit
     if excess <= 0:
         return False
-    contents = [(start, end) for start, end in sample.contents if keep[start:end].all() and end > start]
+    contents = _kept_contents(sample, keep)
     lengths = np.array([end - start for start, end in contents], dtype=np.int64)
     if np.maximum(lengths - floor, 0).sum() < excess:
         return False
     low, high = floor, int(lengths.max())
-    while low < high:  # the largest length to which all may be shortened
+    while low < high:  # binary search for the largest length that suffices
         middle = (low + high + 1) // 2
         if np.maximum(lengths - middle, 0).sum() >= excess:
             low = middle
@@ -93,14 +97,14 @@ def _shorten(sample: WholeSample, keep: np.ndarray, limit: int, floor: int) -> b
 
 
 def _whole_character(sample: WholeSample, lowest: int, cut: int) -> int:
-    """Moves a cut back to where no character is split over tokens."""
+    """Move a cut back to a token boundary that splits no character."""
     while cut > lowest and sample.starts[cut] < sample.ends[cut - 1]:
         cut -= 1
     return cut
 
 
 def _cut_answer(sample: WholeSample, chosen: int, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """One exchange (behind the first one, where that holds the system message) with as much of its answer as fits."""
+    """Keep one exchange, and the first if it has the system message, with as much of the answer as fits."""
     turn: TokenTurn = sample.turns[chosen]
     ranges = [(0, turn.full_end)]
     done: tuple[str, ...] = (CUT,)
@@ -113,15 +117,15 @@ def _cut_answer(sample: WholeSample, chosen: int, limit: int) -> tuple[np.ndarra
     answer = turn.full_end - turn.start
     prompt = int(keep.sum()) - answer
     half = limit // 2
-    if prompt > half:  # the question may take half of the room, or as little as it needs, and the answer gets the rest
+    if prompt > half:  # the question gets half of the limit, or less if it needs less; the answer gets the rest
         room = _mask(sample, ranges)
         room[turn.start : turn.full_end] = False
-        spare = sum(end - start - 1 for start, end in sample.contents if end > start and room[start:end].all())
+        spare = sum(end - start - 1 for start, end in _kept_contents(sample, room))
         if _shorten(sample, room, max(half, prompt - spare), 1):
             keep[: turn.start] = room[: turn.start]
             prompt, done = int(room.sum()), (SHORTENED, *done)
     cut = _whole_character(sample, turn.start, turn.start + min(max(limit - prompt, 0), turn.end - turn.start - 1))
     if cut - turn.start < min(MIN_ANSWER, turn.end - turn.start - 1) or cut <= turn.start:
-        raise RowDropped("longer than max_length: what comes before the answer leaves no room for it")
+        raise RowDropped("longer than max_length: the prompt leaves no room for the answer")
     keep[cut:] = False
     return keep, done

@@ -1,4 +1,4 @@
-"""Best-fit-decreasing bin packing: several samples share a row of fixed capacity."""
+"""Best-fit-decreasing bin packing of samples into rows of fixed capacity."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 
 def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Puts items into bins: the longest first, each into the fullest bin that has room for it.
+    """Pack items into bins: longest first, each into the fullest bin with enough room.
 
-    Items of one length are placed together, and open bins are found by the lowest set bit of an integer whose bit *r*
-    says that some bin has *r* tokens left; a million items take about a second.
+    Items of equal length are placed together. Bins are found by the lowest set bit of an integer whose bit *r*
+    says that a bin with *r* free tokens exists. A million items take about a second.
 
     Args:
-        lengths: tokens of each item, 1 … capacity.
-        capacity: tokens of a bin.
+        lengths: tokens per item, 1 … capacity.
+        capacity: tokens per bin.
 
     Returns:
         Bins of item indices, in the order in which the bins were opened.
 
     Raises:
-        ValueError: an item is longer than a bin, or empty.
+        ValueError: an item is longer than ``capacity``, or empty.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.max() > capacity or sizes.min() < 1):
@@ -41,7 +41,7 @@ def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> l
             else:
                 room, index = capacity, len(bins)
                 bins.append([])
-            # A bin that still has room for another item of this length is the fullest one that has.
+            # A bin with room for another item of this length is still the fullest such bin.
             placed = items[position : position + room // length]
             position += len(placed)
             bins[index].extend(placed)
@@ -52,7 +52,7 @@ def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> l
 
 
 def _grouped(sizes: np.ndarray) -> list[tuple[int, list[int]]]:
-    """(length, indices of the items that have it), the longest first, indices ascending."""
+    """(length, indices of items of that length), longest first, indices ascending."""
     order = np.argsort(-sizes, kind="stable")
     edges = np.flatnonzero(np.diff(sizes[order])) + 1
     return [(int(sizes[group[0]]), group.tolist()) for group in np.split(order, edges) if len(group)]

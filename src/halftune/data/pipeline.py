@@ -1,9 +1,10 @@
-"""From the data section to tokenised samples and the data report. Needs no device and no other process."""
+"""Builds tokenised splits and the data report from the ``data`` section."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
-from halftune.config.sections.method import SftMethod
+from halftune.config.sections.method import MethodSection, PretrainMethod, SftMethod
 from halftune.core.errors import ConfigError, DataError
 from halftune.core.log import get_logger
 from halftune.data.cache import cache_key, cached
-from halftune.data.detect import Reading, detect_for
-from halftune.data.fed import efficiency
-from halftune.data.forms import NO_SYSTEM
+from halftune.data.detect import detect_for
+from halftune.data.example import Example
 from halftune.data.mixture import choose_rows, contents, hold_out, weigh
+from halftune.data.padding_stats import efficiency
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
 from halftune.data.sources import Rows, Source, open_source
 from halftune.data.split import TokenizedSplit
 from halftune.data.store import TokenStore, build_store
+from halftune.data.template_date import writes_date
+from halftune.data.template_features import NO_SYSTEM
 from halftune.data.tokenize import BadRow, Outcome, Settings
 from halftune.data.workers import tokenize_rows
 
@@ -31,27 +34,30 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training is fed.
+    """The tokenised data of a run.
 
     Attributes:
-        train: training samples of an epoch, weights applied.
-        eval: evaluation samples, or None.
-        report: what became of every row.
-        fingerprints: of the content of each source of ``train`` and ``eval``, in the order of the configuration.
+        train: training samples of an epoch, source weights applied.
+        eval: evaluation samples; None without evaluation data.
+        report: counts of kept, dropped and truncated rows.
+        fingerprints: content hashes of the sources of ``train`` and ``eval``, in config order.
+        day: ISO date in the chat template; None if the template prints no date.
     """
 
     train: TokenizedSplit
     eval: TokenizedSplit | None
     report: DataReport
     fingerprints: dict[str, list[str]]
+    day: str | None = None
 
 
-def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-    """Reads, tokenises and mixes the sources of a run, or finds them in the cache.
+def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> PreparedData:
+    """Read, tokenise and mix the sources of a run; tokenised sources are cached.
 
     Args:
-        config: the run; its data, method, seed and chat-template variables are read.
-        tokenizer: a fast tokenizer, with a chat template unless the data is plain text.
+        config: reads data, method, seed and chat-template variables.
+        tokenizer: a fast tokenizer; conversations also need its chat template.
+        day: ISO date for chat templates that print the date, from the resumed run; default today.
 
     Raises:
         ConfigError: both ``eval`` and ``eval_split`` are set.
@@ -59,56 +65,66 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     """
     data, seed = config.data, config.training.seed
     if data.eval and data.eval_split:
-        raise ConfigError("both are set", where="data.eval, data.eval_split", remedy="remove one of them")
-    train_stores, train_reports, train_prints = _sources(data.train, config, tokenizer)
+        raise ConfigError(
+            "mutually exclusive", where="data.eval, data.eval_split", remedy="remove one", code="config.keys_conflict"
+        )
+    settings = _settings(config, _day_written(tokenizer, day))
+    train_stores, train_reports, train_prints = _sources(data.train, config, tokenizer, settings)
     ranges = _ranges(train_stores)
-    held: list[np.ndarray] = []
-    if not data.eval and data.eval_split:
-        content = contents(train_stores)
-        kept, out = hold_out(content, data.eval_split, seed=seed)
-        if copies := len(content) - len(kept) - len(out):
-            log.info("data.eval_split: %s copies of held-out samples are left out of training", copies)
-        held = [out]
-        ranges = [np.intersect1d(places, kept) for places in ranges]
-    positions = weigh(ranges, [section.weight for section in data.train], seed=seed)
-    train, evaluation = TokenizedSplit(train_stores, positions), None
+    evaluation: TokenizedSplit | None = None
     eval_reports: list[SourceReport] = []
     eval_prints: list[str] = []
-    if data.eval:
-        stores, eval_reports, eval_prints = _sources(data.eval, config, tokenizer)
+    if data.eval_split:
+        kept, out = _hold_out(train_stores, data.eval_split, seed)
+        ranges = [np.intersect1d(places, kept) for places in ranges]
+        evaluation = TokenizedSplit(train_stores, out)
+    elif data.eval:
+        stores, eval_reports, eval_prints = _sources(data.eval, config, tokenizer, settings)
         weights = [section.weight for section in data.eval]
         evaluation = TokenizedSplit(stores, weigh(_ranges(stores), weights, seed=seed))
-    elif held:
-        evaluation = TokenizedSplit(train_stores, held[0])
+    train = TokenizedSplit(train_stores, weigh(ranges, [section.weight for section in data.train], seed=seed))
     report = DataReport(
         train=train_reports,
         eval=eval_reports,
         train_samples=len(train),
         eval_samples=len(evaluation) if evaluation else 0,
         max_length=data.max_length,
-        efficiency=efficiency(train.lengths, config),
+        efficiency=efficiency(train, config),
     )
-    return PreparedData(train, evaluation, report, {"train": train_prints, "eval": eval_prints})
+    return PreparedData(train, evaluation, report, {"train": train_prints, "eval": eval_prints}, settings.day)
+
+
+def _day_written(tokenizer: PreTrainedTokenizerBase, day: str | None) -> str | None:
+    """The date for the chat template; None if it prints no date, so the cache stays valid on other days."""
+    templates = tokenizer.chat_template or ""
+    found = templates.values() if isinstance(templates, dict) else [templates]
+    if not any(map(writes_date, found)):
+        return None
+    day = day or date.today().isoformat()
+    log.info("the chat template prints the date: this run uses %s", day)
+    return day
 
 
 def _sources(
-    sections: Sequence[SourceSection], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+    sections: Sequence[SourceSection], config: RunConfig, tokenizer: PreTrainedTokenizerBase, settings: Settings
 ) -> tuple[list[TokenStore], list[SourceReport], list[str]]:
-    """Stores, reports and fingerprints of some sources."""
+    """Token stores, reports and fingerprints of the sources."""
     sources = [open_source(section) for section in sections]
-    pairs = [_source(source, config, tokenizer) for source in sources]
+    pairs = [_source(source, config, tokenizer, settings) for source in sources]
     return [store for store, _ in pairs], [report for _, report in pairs], [source.fingerprint for source in sources]
 
 
-def _source(source: Source, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenStore, SourceReport]:
-    section, settings, seed = source.section, _settings(config), config.training.seed
+def _source(
+    source: Source, config: RunConfig, tokenizer: PreTrainedTokenizerBase, settings: Settings
+) -> tuple[TokenStore, SourceReport]:
+    section, seed = source.section, config.training.seed
 
     def make() -> tuple[TokenStore, dict[str, Any]]:
         rows = source.read()
         if section.samples is not None and section.samples > len(rows):
-            log.warning("%s: samples: %s, but it has %s rows only", section.path, section.samples, len(rows))
+            log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
         chosen = choose_rows(len(rows), section.samples, seed=seed)
-        store, report = _tokenize(rows, chosen, section, config, tokenizer)
+        store, report = _tokenize(rows, chosen, section, config, tokenizer, settings)
         return store, asdict(report)
 
     if not config.data.cache:
@@ -128,38 +144,50 @@ def _source(source: Source, config: RunConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _warn(report: SourceReport, max_length: int) -> None:
-    """Says which rows are not trained on as they stand, and what to do about it."""
+    """Log dropped and truncated rows with a remedy."""
     raised = f"raise data.max_length ({max_length})"
     for reason, count in report.dropped.items():
-        remedy = "correct them, if they should be trained on"
+        remedy = "correct them to train on them"
         if "max_length" in reason:
-            remedy = f"{raised}, or see data.overlong"
+            remedy = f"{raised}, or set data.overlong"
         elif reason == NO_SYSTEM:
             remedy = MERGE
-        log.warning("%s: left out: %s: %s · %s", report.name, reason, count, remedy)
+        log.warning("%s: dropped: %s: %s · %s", report.name, reason, count, remedy)
     for reason, count in report.truncated.items():
-        log.warning("%s: made to fit: %s: %s · %s to keep them whole", report.name, reason, count, raised)
+        log.warning("%s: truncated: %s: %s · %s to keep whole rows", report.name, reason, count, raised)
 
 
-def _settings(config: RunConfig) -> Settings:
+def _train_on(method: MethodSection) -> str:
+    if isinstance(method, SftMethod):
+        return method.train_on
+    return "all" if isinstance(method, PretrainMethod) else "assistant"
+
+
+def _settings(config: RunConfig, day: str | None) -> Settings:
     method = config.method
     return Settings(
         method=method.type,
-        train_on=method.train_on if isinstance(method, SftMethod) else "all",
+        train_on=_train_on(method),
         max_length=config.data.max_length,
         overlong=config.data.overlong,
         system=config.data.system,
         merge_system=config.data.merge_system,
         template_variables=dict(config.model.chat_template_kwargs),
+        day=day,
     )
 
 
 def _tokenize(
-    rows: Rows, chosen: np.ndarray, section: SourceSection, config: RunConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Rows,
+    chosen: np.ndarray,
+    section: SourceSection,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
 ) -> tuple[TokenStore, SourceReport]:
     everything = rows.all()
     taken = [everything[index] for index in chosen]
-    reading = detect_for(config.method.type, taken, section)
+    reading = detect_for(config.method, taken, section)
     report = SourceReport(
         name=section.path,
         format=reading.format.name,
@@ -170,10 +198,11 @@ def _tokenize(
         rows=len(rows),
         taken=len(taken),
     )
-    samples, origins = _collect(rows, chosen, taken, reading, config, tokenizer, report)
-    if not samples:
+    outcomes = tokenize_rows(taken, tokenizer, reading, settings, config.data.num_workers)
+    examples, origins = _collect(rows, chosen, outcomes, report)
+    if not examples:
         raise nothing_left(report.name, report.dropped)
-    store = build_store(samples, origins, [(str(part.path), part.unit) for part in rows.parts])
+    store = build_store(examples, origins, [(str(part.path), part.unit) for part in rows.parts])
     report.samples, report.tokens = len(store), len(store.ids)
     report.trained_tokens = int(store.trained.sum())
     report.lengths = histogram(store.lengths)
@@ -183,30 +212,26 @@ def _tokenize(
 def _collect(
     rows: Rows,
     chosen: np.ndarray,
-    taken: list[dict[str, Any]],
-    reading: Reading,
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    outcomes: Iterator[Outcome],
     report: SourceReport,
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[int, int]]]:
-    """Samples of the rows and their origins; counts in ``report`` what became of each row."""
-    samples, origins = [], []
+) -> tuple[list[Example], list[tuple[int, int]]]:
+    """Collect examples and their origins; count each row's outcome in ``report``."""
+    examples, origins = [], []
     try:
-        outcomes = tokenize_rows(taken, tokenizer, reading, _settings(config), config.data.num_workers)
         for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
-            samples += outcome.samples
-            origins += [rows.origin(index)] * len(outcome.samples)
-            if outcome.samples and (note := rows.note(index)):
+            examples += outcome.examples
+            origins += [rows.origin(index)] * len(outcome.examples)
+            if outcome.examples and (note := rows.note(index)):
                 outcome.notes = (*outcome.notes, note)
             _count(report, outcome, rows.place(index))
     except BadRow as error:
-        position, what, remedy = error.args
-        raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy) from error
-    return samples, origins
+        position, what, remedy, _ = error.args
+        raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy, code=error.code) from error
+    return examples, origins
 
 
 def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
-    report.kept += bool(outcome.samples)
+    report.kept += bool(outcome.examples)
     report.truncated_rows += bool(outcome.truncated)
     report.answers_lost += outcome.answers_lost
     reasons = [(report.dropped, outcome.dropped)] if outcome.dropped else []
@@ -216,7 +241,16 @@ def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
         counts.setdefault(reason, Count()).add(place)
 
 
+def _hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of samples for training and for evaluation."""
+    content = contents(stores)
+    kept, out = hold_out(content, share, seed=seed)
+    if copies := len(content) - len(kept) - len(out):
+        log.info("data.eval_split: excluded %s duplicates of held-out samples from training", copies)
+    return kept, out
+
+
 def _ranges(stores: Sequence[TokenStore]) -> list[np.ndarray]:
-    """Positions of each store's samples, counted through all stores."""
+    """Positions of each store's samples in the concatenation of all stores."""
     ends = np.cumsum([len(store) for store in stores])
     return [np.arange(end - len(store), end) for end, store in zip(ends, stores, strict=True)]

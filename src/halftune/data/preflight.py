@@ -1,9 +1,10 @@
-"""Reads a run's data files before anything heavy is imported: what is wrong with them is said at once."""
+"""Validates local data files before importing torch, so that errors appear within a second."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,46 +14,53 @@ from halftune.config.sections.data import SourceSection
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import DataError
 from halftune.data.conversation import RowDropped, RowError
-from halftune.data.detect import detect_for
+from halftune.data.detect import Reading, detect_for
 from halftune.data.files import FileRows, ending, first_lines, read_file
+from halftune.data.hub import check_available
 from halftune.data.missing import with_nulls
 from halftune.data.mixture import choose_rows, count_held_out
 from halftune.data.report import Count, nothing_left
-from halftune.data.sources import BUILTIN, Rows, empty, files_of
+from halftune.data.sources import BUILTIN, Rows, empty, files_of, is_hub_id
 
-ENOUGH = 8 << 20  # bytes of each source: read in a fraction of a second
+ENOUGH = 8 << 20  # bytes read per source
 
 
-def look_over(config: RunConfig) -> None:
-    """Reads every local source as far as ``ENOUGH`` goes and makes conversations of its rows, without a tokenizer.
+def validate_data(config: RunConfig) -> None:
+    """Parse the first ``ENOUGH`` bytes of every local source, without a tokenizer.
 
-    What lies further on, and what only a tokenizer can tell, is found when the data is prepared.
+    Errors in later rows, and errors that need the tokenizer, appear when the data is prepared.
 
     Raises:
-        DataError: a row is malformed or has no answer, no format fits, nothing is left to train on, conversations meet
-            a local tokenizer without a chat template, or ``data.eval_split`` holds everything out.
+        DataError: a row is malformed or has no answer, the format is unknown, no row is left, a local tokenizer has no
+            chat template for conversations, ``data.eval_split`` holds everything out, or a hub data set is neither
+            cached nor reachable.
     """
     kept: list[list[bytes] | None] = []
     for section in (*config.data.train, *config.data.eval):
         found = _rows(section)
         kept.append(None if found is None else _check(found, section, config))
     contents = [one for one in kept if one is not None]
-    # of conversations: each row is one sample at most, while documents are cut into several
-    if config.data.eval_split and not config.data.eval and config.method.type == "sft" and len(contents) == len(kept):
+    # conversations only: a row is at most one sample, while documents are cut into several
+    single = config.method.type != "pretrain" and len(contents) == len(kept)
+    if config.data.eval_split and not config.data.eval and single:
         count_held_out(config.data.eval_split, len(set().union(*contents)), sum(map(len, contents)))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Rows of a source; ``whole`` where these are all."""
+    """Rows of a source; ``whole`` if these are all rows."""
 
     rows: Rows
     whole: bool
 
 
 def _rows(section: SourceSection) -> _Found | None:
-    """The rows, or as many as can be read quickly; None where there is nothing to read here."""
-    if section.path.startswith(BUILTIN) or not os.path.exists(section.path):
+    """The first rows of a local source; None if there is nothing local to read."""
+    if section.path.startswith(BUILTIN):
+        return None
+    if not os.path.exists(section.path):
+        if is_hub_id(section.path):
+            check_available(section)
         return None
     paths = files_of(Path(section.path))
     parts: list[FileRows] = []
@@ -69,20 +77,25 @@ def _rows(section: SourceSection) -> _Found | None:
 
 
 def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[bytes] | None:
-    """A digest of each conversation; None where there may be more of them."""
+    """A digest per conversation; None if only a part of the source was read."""
     rows = found.rows
-    if not len(rows):
-        if found.whole:
-            raise empty(section.path)
-        return None
-    if not found.whole and section.samples is not None:
-        return None  # which rows are taken depends on how many there are
-    everything = rows.all()
+    if found.whole and not len(rows):
+        raise empty(section.path)
+    if not len(rows) or (not found.whole and section.samples is not None):
+        return None  # the random choice of rows depends on their number
     chosen = choose_rows(len(rows), section.samples, seed=config.training.seed).tolist()
-    reading = detect_for(config.method.type, [everything[index] for index in chosen], section)
+    everything = rows.all()
+    reading = detect_for(config.method, [everything[index] for index in chosen], section)
     _check_template(reading.format.name, config.model)
-    dropped: dict[str, Count] = {}
-    kept: list[bytes] = []
+    kept, dropped = _read(rows, chosen, reading)
+    if found.whole and not kept:
+        raise nothing_left(section.path, dropped)
+    return kept if found.whole else None
+
+
+def _read(rows: Rows, chosen: Sequence[int], reading: Reading) -> tuple[list[bytes], dict[str, Count]]:
+    """A digest of each row that can be read, and the reasons for which others are dropped."""
+    everything, kept, dropped = rows.all(), list[bytes](), dict[str, Count]()
     for index in chosen:
         try:
             read = reading.format.read(with_nulls(reading.rename(everything[index])))
@@ -90,10 +103,9 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[byt
         except RowDropped as reason:
             dropped.setdefault(reason.reason, Count()).add(rows.place(index))
         except RowError as error:
-            raise DataError(error.what, where=rows.where(index), remedy=error.remedy) from error
-    if found.whole and sum(count.count for count in dropped.values()) == len(chosen):
-        raise nothing_left(section.path, dropped)
-    return kept if found.whole else None
+            what = error.what
+            raise DataError(what, where=rows.where(index), remedy=error.remedy, code="data.malformed_row") from error
+    return kept, dropped
 
 
 def _check_template(form: str, model: ModelSection) -> None:
@@ -105,6 +117,11 @@ def _check_template(form: str, model: ModelSection) -> None:
 
 
 def no_chat_template(where: str) -> DataError:
-    """The error for conversations and a tokenizer that has no chat template."""
-    what = "the tokenizer has no chat template, so a conversation cannot be rendered"
-    return DataError(what, where=where, remedy="set model.chat_template: chatml, or to the path of a Jinja file")
+    """The error for conversations without a chat template."""
+    what = "the tokenizer has no chat template to render conversations"
+    return DataError(
+        what,
+        where=where,
+        remedy="set model.chat_template: chatml, or the path of a Jinja file",
+        code="model.chat_template_missing",
+    )

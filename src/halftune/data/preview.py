@@ -1,4 +1,4 @@
-"""Shows samples with the trained tokens marked and every control token visible."""
+"""Renders samples with trained tokens and control tokens highlighted."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from halftune.config.sections.data import SourceSection
+from halftune.data.example import Example, Segment
 from halftune.data.report import SourceReport
-from halftune.data.sample import NO_LABEL, Sample
 from halftune.data.sources import open_source
 from halftune.data.split import TokenizedSplit
 
 TRAINED, CONTROL = "green", "reverse"
-LONGEST_ROW = 2000  # characters of a row that is shown as it stands
-OPEN, CLOSE = "⟦", "⟧"  # stand around trained tokens, so that a pipe without colour shows them too
+LONGEST_ROW = 2000  # characters of a raw row in the preview
+OPEN, CLOSE = "⟦", "⟧"  # enclose trained tokens, for output without colour
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind, as text.
+    """Adjacent tokens of one kind, as text.
 
     Attributes:
-        text: what they decode to.
-        trained: whether they carry a label.
-        control: whether it is one control token.
+        text: decoded text.
+        trained: whether the tokens have labels.
+        control: whether this is one control token.
     """
 
     text: str
@@ -41,26 +41,27 @@ class Piece:
 def pick(
     samples: TokenizedSplit, tokenizer: PreTrainedTokenizerBase, count: int, *, seed: int | None = None, text: str = ""
 ) -> list[int]:
-    """Numbers of samples to show.
+    """Choose samples to show; returns their indices.
 
     Args:
-        samples: to pick from.
-        tokenizer: reads them.
-        count: at most so many.
-        seed: of their order; as they stand where it is None.
-        text: what each must contain, in capitals or not; empty for anything.
+        samples: the split.
+        tokenizer: decodes the samples.
+        count: maximum number of samples.
+        seed: of the random order; None keeps the order of the split.
+        text: text that each sample must contain, case-insensitive; empty for all.
     """
     order = range(len(samples)) if seed is None else np.random.default_rng(seed).permutation(len(samples)).tolist()
-    found = (
-        number
-        for number in order
-        if not text or text.casefold() in str(tokenizer.decode(samples.sample(number).input_ids)).casefold()
-    )
+
+    def holds(number: int) -> bool:
+        segments = samples.example(number).segments
+        return any(text.casefold() in str(tokenizer.decode(one.input_ids)).casefold() for one in segments)
+
+    found = (number for number in order if not text or holds(number))
     return list(islice(found, max(count, 0)))
 
 
 def listed_rows(section: SourceSection, report: SourceReport) -> dict[str, str]:
-    """The rows that a report lists as dropped, shortened or odd: place → the row as JSON, or its beginning."""
+    """Rows that a report lists as dropped, truncated or noted: place → the row as JSON, cut to ``LONGEST_ROW``."""
     wanted = {
         place
         for kind in (report.dropped, report.truncated, report.notes)
@@ -79,18 +80,21 @@ def listed_rows(section: SourceSection, report: SourceReport) -> dict[str, str]:
     return found
 
 
-def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """A sample as pieces of text."""
+def pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    """An example as pieces of text, with an empty line between segments."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    for ids, trained in _runs(sample):
-        for part, control in _parts(ids, special):
-            yield Piece(str(tokenizer.decode(part, skip_special_tokens=False)), trained, control)
+    for number, segment in enumerate(example.segments):
+        if number:
+            yield Piece("\n\n", False, False)
+        for ids, trained in _runs(segment):
+            for part, control in _parts(ids, special):
+                yield Piece(str(tokenizer.decode(part, skip_special_tokens=False)), trained, control)
 
 
-def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """A sample as text: what is trained is green and stands between ⟦ and ⟧, control tokens are reversed."""
+def preview(example: Example, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """An example as rich text: trained parts are green and in ⟦ ⟧, control tokens are in reverse video."""
     text, before = Text(), False
-    for piece in pieces(sample, tokenizer):
+    for piece in pieces(example, tokenizer):
         if piece.trained != before:
             text.append(OPEN if piece.trained else CLOSE, style=f"bold {TRAINED}")
         before = piece.trained
@@ -101,19 +105,23 @@ def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
     return text
 
 
-def as_data(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A sample as JSON-able data: number of tokens, of trained ones, and its pieces."""
-    trained = int((sample.labels != NO_LABEL).sum())
-    shown = [asdict(piece) for piece in pieces(sample, tokenizer)]
-    return {"tokens": len(sample.input_ids), "trained": trained, "pieces": shown}
+def counts(example: Example) -> tuple[int, int]:
+    """Number of tokens and of trained tokens of an example."""
+    segments = example.segments
+    return sum(len(one.input_ids) for one in segments), sum(int(one.loss_mask.sum()) for one in segments)
 
 
-def _runs(sample: Sample) -> Iterator[tuple[list[int], bool]]:
-    """Neighbouring tokens that are all trained or all not."""
+def as_data(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """An example as JSON data: token counts and pieces."""
+    tokens, trained = counts(example)
+    return {"tokens": tokens, "trained": trained, "pieces": [asdict(piece) for piece in pieces(example, tokenizer)]}
+
+
+def _runs(segment: Segment) -> Iterator[tuple[list[int], bool]]:
+    """Runs of adjacent tokens that are all trained or all untrained."""
     run: list[int] = []
     before: bool | None = None
-    for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
-        trained = label != NO_LABEL
+    for token, trained in zip(segment.input_ids.tolist(), segment.loss_mask.tolist(), strict=True):
         if run and trained != before:
             yield run, bool(before)
             run = []
@@ -124,7 +132,7 @@ def _runs(sample: Sample) -> Iterator[tuple[list[int], bool]]:
 
 
 def _parts(ids: list[int], special: set[int]) -> Iterator[tuple[list[int], bool]]:
-    """Control tokens one by one, what stands between them together (a character may take several tokens)."""
+    """Control tokens one by one, other tokens grouped (one character may take several tokens)."""
     plain: list[int] = []
     for token in ids:
         if token in special:

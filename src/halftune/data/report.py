@@ -1,4 +1,4 @@
-"""The data report: what became of every row, and what training will be fed."""
+"""The data report: kept, dropped and truncated rows, token counts and padding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.core.errors import DataError
-from halftune.data.forms import NO_SYSTEM
+from halftune.data.template_features import NO_SYSTEM
 
-SHOWN = 20  # row numbers that a report lists for each reason
-MERGE = "set data.merge_system: true to put it in front of the first question"
-BAR = 40  # characters of a histogram's longest bar
+SHOWN = 20  # row numbers listed per reason
+MERGE = "set data.merge_system: true to merge it into the first user message"
+BAR = 40  # characters of the longest histogram bar
 
 
 @dataclass
 class Count:
-    """A number of rows, and where the first of them stand."""
+    """A number of rows, and the places of the first ones."""
 
     count: int = 0
     rows: list[str] = field(default_factory=list)
 
     def add(self, place: str) -> None:
-        """Counts a row."""
+        """Count a row."""
         self.count += 1
         if len(self.rows) < SHOWN:
             self.rows.append(place)
@@ -40,22 +40,22 @@ class Count:
 
 @dataclass
 class SourceReport:
-    """One source.
+    """The report of one source.
 
     Attributes:
         name, format: the source, and the format of its rows.
-        columns: the format's column → the file's.
-        absent: optional columns that it has not; nothing stands for them.
-        unused: columns that nothing reads.
-        gaps: optional columns that some rows have not → number of those rows.
-        rows: rows in the source; ``taken`` of them after ``samples``.
-        kept: rows that give at least one sample.
-        samples: samples, before weights.
-        truncated_rows: rows that were made to fit.
-        answers_lost: answers to train that were left out to make rows fit.
-        dropped, truncated, notes: reason → rows; several may be true of one row.
+        columns: the format's column → the file's column.
+        absent: optional columns that the source lacks.
+        unused: columns that are ignored.
+        gaps: optional columns → number of rows without a value.
+        rows, taken: rows in the source, and after ``samples``.
+        kept: rows with at least one sample.
+        samples: samples before source weights.
+        truncated_rows: rows that were truncated.
+        answers_lost: trained answers dropped by truncation.
+        dropped, truncated, notes: reason → rows; one row may have several reasons.
         tokens, trained_tokens: of all samples.
-        lengths: (upper bound in tokens, samples) of a histogram.
+        lengths: histogram of sample lengths, (upper bound in tokens, samples).
     """
 
     name: str
@@ -89,13 +89,12 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of what is fed is not padding, in the first epoch.
+    """Share of non-padding tokens in the first epoch.
 
     Attributes:
-        padded: share of real tokens in padded batches of ``batch`` rows, or of ``tokens`` tokens, grouped by length
-            where that is on.
-        packed: share of real tokens in packed rows of ``max_length``.
-        packed_rows: number of such rows.
+        padded: share with padded batches of ``batch`` rows, or of ``tokens`` tokens; grouped by length if that is on.
+        packed: share with packed rows of ``max_length``.
+        packed_rows: number of packed rows.
     """
 
     batch: int
@@ -107,13 +106,13 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All sources of a run.
+    """The report of all sources of a run.
 
     Attributes:
-        train, eval: one report for each source.
-        train_samples, eval_samples: samples of an epoch, after weights and the held-out share.
-        max_length: longest sample allowed, in tokens.
-        efficiency: of the training samples.
+        train, eval: one report per source.
+        train_samples, eval_samples: samples per epoch, after source weights and hold-out.
+        max_length: maximum sample length in tokens.
+        efficiency: padding statistics of the training samples.
     """
 
     train: Sequence[SourceReport]
@@ -124,11 +123,11 @@ class DataReport:
     efficiency: Efficiency
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-able data."""
+        """The report as JSON data."""
         return asdict(self)
 
     def render(self) -> RenderableType:
-        """The report for a terminal: print it with rich."""
+        """The report as a rich renderable."""
         parts: list[RenderableType] = [self._table()]
         for source in (*self.train, *self.eval):
             parts += [Text(), *_details(source)]
@@ -154,26 +153,26 @@ class DataReport:
         return table
 
     def _summary(self) -> Text:
-        fed = self.efficiency
+        stats = self.efficiency
         lines = [
-            f"an epoch: {self.train_samples:,} samples",
+            f"{self.train_samples:,} samples per epoch",
             f"evaluation: {self.eval_samples:,} samples" if self.eval_samples else "no evaluation data",
-            f"padded batches of {fed.batch if fed.tokens is None else f'{fed.tokens:,} tokens'}: "
-            f"{fed.padded:.0%} of the fed tokens are real",
-            f"packed into {fed.packed_rows:,} rows of {self.max_length:,}: {fed.packed:.0%} are real",
+            f"padded batches of {stats.batch if stats.tokens is None else f'{stats.tokens:,} tokens'}: "
+            f"{stats.padded:.0%} non-padding tokens",
+            f"packed into {stats.packed_rows:,} rows of {self.max_length:,}: {stats.packed:.0%} non-padding tokens",
         ]
         return Text(" · ".join(lines))
 
 
 def nothing_left(name: str, dropped: Mapping[str, Count]) -> DataError:
-    """The error for a source none of whose rows can be trained on."""
+    """The error for a source without a row to train on."""
     why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items())
     remedy = "correct the data or data.columns"
     if NO_SYSTEM in dropped:
         remedy = MERGE
     if any("max_length" in reason for reason in dropped):
-        remedy = "raise data.max_length: it is in tokens, the chat template's own included"
-    return DataError(f"no row is left to train on: {why}", where=name, remedy=remedy)
+        remedy = "raise data.max_length (in tokens, chat template included)"
+    return DataError(f"no rows left to train on: {why}", where=name, remedy=remedy, code="data.nothing_left")
 
 
 def _details(source: SourceReport) -> list[RenderableType]:
@@ -183,9 +182,9 @@ def _details(source: SourceReport) -> list[RenderableType]:
     if source.taken < source.rows:
         lines.append(Text(f"  {source.taken:,} of {source.rows:,} rows taken"))
     if source.absent:
-        lines.append(Text(f"  columns that are not there, so empty: {', '.join(source.absent)}"))
+        lines.append(Text(f"  optional columns not found: {', '.join(source.absent)}"))
     for column, rows in source.gaps.items():
-        lines.append(Text(f"  column {column} is missing in {rows:,} rows, so empty there"))
+        lines.append(Text(f"  column {column} is missing in {rows:,} rows"))
     if source.unused:
         lines.append(Text(f"  columns not used: {', '.join(source.unused)}", style="yellow"))
     for title, style, counts in (
@@ -195,16 +194,21 @@ def _details(source: SourceReport) -> list[RenderableType]:
     ):
         lines += [Text(f"  {title}: {reason}: {count}", style=style) for reason, count in counts.items()]
     if source.answers_lost:
-        lines.append(Text(f"  truncated: {source.answers_lost:,} whole answers left out", style="yellow"))
-    highest = max((count for _, count in source.lengths), default=1)
-    for bound, count in source.lengths:
-        bar = "█" * max(round(BAR * count / max(highest, 1)), 1 if count else 0)
-        lines.append(Text(f"  ≤ {bound:>6,} tokens {count:>8,} {bar}"))
-    return lines
+        lines.append(Text(f"  truncated: {source.answers_lost:,} whole answers dropped", style="yellow"))
+    return lines + _bars(source.lengths)
+
+
+def _bars(lengths: Sequence[tuple[int, int]]) -> list[RenderableType]:
+    """A histogram of sample lengths, one line per bound."""
+    highest = max((count for _, count in lengths), default=0) or 1
+    return [
+        Text(f"  ≤ {bound:>6,} tokens {count:>8,} {'█' * max(round(BAR * count / highest), min(count, 1))}")
+        for bound, count in lengths
+    ]
 
 
 def histogram(lengths: np.ndarray, bins: int = 10) -> list[tuple[int, int]]:
-    """(upper bound, samples) of about ``bins`` ranges of equal width up to the longest sample."""
+    """A histogram of lengths: (upper bound, samples) of about ``bins`` bins of equal width."""
     if not len(lengths):
         return []
     longest = int(lengths.max())

@@ -1,4 +1,4 @@
-"""Opens a data source: a file, a folder of files, a hub id, or a builtin set. Rows keep the place they came from."""
+"""Opens a data source: a file, a folder, a hub id or a builtin set. Rows know their file and line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from halftune.data.files import READERS, FileRows, ending, read_file
 from halftune.data.hub import hub_fingerprint, hub_rows
 
 BUILTIN = "builtin:"
-# Names by which the part of a data set that must not be trained is known.
+# Usual names of splits that must not be trained on.
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
-SAVED_BESIDE = {"dataset_info.json", "dataset_dict.json", "state.json"}
-MOST = 20_000  # files and folders of a source that is a folder
+SAVED_BESIDE = {"dataset_info.json", "dataset_dict.json", "state.json"}  # metadata of datasets' ``save_to_disk``
+TEXTS = (".md", ".rst", ".py", ".txt")  # may lie beside data
+MOST = 20_000  # largest number of files and folders in a source folder
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -33,8 +34,8 @@ class Rows:
     """All rows of a source, in order.
 
     Attributes:
-        name: the source as the user wrote it.
-        parts: one for each file.
+        name: the source as in the config.
+        parts: the rows of each file.
     """
 
     name: str
@@ -51,37 +52,37 @@ class Rows:
         return sum(len(part.rows) for part in self.parts)
 
     def all(self) -> list[dict[str, Any]]:
-        """The rows themselves."""
+        """All rows as dicts."""
         return [row for part in self.parts for row in part.rows]
 
     def note(self, index: int) -> str:
-        """What reading changed in a row, or ""."""
+        """The note on how reading changed a row, or ""."""
         part_index = bisect_right(self.starts, index) - 1
         return self.parts[part_index].notes.get(index - self.starts[part_index], "")
 
     def place(self, index: int) -> str:
-        """Where a row stands, for people: ``17``, or ``b.jsonl:17`` in a folder."""
+        """A row's place in reports: ``17``, or ``b.jsonl:17`` in a folder."""
         part, number = self.origin(index)
         return str(number) if len(self.parts) == 1 else f"{self.parts[part].path.name}:{number}"
 
     def where(self, index: int) -> str:
-        """Where a row stands, for an error: ``data.jsonl line 17``."""
+        """A row's place in errors: ``data.jsonl line 17``."""
         part, number = self.origin(index)
         return f"{self.parts[part].path} {self.parts[part].unit} {number}"
 
     def origin(self, index: int) -> tuple[int, int]:
-        """The part that a row stands in, and its number there."""
+        """A row's part, and its number there."""
         part = bisect_right(self.starts, index) - 1
         return part, self.parts[part].numbers[index - self.starts[part]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source that exists, not yet read.
+    """An existing source, not read yet.
 
     Attributes:
-        section: what the user wrote.
-        fingerprint: sha256 over content, the same as long as the rows are the same.
+        section: the source's config.
+        fingerprint: sha256 of the content.
         read: reads the rows. Raises DataError.
     """
 
@@ -91,7 +92,7 @@ class Source:
 
 
 def open_source(section: SourceSection) -> Source:
-    """Finds a source and fingerprints its content.
+    """Find a source and hash its content.
 
     Raises:
         DataError: no such file, folder, builtin set or hub id.
@@ -102,28 +103,34 @@ def open_source(section: SourceSection) -> Source:
     path = Path(name)
     if path.exists():
         return _of_files(section, files_of(path))
-    looks_local = ending(path) in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local or not HUB_ID.fullmatch(name):
+    if not is_hub_id(name):
         raise _missing(path)
     return Source(section, hub_fingerprint(section), lambda: Rows(name, [hub_rows(section)]))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the name of a missing local file can be a hub id."""
+    looks_local = ending(Path(name)) in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return not looks_local and HUB_ID.fullmatch(name) is not None
 
 
 def files_of(path: Path) -> list[Path]:
     """The files of a source that is a file or a folder.
 
     Raises:
-        DataError: it holds none, or is of a kind that nothing reads.
+        DataError: the folder has no data file, or the file type is unknown.
     """
     if path.is_dir():
         return _folder(path)
     if ending(path) not in READERS:
-        raise DataError(f"unknown kind of file {path.suffix!r}", where=str(path), remedy=f"known: {', '.join(READERS)}")
+        what = f"unknown file type {path.suffix!r}"
+        raise DataError(what, where=str(path), remedy=f"known: {', '.join(READERS)}", code="data.unknown_file_type")
     return [path]
 
 
 def empty(name: str) -> DataError:
-    """The error for a source without a row."""
-    return DataError("the data set is empty", where=name, remedy="fill it, or name another one")
+    """The error for a source without rows."""
+    return DataError("the data set is empty", where=name, remedy="add rows, or use another data set", code="data.empty")
 
 
 def _of_files(section: SourceSection, paths: list[Path]) -> Source:
@@ -138,60 +145,64 @@ def _of_files(section: SourceSection, paths: list[Path]) -> Source:
 
 def _builtin(section: SourceSection, name: str) -> Source:
     if name not in BUILTIN_DATA:
-        raise DataError(f"no builtin data set {name!r}", where="data", remedy=did_you_mean(name, BUILTIN_DATA))
+        what = f"no builtin data set {name!r}"
+        raise DataError(what, where="data", remedy=did_you_mean(name, BUILTIN_DATA), code="core.unknown_builtin")
     return Source(section, builtin_fingerprint(name), lambda: Rows(section.path, [builtin_rows(name)]))
 
 
 def _folder(folder: Path) -> list[Path]:
-    """Files of one kind: the first of the known endings that the folder holds decides; sorted by name.
-
-    What ``save_to_disk`` of datasets writes beside its Arrow files is no data.
-    """
+    """The folder's files with the first known extension that occurs, sorted by name."""
     if Path(os.path.expanduser("~")).is_relative_to(folder.absolute()):
-        raise DataError("is the home folder, or holds it", where=str(folder), remedy="name a folder of data files")
-    everything = list(islice(folder.rglob("*"), MOST + 1))
-    if len(everything) > MOST:
-        what = f"holds more than {MOST:,} files and folders"
-        raise DataError(what, where=str(folder), remedy="name a folder of data files only, or the files one by one")
-    found = [path for path in everything if not path.name.startswith(".")]
-    if broken := sorted(path for path in found if path.is_symlink() and not path.exists()):
-        raise DataError("is a link to nothing", where=str(broken[0]), remedy="mend or remove the link")
-    files = sorted(path for path in found if path.is_file())
-    if any(path.suffix == ".arrow" for path in files):
-        files = [path for path in files if path.name not in SAVED_BESIDE]
-    for kind in READERS:
-        if chosen := [path for path in files if ending(path) == kind]:
-            others = {ending(path) for path in files} & READERS.keys() - {kind, ".md", ".rst", ".py", ".txt"}
-            if others and kind not in (".md", ".rst", ".py", ".txt"):
-                raise DataError(
-                    f"holds files of several kinds: {', '.join(sorted({kind, *others}))}",
-                    where=str(folder),
-                    remedy="name the files or sub-folders one by one",
-                )
-            _check_splits(folder, chosen)
-            return chosen
-    raise DataError("holds no data file", where=str(folder), remedy=f"known endings: {', '.join(READERS)}")
+        what = "is the home folder or a parent of it"
+        raise _ambiguous(folder, what, "use a folder with data files only")
+    files = _listed(folder)
+    kinds = {ending(path) for path in files}
+    kind = next((kind for kind in READERS if kind in kinds), None)
+    if kind is None:
+        remedy = f"known extensions: {', '.join(READERS)}"
+        raise DataError("contains no data files", where=str(folder), remedy=remedy, code="data.no_data_files")
+    others = kinds & READERS.keys() - {kind, *TEXTS}
+    if others and kind not in TEXTS:
+        what = f"contains several file types: {', '.join(sorted({kind, *others}))}"
+        raise _ambiguous(folder, what, "list the files or sub-folders")
+    chosen = [path for path in files if ending(path) == kind]
+    _check_splits(folder, chosen)
+    return chosen
+
+
+def _listed(folder: Path) -> list[Path]:
+    """All files below a folder, sorted, except hidden ones and those that ``save_to_disk`` writes beside the data."""
+    found = list(islice(folder.rglob("*"), MOST + 1))
+    if len(found) > MOST:
+        what = f"contains more than {MOST:,} files and folders"
+        raise _ambiguous(folder, what, "use a folder with data files only, or list the files")
+    found = sorted(path for path in found if not path.name.startswith(".") and path.name not in SAVED_BESIDE)
+    if broken := [path for path in found if not path.exists()]:
+        what = "broken symbolic link"
+        raise DataError(what, where=str(broken[0]), remedy="fix or remove the link", code="core.broken_link")
+    return [path for path in found if path.is_file()]
+
+
+def _ambiguous(folder: Path, what: str, remedy: str) -> DataError:
+    return DataError(what, where=str(folder), remedy=remedy, code="data.ambiguous_folder")
 
 
 def _check_splits(folder: Path, files: list[Path]) -> None:
-    """A folder of train.jsonl and test.jsonl is not one source: the test set would be trained."""
+    """Refuse a folder with train and test files: the test set would be trained."""
     first: dict[str, Path] = {}
     for path in files:
         for part in path.relative_to(folder).parts:
             first.setdefault(re.split(r"[-_.]", part.lower())[0], path.relative_to(folder))
     held = next((first[word] for word in HELD_OUT if word in first), None)
     if held is not None and "train" in first:
-        raise DataError(
-            f"holds {first['train']} and {held}, which would be one source",
-            where=str(folder),
-            remedy="name the files or sub-folders, the one under data.train and the other under data.eval",
-        )
+        what = f"contains both {first['train']} and {held}: both would be trained"
+        raise _ambiguous(folder, what, "put one under data.train and the other under data.eval")
 
 
 def _missing(path: Path) -> DataError:
     near = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
     remedy = did_you_mean(path.name, near) if near and len(near) < 50 else "check the path"
-    return DataError("no such file or folder", where=str(path), remedy=remedy)
+    return DataError("no such file or folder", where=str(path), remedy=remedy, code="data.not_found")
 
 
 def _hash(paths: list[Path]) -> str:

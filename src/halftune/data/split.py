@@ -1,4 +1,4 @@
-"""Samples for training or evaluation, drawn from one or several stores."""
+"""Training or evaluation examples from one or several token stores."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from halftune.data.example import Example, Segment
 from halftune.data.order import Span
-from halftune.data.sample import Sample
 from halftune.data.store import TokenStore
 
-SHOWN = 32  # rows of a file that a message lists
+SHOWN = 32  # rows listed per file in a message
 
 
 class TokenizedSplit:
-    """Training or evaluation samples.
+    """Training or evaluation examples.
 
     Attributes:
-        lengths: int32[N], tokens of each sample.
-        trained: int32[N], labelled tokens of each sample.
+        lengths: int32[N], tokens per example.
+        longest: int32[N], tokens of the longest segment per example.
+        trained: int32[N], labelled tokens per example.
 
     Args:
         stores: tokenised sources.
-        positions: int64[N], which samples, counted through all stores; some may occur more than once.
+        positions: int64[N], indices into the concatenated stores; may repeat.
     """
 
     def __init__(self, stores: Sequence[TokenStore], positions: np.ndarray) -> None:
         self._stores, self._positions = list(stores), positions
         self._starts = np.cumsum([0, *(len(store) for store in stores)])
         self.lengths = _gather([store.lengths for store in stores], positions)
+        self.longest = _gather([store.longest for store in stores], positions)
         self.trained = _gather([store.trained for store in stores], positions)
 
     def __len__(self) -> int:
         return len(self._positions)
 
-    def sample(self, index: int) -> Sample:
-        """The whole sample at an index."""
+    def example(self, index: int) -> Example:
+        """The whole example at an index."""
         store, place = self._find(index)
-        return store.sample(place)
+        return store.example(place)
 
     def where(self, indices: Iterable[int]) -> str:
-        """The rows that samples were made of, for people: ``a.jsonl line 3, 17; b.csv line 5``."""
+        """The source rows of examples, for messages: ``a.jsonl line 3, 17; b.csv line 5``."""
         rows: dict[tuple[str, str], set[int]] = {}
         for index in indices:
             store, place = self._find(index)
@@ -53,10 +55,14 @@ class TokenizedSplit:
         store = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._stores[store], position - int(self._starts[store])
 
-    def part(self, span: Span) -> Sample:
-        """What a span of a row stands for."""
-        whole = self.sample(span.sample)
-        return Sample(whole.input_ids[span.start : span.stop], whole.labels[span.start : span.stop])
+    def part(self, span: Span) -> Example:
+        """The example of a span; an example of one segment is cut to the span's tokens."""
+        whole = self.example(span.sample)
+        first, *others = whole.segments
+        if others:
+            return whole
+        part = slice(span.start, span.stop)
+        return Example((Segment(first.input_ids[part], first.loss_mask[part]),), whole.columns)
 
 
 def _listed(numbers: list[int]) -> str:

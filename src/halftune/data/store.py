@@ -1,4 +1,4 @@
-"""Tokenised samples as a few flat arrays, in memory or mapped from disk."""
+"""Tokenised examples as flat arrays, in memory or memory-mapped."""
 
 from __future__ import annotations
 
@@ -10,32 +10,39 @@ from pathlib import Path
 
 import numpy as np
 
-from halftune.data.sample import NO_LABEL, Sample
+from halftune.data.example import Example, Segment
 
-_ARRAYS = ("ids", "labelled", "offsets", "trained", "origins")
+_ARRAYS = ("ids", "labelled", "offsets", "firsts", "trained", "origins")
+_COLUMNS = "columns"
 _REST = "store.json"
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """N samples of T tokens together.
+    """N examples of S segments of T tokens together.
 
     Attributes:
         ids: int32[T].
-        labelled: bool[T], whether a token carries a label; false for the first token of a sample.
-        offsets: int64[N + 1], where samples begin.
-        trained: int32[N], labelled tokens of each sample.
-        origins: int32[N, 2], where each sample comes from: its file's place in ``files``, and the number in it.
-        files: (path, what its numbers count), as ``files.FileRows`` has them.
-        highest: the highest token id in ``ids``.
-        mapped: of each file under the arrays, where there are: path, number on its disk, and its size in bytes.
+        labelled: bool[T], tokens with a label; false for the first token of a segment.
+        offsets: int64[S + 1], first token of each segment.
+        firsts: int64[N + 1], first segment of each example.
+        trained: int32[N], labelled tokens per example.
+        origins: int32[N, 2], index into ``files`` and row number of each example.
+        columns: fp64[N, C], numeric columns of the examples.
+        names: names of the columns.
+        files: (path, unit), as in ``files.FileRows``.
+        highest: highest token id in ``ids``.
+        mapped: path, inode and size in bytes of each memory-mapped file.
     """
 
     ids: np.ndarray
     labelled: np.ndarray
     offsets: np.ndarray
+    firsts: np.ndarray
     trained: np.ndarray
     origins: np.ndarray
+    columns: np.ndarray
+    names: tuple[str, ...]
     files: tuple[tuple[str, str], ...]
     highest: int
     mapped: tuple[tuple[Path, int, int], ...] = ()
@@ -45,84 +52,107 @@ class TokenStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32[N], tokens of each sample."""
-        return np.diff(self.offsets).astype(np.int32)
+        """int32[N], tokens per example."""
+        return np.diff(self.offsets[self.firsts]).astype(np.int32)
+
+    @property
+    def longest(self) -> np.ndarray:
+        """int32[N], tokens of the longest segment per example."""
+        return np.maximum.reduceat(np.diff(self.offsets), self.firsts[:-1]).astype(np.int32)
 
     def origin(self, index: int) -> tuple[str, str, int]:
-        """Where a sample comes from: ``("data.jsonl", "line", 17)``."""
+        """The source row of an example: ``("data.jsonl", "line", 17)``."""
         file, number = self.origins[index].tolist()
         return (*self.files[file], number)
 
-    def sample(self, index: int) -> Sample:
-        """The sample at a position.
+    def example(self, index: int) -> Example:
+        """The example at an index.
 
         Raises:
-            ValueError: the arrays are not what was written: a token id that was not there, or an impossible place; or
-                a file under them has been cut short.
+            ValueError: the arrays are corrupt: a token id or an offset out of range, or a truncated file.
         """
         self._check_length()
-        start, end = self.offsets[index], self.offsets[index + 1]
+        first, last = self.firsts[index], self.firsts[index + 1]
+        if not 0 <= first < last < len(self.offsets):
+            raise ValueError(f"segments {first} to {last} are out of range (0 to {len(self.offsets) - 1})")
+        segments = tuple(self._segment(number) for number in range(first, last))
+        return Example(segments, dict(zip(self.names, self.columns[index].tolist(), strict=True)))
+
+    def _segment(self, number: int) -> Segment:
+        start, end = self.offsets[number], self.offsets[number + 1]
         if not 0 <= start < end <= len(self.ids):
-            raise ValueError(f"it should be tokens {start} to {end} of {len(self.ids)}")
+            raise ValueError(f"tokens {start} to {end} are out of range (0 to {len(self.ids)})")
         ids = np.array(self.ids[start:end])
         if ids.min() < 0 or ids.max() > self.highest:
-            raise ValueError(f"it holds token ids of {ids.min()} to {ids.max()}, and there were 0 to {self.highest}")
-        return Sample(ids, np.where(self.labelled[start:end], ids, np.int32(NO_LABEL)))
+            raise ValueError(f"token ids {ids.min()} to {ids.max()} are out of range (0 to {self.highest})")
+        return Segment(ids, np.array(self.labelled[start:end]))
 
     def _check_length(self) -> None:
-        """Reading what is mapped beyond the end of a file kills the process with SIGBUS, without a word."""
+        """Check that no mapped file was truncated: reading beyond its end kills the process with SIGBUS."""
         for path, inode, size in self.mapped:
-            with suppress(FileNotFoundError):  # what is deleted, or replaced by another file, is still there for us
+            with suppress(FileNotFoundError):  # a deleted or replaced file stays mapped
                 now = path.stat()
                 if now.st_ino == inode and now.st_size < size:
-                    raise ValueError(f"{path.name} has {now.st_size:,} bytes and had {size:,}")
+                    raise ValueError(f"{path.name} was truncated from {size:,} to {now.st_size:,} bytes")
 
 
 def build_store(
-    samples: Sequence[tuple[np.ndarray, np.ndarray]],
+    examples: Sequence[Example],
     origins: Sequence[tuple[int, int]],
     files: Sequence[tuple[str, str]],
 ) -> TokenStore:
-    """Lays (ids int32[T], labelled bool[T]) samples one behind the other.
+    """Concatenate examples into flat arrays.
 
     Args:
-        samples: N of them.
-        origins: of each its file's place in ``files`` and the number in it.
-        files: (path, what its numbers count).
+        examples: N examples with the same columns.
+        origins: index into ``files`` and row number of each example.
+        files: (path, unit).
     """
-    offsets = np.zeros(len(samples) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids, _ in samples], out=offsets[1:])
-    ids = np.concatenate([ids for ids, _ in samples]) if samples else np.zeros(0, dtype=np.int32)
-    labelled = np.concatenate([marks for _, marks in samples]) if samples else np.zeros(0, dtype=bool)
+    segments = [segment for example in examples for segment in example.segments]
+    offsets, firsts = _starts([len(one.input_ids) for one in segments]), _starts([len(e.segments) for e in examples])
+    ids = np.concatenate([np.zeros(0, np.int32), *(one.input_ids for one in segments)]).astype(np.int32)
+    labelled = np.concatenate([np.zeros(0, bool), *(one.loss_mask for one in segments)])
     labelled[offsets[:-1]] = False
     before = np.concatenate([[0], np.cumsum(labelled, dtype=np.int64)])
-    trained = before[offsets[1:]] - before[offsets[:-1]]
+    trained = np.diff(before[offsets[firsts]]).astype(np.int32)
     places = np.array(origins, dtype=np.int32).reshape(-1, 2)
+    names = tuple(examples[0].columns) if examples else ()
+    columns = np.array([[one.columns[name] for name in names] for one in examples], dtype=np.float64)
+    columns = columns.reshape(len(examples), len(names))
     highest = int(ids.max(initial=0))
-    return TokenStore(ids.astype(np.int32), labelled, offsets, trained.astype(np.int32), places, tuple(files), highest)
+    return TokenStore(ids, labelled, offsets, firsts, trained, places, columns, names, tuple(files), highest)
+
+
+def _starts(sizes: Sequence[int]) -> np.ndarray:
+    """int64[N + 1]: offsets of N items of these sizes."""
+    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 def save_store(store: TokenStore, folder: Path) -> None:
-    """Writes the arrays, one .npy file each, and the rest as JSON."""
+    """Write the arrays as .npy files, and the rest as JSON."""
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", vars(store)[name], allow_pickle=False)
-    rest = {"files": store.files, "highest": store.highest}
+    np.save(folder / f"{_COLUMNS}.npy", store.columns, allow_pickle=False)
+    rest = {"files": store.files, "highest": store.highest, "names": store.names}
     (folder / _REST).write_text(json.dumps(rest), encoding="utf-8")
 
 
 def load_store(folder: Path) -> TokenStore:
-    """Maps the arrays of a folder.
+    """Memory-map the arrays of a folder.
 
     Raises:
-        OSError, ValueError, EOFError: a file is missing, cut short or of another length than it must be.
+        OSError, ValueError, EOFError: a file is missing, truncated or has the wrong length.
     """
-    ids, labelled, offsets, trained, origins = (
+    ids, labelled, offsets, firsts, trained, origins = (
         np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
     )
-    if not len(ids) == len(labelled) == offsets[-1] or not len(trained) == len(origins) == len(offsets) - 1:
+    columns = np.load(folder / f"{_COLUMNS}.npy", allow_pickle=False)  # empty arrays cannot be memory-mapped
+    whole = len(ids) == len(labelled) == offsets[-1] and firsts[-1] == len(offsets) - 1
+    if not whole or not len(trained) == len(origins) == len(columns) == len(firsts) - 1:
         raise ValueError("arrays of different lengths")
     rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
     files = tuple((path, unit) for path, unit in rest["files"])
     paths = [folder / f"{name}.npy" for name in _ARRAYS]
     mapped = tuple((path, path.stat().st_ino, path.stat().st_size) for path in paths)
-    return TokenStore(ids, labelled, offsets, trained, origins, files, rest["highest"], mapped)
+    names = tuple(rest["names"])
+    return TokenStore(ids, labelled, offsets, firsts, trained, origins, columns, names, files, rest["highest"], mapped)

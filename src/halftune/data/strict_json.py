@@ -1,4 +1,4 @@
-"""Parses JSON as data for training: what another parser would quietly bend, or stumble over, is named."""
+"""Strict JSON parsing: duplicate keys, lone surrogates and deep nesting are errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class BadJson(Exception):
-    """A text that is no JSON; ``line`` and ``column`` are 1-based, 0 where the place is not known."""
+    """Invalid JSON; ``line`` and ``column`` are 1-based, 0 if unknown."""
 
     def __init__(self, what: str, line: int = 0, column: int = 0) -> None:
         super().__init__(what)
@@ -19,16 +19,16 @@ class BadJson(Exception):
 
 
 class _Repeated(dict[str, Any]):
-    """An object in which a key stands twice."""
+    """An object with a duplicate key."""
 
     key = ""
 
 
 def parse(text: str) -> tuple[Any, bool]:
-    """The value, and whether ``fault`` should look at it.
+    """Parse JSON; returns the value, and whether ``find_fault`` must check it.
 
     Raises:
-        BadJson: not valid JSON, a number too long for a number, or nested too deeply to be read.
+        BadJson: invalid JSON, a number with too many digits, or too deep nesting.
     """
     repeated = False
 
@@ -49,24 +49,24 @@ def parse(text: str) -> tuple[Any, bool]:
     except RecursionError as error:
         raise BadJson(f"JSON nested more than {DEEPEST} levels deep") from error
     except ValueError as error:  # Python converts no integer of more than 4300 digits
-        raise BadJson("JSON with a number of more than 4300 digits") from error
+        raise BadJson("JSON number with more than 4300 digits") from error
     deep = text.count("[") + text.count("{") > DEEPEST
     return value, repeated or deep or _SURROGATE.search(text) is not None
 
 
-def fault(value: Any) -> str:
-    """What is wrong inside a parsed value: a key that stands twice, half a character, deep nesting; or ""."""
+def find_fault(value: Any) -> str:
+    """The error inside a parsed value: a duplicate key, a lone surrogate, deep nesting; "" if none."""
     waiting = [(value, 1)]
     while waiting:
         item, depth = waiting.pop()
         if isinstance(item, str):
             if not _is_text(item):
-                return "a text holds half of a surrogate pair (such as \\ud83d alone), which is no character"
+                return "text with a lone surrogate (such as \\ud83d), which is not a valid character"
         elif isinstance(item, dict | list):
             if depth > DEEPEST:
                 return f"JSON nested more than {DEEPEST} levels deep"
             if isinstance(item, _Repeated):
-                return f"the key {item.key!r} stands twice in one object"
+                return f"duplicate JSON key {item.key!r}"
             parts = [*item, *item.values()] if isinstance(item, dict) else item
             waiting += [(part, depth + 1) for part in parts]
     return ""

@@ -1,44 +1,48 @@
-"""Turns rows into tokens and labels: read, render, tokenise, mask, make fit. Every row ends up kept or counted."""
+"""Converts rows to tokens and labels: parse, render, tokenise, mask, truncate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import DataError
+from halftune.core.time_limit import OutOfTime
 from halftune.data import overlong
-from halftune.data.chat import ChatTemplate
-from halftune.data.control import ControlTokens, special_tokens
-from halftune.data.conversation import Conversation, RowDropped, RowError
+from halftune.data.chat import ChatTemplate, conversation_limits, too_much
+from halftune.data.control_tokens import ControlTokens, special_tokens
+from halftune.data.conversation import Conversation, Preference, RowDropped, RowError
 from halftune.data.detect import Reading
-from halftune.data.exact import Encoded, ExactTokenizer
-from halftune.data.forms import NO_SYSTEM, merge_system
+from halftune.data.example import Example, Segment, TokenTurn, WholeSample
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
+from halftune.data.message_placeholders import text_ranges
 from halftune.data.missing import NOT_FINITE, holds_missing, with_nulls
-from halftune.data.sample import TokenTurn, WholeSample
-from halftune.data.stain import text_ranges
+from halftune.data.offset_tokenizer import Encoded, OffsetTokenizer
+from halftune.data.template_features import NO_SYSTEM, merge_system
 
-MERGED = "the first token of an answer also holds the end of its header"
+MERGED = "the first token of an answer includes the end of its header"
 PIECES = "documents cut into pieces of max_length"
-CHECKED = 3  # rows of every batch whose ids are compared with the tokenizer's own
+_BYTES = 16  # upper bound of the memory per rendered character
+CHECKED = 3  # rows per batch whose ids are compared with the tokenizer's own
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What tokenising depends on besides the rows and the tokenizer. A cache key is made of all of it.
+    """Settings of tokenisation, all part of the cache key.
 
     Attributes:
-        method: ``sft`` or ``pretrain``.
+        method: as ``method.type``.
         train_on: as ``method.train_on``.
-        max_length: tokens.
+        max_length: in tokens.
         overlong: ``truncate``, ``drop`` or ``error``.
-        system: a system message for conversations without one, or None.
-        merge_system: whether a system message that the template does not take goes into the first question.
+        system: system message for conversations without one; None for none.
+        merge_system: merge unsupported system messages into the first user message.
         template_variables: further variables of the chat template.
+        day: ISO date in the chat template; None if the template prints no date.
     """
 
     method: str
@@ -48,21 +52,22 @@ class Settings:
     system: str | None
     merge_system: bool = False
     template_variables: dict[str, Any] = field(default_factory=dict)
+    day: str | None = None
 
 
 @dataclass
 class Outcome:
-    """What became of one row.
+    """The result of one row.
 
     Attributes:
-        samples: (ids int32[T], trained bool[T]) of each sample; empty where the row was dropped.
-        dropped: why, or "".
-        truncated: what was done to make it fit.
-        answers_lost: answers to train that were left out to make it fit.
-        notes: what else the report counts.
+        examples: training examples; empty if the row was dropped.
+        dropped: reason, or "".
+        truncated: descriptions of cuts.
+        answers_lost: trained answers dropped by truncation.
+        notes: other changes that the report counts.
     """
 
-    samples: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
     dropped: str = ""
     truncated: tuple[str, ...] = ()
     answers_lost: int = 0
@@ -70,7 +75,12 @@ class Outcome:
 
 
 class BadRow(Exception):
-    """A row that stops training; ``args`` are its position in the batch, what is wrong, and the remedy."""
+    """A row that stops training; ``args`` are its index in the batch, the message, the remedy and the error code."""
+
+    @property
+    def code(self) -> str:
+        """The error code."""
+        return self.args[3]
 
 
 class RowTokenizer:
@@ -78,11 +88,11 @@ class RowTokenizer:
 
     Args:
         tokenizer: a fast tokenizer.
-        reading: how the rows are read.
-        settings: the rest.
+        reading: format and columns of the rows.
+        settings: the settings.
 
     Raises:
-        DataError: no chat template; no end-of-sequence token; a tokenizer that is not a fast one.
+        DataError: no chat template, no end-of-sequence token, or not a fast tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> None:
@@ -90,94 +100,121 @@ class RowTokenizer:
         self._template: ChatTemplate | None = None
         plain = reading.format.name == "text"
         if not plain:
-            self._template = ChatTemplate(tokenizer, settings.template_variables)
+            day = date.fromisoformat(settings.day) if settings.day else None
+            self._template = ChatTemplate(tokenizer, settings.template_variables, day)
         control = self._template.control if self._template else ControlTokens(special_tokens(tokenizer))
-        self._control, self._exact = control, ExactTokenizer(tokenizer, control)
+        self._control, self._exact = control, OffsetTokenizer(tokenizer, control)
         self._around = _document_ends(tokenizer) if plain else ([], [])
 
     def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Tokenises rows.
+        """Tokenise rows.
 
         Raises:
             BadRow: a row is malformed, or too long where ``overlong`` is ``error``.
         """
         outcomes = [Outcome() for _ in rows]
-        rendered: list[tuple[int, Rendering]] = []
-        for index, row in enumerate(rows):
-            try:
-                rendered.append((index, self._render(row)))
-            except RowDropped as reason:
-                outcomes[index].dropped = reason.reason
-            except RowError as error:
-                raise BadRow(index, error.what, error.remedy) from error
-        encoded = self._exact.encode([rendering.text for _, rendering in rendered])
-        for number, ((index, rendering), tokens) in enumerate(zip(rendered, encoded, strict=True)):
-            if number < CHECKED:
-                self._compare(rendering, tokens)
-            self._finish(index, rendering, tokens, outcomes[index])
+        rendered = self._render_all(rows, outcomes)
+        encoded = iter(self._exact.encode([one.text for renderings in rendered.values() for one in renderings]))
+        for number, (index, renderings) in enumerate(rendered.items()):
+            tokens = [next(encoded) for _ in renderings]
+            for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
+                self._compare(rendering, own)
+            self._finish(index, renderings, tokens, outcomes[index])
         return outcomes
 
-    def _render(self, row: Mapping[str, Any]) -> Rendering:
-        renamed = self._reading.rename(row)
-        if not holds_missing(renamed):
-            return self._render_clean(renamed)
-        rendering = self._render_clean(with_nulls(renamed))
-        return replace(rendering, notes=(*rendering.notes, NOT_FINITE))
+    def _render_all(
+        self, rows: Sequence[Mapping[str, Any]], outcomes: Sequence[Outcome]
+    ) -> dict[int, tuple[Rendering, ...]]:
+        """Renderings by the index of their row; the reason of a dropped row is set in its outcome."""
+        rendered: dict[int, tuple[Rendering, ...]] = {}
+        before: tuple[Rendering, ...] = ()
+        with conversation_limits() as limits:
+            for index, row in enumerate(rows):
+                limits.renew(_BYTES * sum(len(one.text) for one in before))
+                try:
+                    before = rendered[index] = self._render(row)
+                except RowDropped as reason:
+                    outcomes[index].dropped = reason.reason
+                except RowError as error:
+                    raise BadRow(index, error.what, error.remedy, "data.malformed_row") from error
+                except (OutOfTime, MemoryError) as error:
+                    raise BadRow(index, *too_much(error).args, "model.chat_template_too_costly") from error
+        return rendered
 
-    def _render_clean(self, row: Mapping[str, Any]) -> Rendering:
-        made = self._reading.format.read(row)
+    def _render(self, row: Mapping[str, Any]) -> tuple[Rendering, ...]:
+        """One rendering per segment of the example."""
+        renamed = self._reading.rename(row)
+        missing = holds_missing(renamed)
+        made = self._reading.format.read(with_nulls(renamed) if missing else renamed)
         if isinstance(made, str):
-            if self._control.forged(made):
-                raise RowDropped("it holds private-use characters (U+F5000 and above) that halftune needs for itself")
-            return Rendering(made, (), [], None, (NEUTRALISED,) if self._control.occurs(made) else ())
+            found = (self._render_document(made),)
+        elif isinstance(made, Preference):
+            found = (self._render_turns(made.chosen), self._render_turns(made.rejected))
+        else:
+            found = (self._render_turns(made),)
+        return tuple(replace(one, notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found
+
+    def _render_document(self, text: str) -> Rendering:
+        if self._control.has_private_characters(text):
+            raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
+        return Rendering(text, (), [], None, (NEUTRALISED,) if self._control.occurs(text) else ())
+
+    def _render_turns(self, made: Conversation) -> Rendering:
         assert self._template is not None
         return render_turns(self._template, self._with_system(made), self._settings.train_on)
 
     def _with_system(self, made: Conversation) -> Conversation:
         assert self._template is not None
-        system, forms = self._settings.system, self._template.forms
+        system, features = self._settings.system, self._template.features
         if system and made.messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *made.messages]
             made = Conversation(messages, made.tools, (None, *made.train), made.notes)
-        if made.messages[0]["role"] == "system" and not forms.system:
+        if made.messages[0]["role"] == "system" and not features.system:
             if self._settings.merge_system:
                 return merge_system(made)
-            if forms.system_refused:
+            if features.system_rejected:
                 raise RowDropped(NO_SYSTEM)
         return made
 
-    def _finish(self, index: int, rendering: Rendering, tokens: Encoded, outcome: Outcome) -> None:
-        outcome.notes = rendering.notes
+    def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
+        outcome.notes = tuple(dict.fromkeys(note for one in renderings for note in one.notes))
         if self._settings.method == "pretrain":
-            self._cut_document(tokens.ids, outcome)
+            self._cut_document(tokens[0].ids, outcome)
             return
-        sample = self._mask(rendering, tokens, outcome)
-        limit = self._settings.max_length
         try:
-            if not sample.trained.any():
-                raise RowDropped("no answer in it is to be trained")
-            if len(sample.ids) <= limit:
-                keep, outcome.truncated = np.ones(len(sample.ids), dtype=bool), ()
-            elif self._settings.overlong == "truncate":
-                keep, outcome.truncated = overlong.truncate(sample, limit)
-                outcome.answers_lost = sum(turn.trained and not keep[turn.start] for turn in sample.turns)
-            elif self._settings.overlong == "drop":
-                raise RowDropped(f"longer than max_length {limit}")
-            else:
-                what = f"{len(sample.ids)} tokens are more than data.max_length {limit}"
-                raise BadRow(index, what, "raise data.max_length, or set data.overlong to truncate or drop")
-            outcome.samples = [(sample.ids[keep], sample.trained[keep])]
+            pairs = zip(renderings, tokens, strict=True)
+            segments = [self._fit(index, self._mask(*pair, outcome), outcome) for pair in pairs]
+            cut = len(segments) > 1 and outcome.truncated
+            outcome.examples = [Example(tuple(_same_prompt(segments) if cut else segments))]
         except RowDropped as reason:
-            outcome.dropped, outcome.notes = reason.reason, ()
+            outcome.dropped, outcome.notes, outcome.truncated, outcome.answers_lost = reason.reason, (), (), 0
+
+    def _fit(self, index: int, sample: WholeSample, outcome: Outcome) -> Segment:
+        """The segment, truncated if needed; cuts are added to the outcome."""
+        limit = self._settings.max_length
+        if not sample.trained.any():
+            raise RowDropped("no trained answer")
+        if len(sample.ids) <= limit:
+            return Segment(sample.ids, sample.trained)
+        if self._settings.overlong == "truncate":
+            keep, done = overlong.truncate(sample, limit)
+            outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
+            outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
+            return Segment(sample.ids[keep], sample.trained[keep])
+        if self._settings.overlong == "drop":
+            raise RowDropped(f"longer than max_length {limit}")
+        what = f"{len(sample.ids)} tokens exceed data.max_length ({limit})"
+        remedy = "raise data.max_length, or set data.overlong to truncate or drop"
+        raise BadRow(index, what, remedy, "data.sample_too_long")
 
     def _cut_document(self, ids: np.ndarray, outcome: Outcome) -> None:
         first, last = self._around
         whole = np.concatenate([np.array(first, np.int32), ids, np.array(last, np.int32)])
         limit = self._settings.max_length
         pieces = [whole[start : start + limit] for start in range(0, len(whole), limit)]
-        if len(pieces) > 1 and len(pieces[-1]) == 1:  # one token alone has nothing to predict
+        if len(pieces) > 1 and len(pieces[-1]) == 1:  # a single token predicts nothing
             pieces.pop()
-        outcome.samples = [(piece, np.ones(len(piece), dtype=bool)) for piece in pieces]
+        outcome.examples = [Example((Segment(piece, np.ones(len(piece), dtype=bool)),)) for piece in pieces]
         if len(pieces) > 1:
             outcome.notes = (*outcome.notes, PIECES)
 
@@ -185,7 +222,7 @@ class RowTokenizer:
         trained = np.full(len(tokens.ids), self._settings.train_on == "all")
         turns = []
         for turn in rendering.turns:
-            # The first token that reaches beyond a place, and the first that begins at or behind it.
+            # The first token that ends after `start`, and the first that begins at or after `end`.
             start = int(np.searchsorted(tokens.ends, turn.start, side="right"))
             end, full_end = (int(np.searchsorted(tokens.starts, at, side="left")) for at in (turn.end, turn.full_end))
             if start < len(tokens.ids) and tokens.starts[start] < turn.start and MERGED not in outcome.notes:
@@ -204,7 +241,7 @@ class RowTokenizer:
         return WholeSample(tokens.ids, tokens.starts, tokens.ends, trained, tuple(turns), contents)
 
     def _contents(self, rendering: Rendering, tokens: Encoded) -> tuple[tuple[int, int], ...]:
-        """Token ranges of the texts of user and tool messages, where the template wrote them out as they are."""
+        """Token ranges of user and tool messages that the template renders unchanged."""
         assert self._template is not None
         found = []
         places = text_ranges(self._template, rendering.messages, rendering.tools, rendering.text)
@@ -216,7 +253,7 @@ class RowTokenizer:
         return tuple(found)
 
     def _compare(self, rendering: Rendering, tokens: Encoded) -> None:
-        """Our ids are the tokenizer's own wherever no text holds a control token; made sure of, not believed."""
+        """Check that our ids equal the tokenizer's own if no text contains a control token."""
         if NEUTRALISED in rendering.notes:
             return
         expected = self._tokenizer(self._control.readable(rendering.text), add_special_tokens=False, verbose=False)[
@@ -224,16 +261,29 @@ class RowTokenizer:
         ]
         if list(expected) != tokens.ids.tolist():  # type: ignore[arg-type]
             raise DataError(
-                f"the tokenizer {type(self._tokenizer).__name__} gives other ids than its own tokenizer.json",
+                f"the ids of tokenizer {type(self._tokenizer).__name__} differ from those of its tokenizer.json",
                 where="data",
-                remedy="please report this tokenizer; training on other ids than it gives in use would be wrong",
+                remedy="report this tokenizer: training on different ids than inference uses would be wrong",
+                code="model.tokenizer_inconsistent",
             )
 
 
+def _same_prompt(segments: list[Segment]) -> list[Segment]:
+    """Give all segments the shortest of their truncated prompts."""
+    starts = [int(one.loss_mask.argmax()) for one in segments]
+    shortest = min(range(len(segments)), key=starts.__getitem__)
+    ids, mask = segments[shortest].input_ids[: starts[shortest]], segments[shortest].loss_mask[: starts[shortest]]
+    return [
+        Segment(np.concatenate([ids, one.input_ids[start:]]), np.concatenate([mask, one.loss_mask[start:]]))
+        for one, start in zip(segments, starts, strict=True)
+    ]
+
+
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids in front of and behind a document: the start token where the tokenizer adds one, and the end token."""
+    """Ids before and after a document: BOS if the tokenizer adds it, and EOS."""
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so documents would run into each other")
+        what = "the tokenizer has no end-of-sequence token to separate documents"
+        raise DataError(what, code="model.tokenizer_without_eos")
     ids = tokenizer("a")["input_ids"]
     starts = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id  # type: ignore[index]
     return ([tokenizer.bos_token_id] if starts else []), [tokenizer.eos_token_id]  # type: ignore[list-item]

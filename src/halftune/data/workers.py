@@ -1,4 +1,4 @@
-"""Tokenises a source's rows in this process or in several."""
+"""Tokenises rows in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halftune.data.tokenize import BadRow, Outcome, RowTokenizer, Settings
 from halftune.hardware.host import cpu_cores
 
 CHUNK = 512  # rows tokenised at a time
-LARGE = 20_000  # rows from which the start of further processes pays off
+LARGE = 20_000  # rows from which worker processes pay off
 
 _row_tokenizer: RowTokenizer | None = None  # of a worker process
 
@@ -29,13 +29,13 @@ def tokenize_rows(
     settings: Settings,
     num_workers: int | str,
 ) -> Iterator[Outcome]:
-    """Yields the outcome of every row, in order, whatever the number of processes.
+    """Yield the outcome of every row, in order.
 
     Raises:
         BadRow: with the row's index.
-        DataError: this tokenizer cannot do it, or a process was killed.
+        DataError: the tokenizer is not supported, or a worker was killed.
     """
-    row_tokenizer = RowTokenizer(tokenizer, reading, settings)  # also where others do the work: errors come from here
+    row_tokenizer = RowTokenizer(tokenizer, reading, settings)  # also with workers, to raise errors here
     chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
     count = min(_count(num_workers, len(rows)), len(chunks))
     if count <= 1:
@@ -51,9 +51,10 @@ def tokenize_rows(
                 yield from _placed(result, number)
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that tokenises rows has ended, killed or without memory",
+                "a tokenisation worker died (killed or out of memory)",
                 where="data.num_workers",
-                remedy=f"fewer than {count} of them, or data.num_workers: 1, which tokenises in this process",
+                remedy=f"set data.num_workers below {count}, or 1 to tokenise in this process",
+                code="data.worker_died",
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,1 +1,1 @@
-"""The doctor: what of this environment is not as a run needs it, and which line of a model leaves the number format."""
+"""The doctor: checks of the environment, and a trace of the lines of a model that promote dtypes."""

@@ -1,4 +1,4 @@
-"""What of this machine and its packages a run looks at, each with a verdict and a remedy; imports no torch."""
+"""Checks of this machine and its packages, with remedies; does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Status = Literal["ok", "note", "fail"]
 
 # distribution → what it is for
 OPTIONAL = {
-    "flash-attn": "FlashAttention-2 by its own package; torch 2.13 brings kernels of its own",
+    "flash-attn": "FlashAttention-2's package; torch 2.13 has its own kernels",
     "flash-linear-attention": "fast kernels for linear attention",
     "causal-conv1d": "fast short convolutions of hybrid models",
     "tensorboard": "logging to TensorBoard",
@@ -37,14 +37,14 @@ _TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
+class Check:
+    """The result of a check.
 
     Attributes:
         name: what.
         status: ``ok``, ``note`` (works, but look), ``fail`` (a run would not).
         what: what was found.
-        remedy: what to do, or empty.
+        remedy: what to do; empty if nothing.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Finding:
     remedy: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """As JSON data."""
+        """Return the check as JSON data."""
         return asdict(self)
 
 
-def environment(hardware: Hardware, *, folder: Path, needed_bytes: int = 0) -> list[Finding]:
-    """Looks at devices, torch, its companions, optional packages, disk and hub.
+def environment(hardware: Hardware, *, folder: Path, needed_bytes: int = 0) -> list[Check]:
+    """Check devices, torch, required and optional packages, disk and hub.
 
     Args:
         hardware: this machine, probed.
@@ -66,7 +66,7 @@ def environment(hardware: Hardware, *, folder: Path, needed_bytes: int = 0) -> l
         needed_bytes: what a checkpoint takes there.
     """
     return [
-        Finding("python", "ok", platform.python_version()),
+        Check("python", "ok", platform.python_version()),
         *_devices(hardware),
         *_torch(hardware),
         *_required(),
@@ -77,64 +77,64 @@ def environment(hardware: Hardware, *, folder: Path, needed_bytes: int = 0) -> l
     ]
 
 
-def _devices(hardware: Hardware) -> Iterator[Finding]:
+def _devices(hardware: Hardware) -> Iterator[Check]:
     driver = driver_version()
     if driver:
-        yield Finding("driver", "ok", f"NVIDIA {driver}")
+        yield Check("driver", "ok", f"NVIDIA {driver}")
     for device in dict.fromkeys(hardware.devices):
         count = hardware.devices.count(device)
         shown = f"{count} × {device.name}" if count > 1 else device.name
         capability = f", compute capability {device.capability[0]}.{device.capability[1]}" if device.capability else ""
-        yield Finding("device", "ok", f"{shown}, {device.memory_bytes / 2**30:.0f} GiB{capability}")
+        yield Check("device", "ok", f"{shown}, {device.memory_bytes / 2**30:.0f} GiB{capability}")
     for note in hardware.notes:
-        yield Finding("device", "note", note)
+        yield Check("device", "note", note)
 
 
-def _torch(hardware: Hardware) -> Iterator[Finding]:
+def _torch(hardware: Hardware) -> Iterator[Check]:
     version = hardware.version("torch")
     if version is None:
-        yield Finding("torch", "fail", "not installed", "pip install torch")
+        yield Check("torch", "fail", "not installed", "pip install torch")
         return
     cuda = torch_cuda()
-    yield Finding("torch", "ok", f"{version}{f', built for CUDA {cuda}' if cuda else ''}")
+    yield Check("torch", "ok", f"{version}{f', built for CUDA {cuda}' if cuda else ''}")
     driver = driver_version()
     if cuda and driver:
         lowest = LOWEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
         if int(driver.partition(".")[0]) < lowest:
             remedy = f"update the driver to {lowest} or newer, or take a torch for an older CUDA"
-            yield Finding("driver", "fail", f"{driver} is too old for torch's CUDA {cuda}", remedy)
+            yield Check("driver", "fail", f"{driver} is too old for torch's CUDA {cuda}", remedy)
     triton = hardware.version("triton")
     if triton is None:
         status = "note" if hardware.kind in ("cuda", "rocm") else "ok"
-        yield Finding(
+        yield Check(
             "triton", status, "not installed: no Triton kernels", "pip install triton" if status != "ok" else ""
         )
         return
-    yield Finding("triton", "ok", triton)
+    yield Check("triton", "ok", triton)
 
 
-def _required() -> Iterator[Finding]:
+def _required() -> Iterator[Check]:
     for name in REQUIRED:
         version = version_of(name)
         if version is None:
-            yield Finding(name, "fail", "not installed", f"pip install {name}")
+            yield Check(name, "fail", "not installed", f"pip install {name}")
         else:
-            yield Finding(name, "ok", version)
+            yield Check(name, "ok", version)
 
 
-def _optional(hardware: Hardware) -> Iterator[Finding]:
+def _optional(hardware: Hardware) -> Iterator[Check]:
     for name, what in OPTIONAL.items():
         version = version_of(name)
         if version is not None:
-            yield Finding(name, "ok", version)
+            yield Check(name, "ok", version)
         else:
-            yield Finding(name, "note", f"not installed ({what})", pip_line(name))
+            yield Check(name, "note", f"not installed ({what})", pip_line(name))
     if version_of("flash-attn") and hardware.kind == "cpu":
-        yield Finding("flash-attn", "note", "installed, and there is no device that it runs on")
+        yield Check("flash-attn", "note", "installed, but no device supports it")
 
 
-def _builds() -> Iterator[Finding]:
-    """Binary packages that say which CUDA and torch they were built for, against the torch that is here."""
+def _builds() -> Iterator[Check]:
+    """Compare the CUDA and torch versions that binary packages were built for with the installed torch."""
     cuda, torch = torch_cuda(), version_of("torch")
     for name in ("flash-attn", "causal-conv1d", "mamba-ssm", "flash-attn-3"):
         version = version_of(name)
@@ -144,35 +144,35 @@ def _builds() -> Iterator[Finding]:
         built_cuda, built_torch = found.group(1)[:2], found.group(2)
         if cuda is None or cuda.partition(".")[0] != built_cuda:
             what = f"{version} was built for CUDA {built_cuda}, torch for {f'CUDA {cuda}' if cuda else 'no CUDA'}"
-            yield Finding(name, "fail", what, f"pip install --force-reinstall --no-build-isolation {name}")
+            yield Check(name, "fail", what, f"pip install --force-reinstall --no-build-isolation {name}")
         elif not torch.startswith(f"{built_torch}."):
-            what = f"{version} was built for torch {built_torch}, this is {torch}"
-            yield Finding(name, "fail", what, f"pip install --force-reinstall --no-build-isolation {name}")
+            what = f"{version} was built for torch {built_torch} (installed: {torch})"
+            yield Check(name, "fail", what, f"pip install --force-reinstall --no-build-isolation {name}")
     local = re.search(r"\+cu(\d+)", torch or "")
     if local and cuda and cuda.replace(".", "") != local.group(1):
-        yield Finding("torch", "fail", f"{torch} says that it was built for CUDA {cuda}", "reinstall torch")
+        yield Check("torch", "fail", f"{torch} says that it was built for CUDA {cuda}", "reinstall torch")
 
 
-def _disk(folder: Path, needed: int) -> Finding:
+def _disk(folder: Path, needed: int) -> Check:
     there = folder.absolute()
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
     shown = f"{free / 2**30:.0f} GiB free at {there}"
     if needed > free:
-        what = f"{shown}, one checkpoint takes {needed / 2**30:.1f} GiB"
-        return Finding("disk", "fail", what, "free some, or write training.output_dir elsewhere")
+        what = f"{shown}; a checkpoint needs {needed / 2**30:.1f} GiB"
+        return Check("disk", "fail", what, "free some, or write training.output_dir elsewhere")
     if free < _LITTLE_DISK:
-        return Finding("disk", "note", shown, "checkpoints and downloads need room")
-    return Finding("disk", "ok", shown)
+        return Check("disk", "note", shown, "checkpoints and downloads need room")
+    return Check("disk", "ok", shown)
 
 
-def _hub() -> Finding:
-    """Whether models can be fetched: asks for a connection, sends nothing."""
+def _hub() -> Check:
+    """Check that the hub is reachable, by a connection without a request."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return Finding("hub", "note", "HF_HUB_OFFLINE is set: only what is in the cache", "unset it to download")
+        return Check("hub", "note", "HF_HUB_OFFLINE is set: only what is in the cache", "unset it to download")
     if importlib.util.find_spec("huggingface_hub") is None:
-        return Finding("hub", "fail", "huggingface_hub is not installed", "pip install huggingface_hub")
+        return Check("hub", "fail", "huggingface_hub is not installed", "pip install huggingface_hub")
     from huggingface_hub import constants
 
     address = urlparse(constants.ENDPOINT)
@@ -181,12 +181,12 @@ def _hub() -> Finding:
         socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
     except OSError as error:
         remedy = "check the network, HF_ENDPOINT and proxies; folders and the cache work without"
-        return Finding("hub", "note", f"{host} cannot be reached: {error}", remedy)
-    return Finding("hub", "ok", f"{host} answers; the cache is {cache_dir()}")
+        return Check("hub", "note", f"{host} cannot be reached: {error}", remedy)
+    return Check("hub", "ok", f"{host} answers; the cache is {cache_dir()}")
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, read from its files; None for a build without."""
+    """Return the CUDA version that torch was built for, from its files; None without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

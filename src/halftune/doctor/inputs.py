@@ -1,4 +1,4 @@
-"""What a traced model is given: token ids with real values, and for models with towers pictures and sound too."""
+"""Inputs of traced models: token ids, and images and audio for models with towers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ROWS, TOKENS = 2, 32
 
 
 def inputs_for(config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of a training forward: ``input_ids`` ``[2, 32]`` or longer, and what else the family's towers take.
+    """Return arguments of a training forward: ``input_ids`` ``[2, 32]`` or longer, and inputs of the family's towers.
 
-    Integers are real; floating inputs are fp32, as processors make them, and fake inside ``Weightless``.
+    Integers are real; floating inputs are fp32, as processors make them, and fake inside ``FakeTensors``.
     """
     make = _MAKERS.get(config.model_type, _text)
     return make(config)
 
 
 def has_towers(config: PretrainedConfig) -> bool:
-    """Whether the model has towers besides the language model that ``inputs_for`` gives nothing to."""
+    """Whether the model has towers for which ``inputs_for`` has no inputs."""
     towers = [name for name in ("vision_config", "audio_config") if vars(config).get(name) is not None]
     return bool(towers) and config.model_type not in _MAKERS
 
@@ -32,7 +32,7 @@ def _text(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
-    """One row with a picture of 4 × 4 patches and two seconds of sound."""
+    """One row with an image of 4 × 4 patches and two seconds of audio."""
     vision, audio = config.vision_config, config.audio_config
     merged = 16 // vision.spatial_merge_size**2
     frames = 200

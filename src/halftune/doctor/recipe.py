@@ -1,4 +1,4 @@
-"""A recipe before the doctor: can it be honoured here, has it a chat template, and the trace of its model."""
+"""Checks of a recipe: its plan, tokenizer and chat template, and the trace of its model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, PlanError
-from halftune.doctor.environment import Finding
-from halftune.doctor.examine import Examination, examine
+from halftune.doctor.environment import Check
+from halftune.doctor.trace_model import TraceReport, trace_model
 from halftune.hardware.facts import Hardware
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
@@ -25,8 +25,8 @@ _WHOLE_MODELS = ("thinker_config",)
 
 def diagnose(
     loaded: LoadedConfig, machine: Hardware, here: Hardware | None, *, real: bool
-) -> tuple[Examination, list[Finding]]:
-    """Plans for ``machine`` and traces; where ``here`` is given, also says whether this machine could run it.
+) -> tuple[TraceReport, list[Check]]:
+    """Trace the model as planned for ``machine``; with ``here``, also check that this machine can run it.
 
     Raises:
         HalftuneError: the machine cannot honour the recipe, or the model cannot be built.
@@ -36,20 +36,20 @@ def diagnose(
     facts, checks = _facts(model)
     if model is not loaded.run.model:
         missing = f"{loaded.run.model.name_or_path} has yet to be trained"
-        checks.append(Finding("model", "note", f"{missing}: {model.name_or_path}, which it is made of, stands for it"))
+        checks.append(Check("model", "note", f"{missing}: using its base, {model.name_or_path}"))
     if here is not None and here is not machine:
         try:
             resolve(config, here, facts)
-            checks.append(Finding("plan", "ok", "this machine can honour the recipe"))
+            checks.append(Check("plan", "ok", "this machine can honour the recipe"))
         except PlanError as error:
-            checks += [Finding("plan", "fail", f"on this machine: {one.what}", one.remedy) for one in error.problems]
+            checks += [Check("plan", "fail", f"on this machine: {one.what}", one.remedy) for one in error.problems]
     plan = resolve(config, machine, facts)
     checks += _tokenizer(config.model, facts)
-    return examine(config, plan, real=real), checks
+    return trace_model(config, plan, real=real), checks
 
 
-def _facts(model: ModelSection) -> tuple[ModelFacts, list[Finding]]:
-    """Facts of a causal language model; also of one with towers, which can be traced and not yet trained."""
+def _facts(model: ModelSection) -> tuple[ModelFacts, list[Check]]:
+    """Facts of a model; also of types with towers that can be traced but not trained yet."""
     try:
         return read_model_facts(model), []
     except HalftuneError as error:
@@ -65,27 +65,27 @@ def _facts(model: ModelSection) -> tuple[ModelFacts, list[Finding]]:
         if inner.get("model_type") in causal_types() or not isinstance(inner.get("text_config"), dict):
             raise
         return facts_from_config(inner, model.name_or_path), [
-            Finding("model", "note", f"it can be traced and not yet trained: {error.what}")
+            Check("model", "note", f"it can be traced and not yet trained: {error.what}")
         ]
 
 
-def _tokenizer(model: ModelSection, facts: ModelFacts) -> Iterator[Finding]:
+def _tokenizer(model: ModelSection, facts: ModelFacts) -> Iterator[Check]:
     try:
         tokenizer = load_tokenizer(model)
     except HalftuneError as error:
         skipped = "so its chat template was not looked at; the dtype trace needs none"
-        yield Finding("tokenizer", "note", f"{error.what}, {skipped}", error.remedy)
+        yield Check("tokenizer", "note", f"{error.what}, {skipped}", error.remedy)
         return
     if len(tokenizer) > facts.vocab_size:
         # Added tokens beyond the table may never occur; ordinary ones do.
         status = "fail" if tokenizer.vocab_size > facts.vocab_size else "note"
         what = f"knows {len(tokenizer):,} tokens, the model has {facts.vocab_size:,} embeddings"
-        yield Finding("tokenizer", status, what, "model.tokenizer names the one that the model was trained with")
+        yield Check("tokenizer", status, what, "model.tokenizer names the one that the model was trained with")
     yield _template(model, tokenizer)
 
 
-def _template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Check:
     if tokenizer.chat_template is None:
-        remedy = "model.chat_template: chatml, for data with conversations"
-        return Finding("chat template", "note", "the tokenizer brings none", remedy)
-    return Finding("chat template", "ok", "the tokenizer's own" if model.chat_template is None else "from the recipe")
+        remedy = "set model.chat_template: chatml, for data with conversations"
+        return Check("chat template", "note", "the tokenizer has none", remedy)
+    return Check("chat template", "ok", "the tokenizer's own" if model.chat_template is None else "from the recipe")

@@ -1,4 +1,4 @@
-"""The doctor's findings as a page for a terminal, safe at 80 columns."""
+"""Renders the doctor's results for a terminal with 80 columns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halftune.doctor.environment import Finding as Checked
-from halftune.doctor.examine import Examination
+from halftune.doctor.environment import Check
+from halftune.doctor.trace_model import TraceReport
 from halftune.precision.trace.findings import Finding
 
 WIDEST = 120
@@ -23,8 +23,8 @@ _MARKS = {"ok": "ok", "note": "!", "fail": "FAIL"}
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def render_environment(checks: Iterable[Checked], width: int | None = None) -> str:
-    """One line for each thing looked at, its remedy under it."""
+def render_environment(checks: Iterable[Check], width: int | None = None) -> str:
+    """Return a line for each check, with its remedy."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -35,8 +35,8 @@ def render_environment(checks: Iterable[Checked], width: int | None = None) -> s
     return _printed([Text("Environment"), table], width)
 
 
-def render_examination(found: Examination, width: int | None = None) -> str:
-    """What was traced, then every finding with its line, cause, cost and what the guard does."""
+def render_trace(found: TraceReport, width: int | None = None) -> str:
+    """Return what was traced, then every finding with its line, cause, cost and the guard's action."""
     autocast = f"autocast {found.compute}" if found.autocast else f"{found.compute}, no autocast"
     calls = ", ".join(f"{count} × {label}" for label, count in found.calls.items()) or "none"
     lines = [
@@ -48,24 +48,24 @@ def render_examination(found: Examination, width: int | None = None) -> str:
     ]
     if found.calls and all(finding.target == "loss" for finding in found.findings):
         lines.append("Every tensor arrives at attention in the plan's format.")
-    for number, finding in enumerate(found.broken, 1):
+    for number, finding in enumerate(found.violations, 1):
         lines += [*_block(number, finding), ""]
     lines += [line for finding in found.findings if not finding.breaks for line in _harmless(finding)]
     lines += [f"! {note}" for note in found.notes]
-    if found.broken:
-        total = sum(finding.bytes_per_step for finding in found.broken)
-        count = len(found.broken)
+    if found.violations:
+        total = sum(finding.bytes_per_step for finding in found.violations)
+        count = len(found.violations)
         lines.append(
-            f"The contract breaks in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
+            f"Contract violated in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
             f"{_GUARDED[found.guard].format(cost=_size(total))}"
         )
     return _printed([Text(line) for line in lines], width)
 
 
 _GUARDED = {
-    "cast": " mends it for {cost} written per step.",
-    "strict": " stops the run there; cast mends it.",
-    "off": " leaves it as it is; cast mends it.",
+    "cast": " casts the operands, at {cost} written per step.",
+    "strict": " stops the run there; cast fixes it.",
+    "off": " changes nothing; cast fixes it.",
 }
 
 
@@ -99,7 +99,7 @@ def _harmless(finding: Finding) -> Iterator[str]:
 
 
 def short(file: str) -> str:
-    """A source file as Python finds it: relative to the working folder or to the path that it was imported from."""
+    """A source file relative to the working folder or to its import path."""
     path = Path(file)
     roots: Sequence[str] = sorted({os.getcwd(), *(entry for entry in sys.path if entry)}, key=len, reverse=True)
     for root in roots:

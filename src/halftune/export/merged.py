@@ -1,4 +1,4 @@
-"""Turns a run's result into a model that needs no adapter: merged, checked, in the base checkpoint's own dtype."""
+"""Exports a run's result as a model without adapter: merged, verified, in the base checkpoint's dtype."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.export.output import check_output
-from halftune.model.card import CARD
-from halftune.model.finished import FinishedRun
+from halftune.model.completed_run import CompletedRun
+from halftune.model.identity import check_base
+from halftune.model.loading_readme import README
 from halftune.model.locate import locate
-from halftune.model.merge import Merge, Progress, merge_adapter, round_model, unwatched
+from halftune.model.merge import Merge, Progress, merge_adapter, no_progress, round_model
+from halftune.model.result import base_of_result
 from halftune.model.save import save_tokenizer, write_model
 from halftune.model.tokenizer import load_tokenizer
 from halftune.precision.rounding import Rounding, roundings
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-NOTHING = 1e-6  # an update that is a smaller share of the weights is fp32's own rounding
+NEGLIGIBLE = 1e-6  # relative size of an update that fp32 rounding alone explains
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written.
+    """An exported model.
 
     Attributes:
-        folder: where.
-        stored: in which format.
-        source: why that one.
-        merge: how the check went; None where a full model was copied as it is.
+        folder: of the model.
+        stored: its number format.
+        source: the reason for this format.
+        merge: result of the merge; None if a full model was copied.
     """
 
     folder: Path
@@ -43,53 +45,55 @@ class Export:
     merge: Merge | None
 
     def describe(self) -> str:
-        """The result in a few lines for a terminal."""
+        """Return the result in a few lines for a terminal."""
         lines = [f"{self.folder}: weights and config.json in {self.stored} ({self.source})"]
-        if (self.folder / CARD).is_file():
-            lines.append(f"transformers alone would load it wrongly: {self.folder / CARD} says why, and how to")
+        if (self.folder / README).is_file():
+            lines.append(f"plain transformers loads this model incorrectly: see {self.folder / README}")
         if self.merge is None:
-            lines.append("copied as it was trained: a full model needs no merging")
+            lines.append("copied unchanged (full model, no adapter to merge)")
             return "\n".join(lines)
         error, bound = self.merge.forward_error, self.merge.bound
         lines.append(
-            f"checked against the result in fp32: logits differ by {error:.1e} (rounding explains {bound:.1e})"
+            f"verified against the result in fp32: relative logit error {error:.1e} (rounding bound {bound:.1e})"
         )
-        if 0 < self.merge.update_size < NOTHING:
-            lines.append("the adapter changes next to nothing: was it trained?")
+        if 0 < self.merge.update_size < NEGLIGIBLE:
+            lines.append("warning: the adapter hardly changes the weights; was it trained?")
         elif self.merge.update_size:
-            kept = f"the adapter moves the weights by {self.merge.update_size:.1e} of their size"
+            kept = f"relative size of the adapter's update: {self.merge.update_size:.1e}"
             lost = f"{self.merge.update_error:.1%}" if self.merge.update_error >= 0.0005 else "nothing"
-            lines.append(f"{kept}; {lost} of that is lost to {self.stored}")
+            lines.append(f"{kept}; lost by rounding to {self.stored}: {lost}")
         return "\n".join(lines)
 
 
 def export_run(
-    run: FinishedRun,
+    run: CompletedRun,
     output: Path,
     dtype: Format | None = None,
     *,
     force: bool = False,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
 ) -> Export:
-    """Writes a run's result as a plain model with its tokenizer.
+    """Export a run's result as a plain model with its tokenizer.
 
     Args:
         run: the finished run.
-        output: folder to write; appears when it is whole.
-        dtype: format of the weights; the base checkpoint's own by default (a full model: as it was saved).
+        output: folder to write, atomically.
+        dtype: format of the weights; default the base checkpoint's (for a full model: the saved one).
         force: replace an earlier model in ``output``.
-        progress: told how far it is.
+        progress: called with the progress.
 
     Raises:
-        ModelError: ``output`` is in use, memory is short, or the exported model answers differently.
+        ModelError: ``output`` is in use, not enough memory, or the exported model's logits differ.
         TrainingError: ``output`` cannot be written (a full disk …).
     """
     check_output(run.folder, run.final, output, force=force)
+    if run.is_adapter:
+        check_base(base_of_result(run.final), run.loaded.run.model, allowed=run.any_base)
     headers = read_headers(locate(run.result))
     own = main_format(headers)
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
     lost = roundings(stored_formats(headers), stored, run.plan.precision.keep_fp32.value)
-    source = "as asked" if dtype else _source(run, own, lost)
+    source = "set by --dtype" if dtype else _source(run, own, lost)
     merge = None
     progress("loading", 0, 0)
     try:
@@ -104,23 +108,24 @@ def export_run(
             else:
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
                 save_tokenizer(load_tokenizer(run.result), partial)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         remedy = f"{first_aid(error)}, or choose another output folder"
-        raise TrainingError(f"cannot write: {error}", where=str(output), remedy=remedy) from error
+        what = f"cannot write: {error}"
+        raise TrainingError(what, where=str(output), remedy=remedy, code="core.cannot_write") from error
     return Export(output, stored, source, merge)
 
 
-def _source(run: FinishedRun, own: str | None, lost: Sequence[Rounding]) -> str:
-    """Where the format comes from when none was asked for.
+def _source(run: CompletedRun, own: str | None, lost: Sequence[Rounding]) -> str:
+    """The reason for the default format.
 
     Args:
-        run: what is exported.
-        own: the format of most numbers in the result's or the base's files.
-        lost: the base's tensors that it rounds.
+        run: the exported run.
+        own: the most frequent format in the result's or the base's files.
+        lost: tensors of the base that it rounds.
     """
     if own not in FORMATS:
-        return f"as the run saves; the checkpoint is {own or 'in no one format'}, which is not written"
+        return f"the run's format; the checkpoint's ({own or 'none'}) is not supported"
     if run.is_adapter and lost:
         rounded = ", ".join(f"{len(one.names)} in {one.source}, first {one.names[0]}" for one in lost)
-        return f"as most of the base checkpoint's weights; it rounds {rounded}; --dtype fp32 rounds nothing"
-    return "the base checkpoint's own" if run.is_adapter else "as the run saved it"
+        return f"most frequent in the base checkpoint; rounds {rounded}; use --dtype fp32 to avoid rounding"
+    return "the base checkpoint's format" if run.is_adapter else "the run's format"

@@ -1,4 +1,4 @@
-"""Where an exported model may be written; told before anything heavy is imported."""
+"""Checks the output folder of an export, before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,26 +7,35 @@ from pathlib import Path
 from halftune.core.errors import ModelError
 
 
-def check_output(run: Path, final: Path, output: Path, *, force: bool, how: str = "--force replaces it") -> None:
-    """Refuses to write over what is there, unless it is an earlier model and ``force`` says so.
+def check_output(run: Path, final: Path, output: Path, *, force: bool, how: str = "use --force to replace it") -> None:
+    """Check that the output folder is empty, or contains a model that ``force`` allows to replace.
 
     Args:
         run: the run folder.
         final: the folder of its result.
-        output: where to write.
+        output: the folder to write.
         force: whether an earlier model may be replaced.
-        how: the remedy where there is one.
+        how: the remedy if there is a model.
 
     Raises:
-        ModelError: with what is in the way.
+        ModelError: the folder cannot be used.
     """
     own = run.resolve()
     if output.resolve() in (own, own / "final", *final.resolve().parents, final.resolve()):
-        raise ModelError("the output folder is the run's own", where=str(output), remedy="choose another folder")
+        what = "the output folder belongs to the run"
+        raise ModelError(what, where=str(output), remedy="choose another folder", code="export.output_unusable")
     if output.is_file():
-        raise ModelError("the output is a file", where=str(output), remedy="choose a folder")
+        what = "the output is a file"
+        raise ModelError(what, where=str(output), remedy="choose a folder", code="export.output_unusable")
     if output.is_dir() and any(output.iterdir()):
         if not (output / "config.json").is_file():
-            raise ModelError("the folder holds other things", where=str(output), remedy="choose an empty or new one")
+            raise ModelError(
+                "the folder contains unrelated files",
+                where=str(output),
+                remedy="choose an empty or new folder",
+                code="export.output_unusable",
+            )
         if not force:
-            raise ModelError("there is a model already", where=str(output), remedy=how)
+            raise ModelError(
+                "output already contains a model", where=str(output), remedy=how, code="export.output_unusable"
+            )

@@ -1,1 +1,1 @@
-"""The machine as data: facts, how to probe them, and whether a run fits."""
+"""The machine as data: facts, the probe, machine descriptions and the memory estimate."""

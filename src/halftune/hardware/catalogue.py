@@ -1,4 +1,4 @@
-"""Made-up machines: what a run would look like elsewhere, and what the truth table is tested on."""
+"""Descriptions of machines, for plans without the hardware and for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halftune.hardware.facts import Device, Hardware, Kind
 
 MIB, GIB = 2**20, 2**30
 MOST_DEVICES = 1024
-# What a fresh installation of the tested versions has; flash-attn and flash-linear-attention are extras.
+# Packages of a default installation; flash-attn and flash-linear-attention are optional.
 _PACKAGES = (("torch", "2.13.0"), ("transformers", "5.23.0"))
 _TRITON = ("triton", "3.7.1")
 
@@ -86,34 +86,40 @@ ALIASES = {
 
 
 def lookup(name: str, packages: dict[str, str] | None = None) -> Hardware:
-    """A made-up machine: ``t4``, ``t4x2`` or ``2xt4`` (several), ``a100+t4`` (mixed).
+    """Return a machine description: ``t4``, ``t4x2`` or ``2xt4`` (several), ``a100+t4`` (mixed).
 
     Args:
         name: one or more entries of ``CATALOGUE`` (or ``ALIASES``) joined by ``+``, each with a count.
         packages: further installed distributions and their versions, e.g. ``{"flash-attn": "2.8.3"}``.
 
     Raises:
-        PlanError: no such entry (with what it may have meant), a count of 0 or too many, or devices of several kinds.
+        PlanError: unknown entry (suggests similar ones), a count of 0 or too large, or devices of several kinds.
     """
     texts = name.lower().replace(" ", "").split("+")
     if "" in texts:
-        what = "no machine is named" if texts == [""] else f"{name!r} names no machine on one side of a +"
-        raise PlanError(what, where="--hardware", remedy=f"one of {', '.join(CATALOGUE)}, such as t4x2 or a100+t4")
+        what = "no machine given" if texts == [""] else f"{name!r}: no machine on one side of +"
+        raise PlanError(
+            what,
+            where="--hardware",
+            remedy=f"use one of {', '.join(CATALOGUE)}, or for example t4x2 or a100+t4",
+            code="hardware.unknown_machine",
+        )
     parts = [_part(part) for part in texts]
     if (total := sum(count * len(machine.devices) for machine, count in parts)) > MOST_DEVICES:
-        what = f"{name} has {total:,} devices; a made-up machine has {MOST_DEVICES:,} at most"
-        raise PlanError(what, where="--hardware", remedy="write a smaller count")
+        what = f"{name} has {total:,} devices; the maximum is {MOST_DEVICES:,}"
+        raise PlanError(what, where="--hardware", remedy="use a smaller count", code="hardware.unknown_machine")
     devices = tuple(device for machine, count in parts for device in machine.devices * count)
     kinds: set[Kind] = {device.kind for device in devices}
     if len(kinds) > 1 or (devices[0].kind == "cpu" and len(devices) > 1):
-        raise PlanError(f"{name} is no machine: its devices must be accelerators of one kind", where="--hardware")
+        what = f"{name}: all devices of a machine must be accelerators of one kind"
+        raise PlanError(what, where="--hardware", code="hardware.unknown_machine")
     first = parts[0][0]
     installed = {**dict(first.packages), **(packages or {})}
     return replace(first, name=name, devices=devices, packages=tuple(installed.items()))
 
 
 def _part(text: str) -> tuple[Hardware, int]:
-    """One entry and its count; a name that contains an x and digits (rtx4090) comes first."""
+    """Parse an entry with its count; names that contain x and digits (rtx4090) take precedence."""
     known = {**CATALOGUE, **{alias: CATALOGUE[target] for alias, target in ALIASES.items()}}
     if text in known:
         return known[text], 1
@@ -123,4 +129,5 @@ def _part(text: str) -> tuple[Hardware, int]:
             return known[match["name"]], int(match["count"])
     bare = re.sub(r"x\d+$|^\d+x", "", text) or text
     where = "--hardware"
-    raise PlanError(f"no machine {text!r} in the catalogue", where=where, remedy=did_you_mean(bare, known))
+    what = f"unknown machine {text!r}"
+    raise PlanError(what, where=where, remedy=did_you_mean(bare, known), code="hardware.unknown_machine")

@@ -1,4 +1,4 @@
-"""A machine as frozen data. Everything above decides from these facts, never from a live device."""
+"""A machine as frozen data. Plans are made from these facts, never from a live device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Kind = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the CPU as a whole.
+    """An accelerator, or the CPU as a whole.
 
     Attributes:
-        kind: which runtime drives it.
-        name: as the driver calls it.
+        kind: its runtime.
+        name: the driver's name for it.
         memory_bytes: device memory; on CPU and MPS the machine's main memory.
-        capability: CUDA compute capability ``(major, minor)``; None elsewhere.
-        arch: ROCm target such as ``gfx942``; for a CPU, ``x86_64`` or ``arm64``; empty elsewhere.
-        features: what else decides about formats: ``amx_bf16``, ``avx512_bf16``, ``bf16`` (ARM), ``amd``, ``macos14``.
+        capability: CUDA compute capability ``(major, minor)``; None for other kinds.
+        arch: ROCm target such as ``gfx942``; for a CPU, ``x86_64`` or ``arm64``; empty for other kinds.
+        features: facts that select number formats: ``amx_bf16``, ``avx512_bf16``, ``bf16`` (ARM), ``amd``, ``macos14``.
     """
 
     kind: Kind
@@ -31,16 +31,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine: its devices (at least one), its main memory and the versions of the packages that decide routes.
+    """A machine: devices (at least one), main memory, and versions of packages that a plan depends on.
 
     Attributes:
         name: ``this machine``, or the name in the catalogue.
         devices: accelerators of one kind, or a single CPU device.
         host_memory_bytes: main memory.
         cpu_cores: usable logical cores.
-        packages: distribution name → installed version, of those that route or precision look at
+        packages: (distribution, installed version) of packages that attention or precision depend on
             (torch, triton, flash-attn, flash-linear-attention, bitsandbytes …).
-        notes: what the probe found odd, e.g. a GPU that the installed torch build cannot use.
+        notes: problems found by the probe, e.g. a GPU that the installed torch build cannot use.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Hardware:
 
     @property
     def kind(self) -> Kind:
-        """Kind of the devices (they are all of one)."""
+        """The devices' kind; all have the same."""
         return self.devices[0].kind
 
     def version(self, distribution: str) -> str | None:
-        """Installed version of a package, or None."""
+        """Return the installed version of a package; None if it is not installed."""
         return dict(self.packages).get(distribution)

@@ -1,4 +1,4 @@
-"""The host: what this process may use of its processor and main memory, container limits included."""
+"""The CPU cores and main memory that this process may use, container limits included."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from halftune.hardware.facts import Device
 CPUINFO = Path("/proc/cpuinfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-# what decides about bf16: instruction sets (in x86 "flags", or in ARM "Features") and who made the processor
+# instruction sets (x86 "flags", ARM "Features") and vendors that decide whether bf16 is used
 FEATURES = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 VENDORS = {"AuthenticAMD": "amd"}
 
 
 def cpu_device(memory_bytes: int) -> Device:
-    """The processor as a device."""
-    text = _read(CPUINFO)
+    """Return the CPU as a device."""
+    text = read_text(CPUINFO)
     flags: set[str] = set()
     vendor: set[str] = set()
     name = platform.processor() or platform.machine()
@@ -38,14 +38,14 @@ def cpu_device(memory_bytes: int) -> Device:
 
 
 def host_memory_bytes() -> int:
-    """Main memory that this process may use: the machine's, or the smallest limit of its control groups."""
+    """Return the main memory that this process may use: the machine's, or the lowest cgroup limit."""
     total = psutil.virtual_memory().total
     limits = [int(text) for text in _limits("memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()]
     return min([total, *limits])
 
 
 def cpu_cores() -> int:
-    """Logical cores that this process may use: its affinity, and the quota of its control groups, rounded up."""
+    """Return the logical cores that this process may use: its affinity, limited by cgroup quotas rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for text in _limits("cpu", "cpu.max", ""):
         quota, _, period = text.partition(" ")
@@ -55,24 +55,25 @@ def cpu_cores() -> int:
 
 
 def _limits(controller: str, file: str, file_v1: str) -> list[str]:
-    """The contents of a limit's file in this process's control group and all groups above it, both hierarchies."""
+    """Read a limit's file in this process's cgroup and all its parents, for cgroup v1 and v2."""
     found = []
-    for line in _read(MEMBERSHIP).splitlines():
+    for line in read_text(MEMBERSHIP).splitlines():
         _, controllers, group = line.split(":", 2)
         unified = controllers == ""
         if not unified and (controller not in controllers.split(",") or not file_v1):
             continue
         base, name = (CGROUPS, file) if unified else (CGROUPS / controller, file_v1)
         place = base / group.lstrip("/")
-        # Inside a container the group's path is that of the host and may not exist; its root is the container's own.
+        # Inside a container the cgroup's path is the host's and may not exist; the root is the container's.
         for folder in (place, *place.parents):
-            found.append(_read(folder / name))
+            found.append(read_text(folder / name))
             if folder == base:
                 break
     return [text for text in found if text]
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Read a short file of the kernel; empty if it is missing or unreadable."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -1,18 +1,20 @@
-"""Will it fit: an estimate of a run's peak memory on one device, from sizes alone.
+"""Estimates a run's peak memory on one device from sizes alone.
 
-What a layer keeps for its backward pass is added up operation by operation, as transformers' layers are written. The
-constants at the top were measured; docs/precision.md states how far the estimate is from reality.
+Saved activations are added up per operation, as in transformers' layers. The constants at the top were measured;
+docs/measurements/benchmarks.md compares the estimate with measured memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from halftune.config.facts.model import ModelFacts
-from halftune.config.quantised import KEPT
+from halftune.config.weight_formats import format_of
 from halftune.hardware.facts import Kind
 
-# The runtime itself: on a CPU the resident size of a process that has imported everything, on a GPU its context.
+# The runtime itself: on a CPU the resident size of a process after all imports, on a GPU its context.
 RUNTIME_BYTES: dict[Kind, int] = {
     "cpu": 540 << 20,
     "cuda": 700 << 20,
@@ -20,12 +22,10 @@ RUNTIME_BYTES: dict[Kind, int] = {
     "xpu": 700 << 20,
     "mps": 600 << 20,
 }
-# What an allocator loses between blocks, as a share of all else. glibc keeps freed blocks of up to 32 MiB to itself,
-# which is fast and costs much; GPU allocators lose less.
+# Allocator fragmentation, as a share of everything else. glibc caches freed blocks of up to 32 MiB; GPU allocators lose
+# less.
 FRAGMENTATION: dict[Kind, float] = {"cpu": 0.25, "cuda": 0.06, "rocm": 0.06, "xpu": 0.06, "mps": 0.06}
-# Optimizer moments per trained weight.
-MOMENTS = {"adamw": 2.0, "adam": 2.0, "adagrad": 1.0, "adafactor": 0.02, "sgd": 0.0}
-# fp32 scratch of the loss beside the logits, which their gradient overwrites.
+# fp32 scratch of the loss, in addition to the logits, which their gradient overwrites.
 LOSS_SCRATCH: dict[Kind, int] = {
     "cpu": 4 << 20,
     "cuda": 128 << 20,
@@ -33,17 +33,17 @@ LOSS_SCRATCH: dict[Kind, int] = {
     "xpu": 128 << 20,
     "mps": 128 << 20,
 }
-# Copies of a linear-attention layer's q, k, v that its chunked form keeps, in fp32: transformers' own code, operators.
+# fp32 copies of q, k, v that a chunked linear-attention layer saves, by backend.
 LINEAR_COPIES = {"torch": 14, "halftune": 2, "fla": 2}
-# Where our operators run in torch, they say themselves what they keep beside their inputs (``scan_kept``).
+# With our torch operators, all that they save besides their inputs is in ``scan_kept``.
 LINEAR_COPIES_BESIDE_KEPT = 1
-# A model whose logits are scaled or capped after the head's product holds them; its loss cannot be taken in parts.
+# Models that scale or cap logits after the head materialise them; their loss cannot be computed in parts.
 TOUCHED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Where activations are computed again, the gradients of one layer's inner tensors exist beside them: that much of a
-# layer. A CPU's allocator loses more, most where separate operations leave blocks of many sizes (all weights trained).
+# With gradient checkpointing, gradients of one layer's activations exist in addition: this share of a layer. A CPU's
+# allocator loses more, most with full fine-tuning, whose operations leave blocks of many sizes.
 LAYER_GRADIENTS = {"cpu": {True: 3.6, False: 1.7}}
-# What DoRA keeps of every adapted layer's output: the layer's own and the update's, in the compute dtype, for the
-# magnitudes' gradient; and what its fp32 magnitudes widen, in bytes per element.
+# DoRA saves two outputs of every adapted layer for the gradient of the magnitudes: the layer's and the update's, in the
+# compute dtype. Its fp32 magnitudes widen tensors by this many bytes per element.
 DORA_COPIES, DORA_WIDENED = 2, 3
 
 
@@ -52,42 +52,41 @@ class Workload:
     """One device's share of a training step.
 
     Attributes:
-        kind: of the device.
-        storage, trainable, compute, state: bytes per element of the dtypes of the plan.
+        kind: kind of the device.
+        storage, trainable, compute: bytes per element of the plan's dtypes.
         autocast: whether weights are cast to the compute dtype in the forward pass.
-        half_range: whether fp16 computes, whose gradients are scaled.
-        trained: weights that are trained.
-        adapter: those of them beside the frozen model (0 in full fine-tuning).
-        optimizer: name of the optimizer.
-        tokens: fed tokens of a micro-batch, padding included.
-        length: tokens that attend to each other at most.
-        labelled: share of the tokens that carry a label.
-        accumulation: forward passes per step; above 1, gradients exist beside activations.
+        half_range: whether compute is fp16, whose gradients are scaled.
+        trained: number of trained weights.
+        adapter: number of adapter weights among them (0 in full fine-tuning).
+        optimizer_state: bytes of the optimizer's state of all trained weights.
+        tokens: tokens of a micro-batch, padding included.
+        length: maximum number of tokens that attend to each other.
+        labelled: share of tokens with a label.
+        accumulation: forward passes per step; above 1, gradients and activations exist at the same time.
         attention: the softmax backend.
         checkpointing: whether activations are recomputed.
-        adapted_inputs: widths of the inputs of adapted layers, summed over all of them, where dropout copies them.
-        dora_outputs: widths of the outputs of adapted layers, summed over all of them, where DoRA scales them.
-        packed: whether rows are packed and computed sample by sample.
-        fused: whether the gated feed-forward block keeps its two inner products only (frozen weights, no dropout).
-        linear: what computes linear-attention layers: ``halftune | fla | torch | none``.
-        scan_kept: bytes that each of them keeps for its backward pass beside its inputs.
-        scan_workspace: bytes of its backward pass.
+        adapted_inputs: sum of the input widths of all adapted layers, if dropout copies them.
+        dora_outputs: sum of the output widths of all adapted layers, if DoRA scales them.
+        packed: whether rows are packed.
+        fused: whether the gated feed-forward block saves only its two inner products (frozen weights, no dropout).
+        linear: backend of linear-attention layers: ``halftune | fla | torch | none``.
+        scan_kept: bytes that each such layer saves for backward besides its inputs.
+        scan_workspace: bytes that its backward pass allocates.
         strategy: how processes share the model: ``single``, ``ddp`` or ``fsdp2``.
-        processes: that share it.
-        offload: with fsdp2, shards live in main memory.
-        regather: with fsdp2, a layer's weights go after its forward pass and come again for the backward pass.
-        sync_each: with fsdp2 and several forward passes per step, gradients are reduced after each of them.
+        processes: number of processes.
+        offload: with fsdp2, whether shards are in main memory.
+        regather: with fsdp2, whether layers are resharded after forward and gathered again for backward.
+        sync_each: with fsdp2 and gradient accumulation, whether gradients are reduced after each micro-batch.
     """
 
     kind: Kind
     storage: int
     trainable: int
     compute: int
-    state: int
     autocast: bool
     trained: int
     adapter: int
-    optimizer: str
+    optimizer_state: int
     tokens: int
     length: int
     labelled: float
@@ -116,7 +115,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose; ``overlap`` is what gradients take over from activations that are freed as they come."""
+    """Bytes by purpose; ``overlap``: gradients that reuse the memory of activations freed during backward."""
 
     weights: int
     gradients: int
@@ -134,13 +133,13 @@ class Estimate:
 
 
 def estimate(work: Workload, facts: ModelFacts) -> Estimate:
-    """Peak memory of training on one device; pure.
+    """Return the peak memory of training on one device.
 
-    A replica of several (``ddp``) holds its gradients, which are the buckets that are summed, all the time.
+    DDP replicas keep their gradients, which are views of the all-reduce buckets.
     """
-    weights = round(facts.num_parameters * _weight_bytes(work, facts)) + work.adapter * work.trainable
+    weights = weight_bytes(facts, facts.quantization, work.storage) + work.adapter * work.trainable
     gradients = work.trained * work.trainable
-    moments = round(work.trained * work.state * MOMENTS[work.optimizer])
+    moments = work.optimizer_state
     activations = _activations(work, facts)
     logits = _logits(work, facts)
     if work.strategy == "fsdp2":
@@ -152,11 +151,11 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
 
 
 def _sharded(work: Workload, facts: ModelFacts, weights: int, gradients: int, moments: int) -> tuple[int, int, int]:
-    """Weights, gradients and moments of one of several processes that each hold a share.
+    """Weights, gradients and moments of one FSDP2 process.
 
-    Embedding and head are gathered for the whole step, decoder layers two at a time (one computes while the next one
-    comes), and all of them where they are not let go in between; the gradient of one such group exists whole before it
-    is reduced; where that is done once a step only, all of them do.
+    Embedding and head are gathered for the whole step. Decoder layers are gathered two at a time (prefetch), or all of
+    them without resharding. The full gradient of one such group exists before it is reduced; without a reduction per
+    micro-batch, all of them do.
     """
     ends = round(weights * min(1.0, _ends(facts) / facts.num_parameters))
     layers = weights - ends
@@ -170,19 +169,32 @@ def _sharded(work: Workload, facts: ModelFacts, weights: int, gradients: int, mo
 
 
 def _ends(facts: ModelFacts) -> int:
-    """Parameters outside the decoder layers."""
+    """Number of parameters outside the decoder layers."""
     return facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
 
 
-def _weight_bytes(work: Workload, facts: ModelFacts) -> float:
-    return KEPT.get(facts.quantization or "", float(work.storage))
+def weight_bytes(facts: ModelFacts, quantization: str | None, storage: int) -> int:
+    """Return the bytes of a model's weights, whose linear layers may be quantised.
+
+    Args:
+        facts: the model.
+        quantization: a row of the table of weight formats; None for plain weights.
+        storage: bytes per element of the storage dtype, which embeddings, output layer, norms and fused experts have.
+    """
+    quantised = format_of(quantization).bytes_per_param
+    if quantised is None:
+        return facts.num_parameters * storage
+    tensors = facts.likely_tensors
+    linear = sum(one.size * one.count for one in tensors if one.kind == "linear" and one.module != "lm_head")
+    linear = linear * facts.num_parameters // sum(one.size * one.count for one in tensors)
+    return round(linear * quantised) + (facts.num_parameters - linear) * storage
 
 
 def _logits(work: Workload, facts: ModelFacts) -> int:
-    """The head's inputs at labelled positions and the loss's scratch; logits too where the loss needs all of them.
+    """The head's inputs at labelled positions and the loss's scratch, and the logits if they are materialised.
 
-    Positions are kept where any row has a label, so rows side by side keep more than a packed one. The loss of a plain
-    head is taken a few rows at a time; fp16 holds logits, whose gradients must be scaled.
+    A position is kept if any row has a label there, so a batch keeps more than a packed row. The loss of a plain head
+    is computed a few rows at a time; fp16 materialises logits, whose gradients must be scaled.
     """
     raw = (facts.raw or {}).get("text_config") or facts.raw or {}
     positions = work.tokens * (1 - (1 - work.labelled) ** (work.tokens // work.length if not work.packed else 1))
@@ -206,18 +218,18 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
     else:
         kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1) + dora
     casts = 0
-    if work.autocast and work.storage > work.compute:  # half copies of the weights, kept for the backward pass
+    if work.autocast and work.storage > work.compute:  # half-precision copies of the weights, saved for backward
         casts = (facts.num_parameters - _ends(facts)) * work.compute
-        if work.checkpointing or work.strategy == "fsdp2":  # there they are gathered as such, and let go
+        if work.checkpointing or work.strategy == "fsdp2":  # freed after each layer
             casts //= facts.num_layers
-    # at the first layer whose backward pass needs a workspace, the tensors of the one behind it are gone already
+    # when the first layer's backward pass needs its workspace, the tensors of the layer after it are freed already
     scans = work.scan_kept * (1 if work.checkpointing else facts.linear_layers)
     scans += max(0, work.scan_workspace - round(work.tokens * layer))
     return round(work.tokens * (kept + ends)) + casts + scans
 
 
 def _norms(work: Workload, facts: ModelFacts) -> float:
-    """Bytes per token: the fp32 input of each norm, its output where a weight's gradient needs it."""
+    """Bytes per token: the fp32 input of each norm, and its output if a trained weight needs it."""
     count = sum(
         1
         for t in facts.likely_tensors
@@ -228,7 +240,7 @@ def _norms(work: Workload, facts: ModelFacts) -> float:
 
 
 def _attention(work: Workload, facts: ModelFacts) -> float:
-    """Bytes per token of one softmax layer: q, k, v, the output twice (transposed), and eager's score matrices."""
+    """Bytes per token of one softmax layer: q, k, v, the output twice (transposed), and eager's scores."""
     query, key = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     kept = (query + 2 * key + 2 * query) * work.compute + facts.num_heads * 4
     if any(t.name.endswith("q_norm.weight") for t in facts.tensors):
@@ -249,10 +261,16 @@ def _linear_attention(work: Workload, facts: ModelFacts) -> float:
 
 
 def _feed_forward(work: Workload, facts: ModelFacts) -> float:
-    """Bytes per token of one feed-forward block: gate, its activation, up, and their product; fused: gate and up."""
+    """Bytes per token of one feed-forward block: gate, activation, up and product; fused: gate and up only."""
     raw = (facts.raw or {}).get("text_config") or facts.raw or {}
     width = facts.intermediate_size
     if facts.num_experts:
-        width = int(raw.get("moe_intermediate_size") or width) * max(facts.num_experts_per_token, 1)
-        width += int(raw.get("shared_expert_intermediate_size") or 0)
+        width = _widest(raw, "moe_intermediate_size", width) * max(facts.num_experts_per_token, 1)
+        width += _widest(raw, "shared_expert_intermediate_size", 0)
     return (2 if work.fused and not facts.num_experts else 4) * width * work.compute
+
+
+def _widest(raw: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """A size in the config; the maximum of a list (per layer or kind of expert)."""
+    value = raw.get(name) or otherwise
+    return max(value) if isinstance(value, list) else int(value)

@@ -1,4 +1,4 @@
-"""NVIDIA devices through NVML, which answers without a CUDA context."""
+"""NVIDIA devices by NVML, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def nvidia_devices() -> tuple[list[Device], list[str]]:
-    """The devices that CUDA would show this process, in NVML's order, and notes on what is hidden or odd."""
+    """Return the devices visible to CUDA in this process, in NVML's order, and notes on hidden devices or problems."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         if DRIVER.exists():
-            return [], [
-                f"an NVIDIA driver is loaded, but NVML does not answer ({error}): restart after a driver update"
-            ]
+            return [], [f"NVML fails although an NVIDIA driver is loaded ({error}): restart after a driver update"]
         return [], []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -30,16 +28,14 @@ def nvidia_devices() -> tuple[list[Device], list[str]]:
         chosen, notes = (handles, []) if visible is None else _visible(visible, handles)
         devices = [_device(_instance(handle)) for handle in chosen]
         if len({device.name for device in devices}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            notes.append(
-                "the devices differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID so that their numbers mean the same to all"
-            )
+            notes.append("different GPU models: set CUDA_DEVICE_ORDER=PCI_BUS_ID so that all tools number them equally")
         return devices, notes
     finally:
         pynvml.nvmlShutdown()
 
 
 def driver_version() -> str:
-    """Version of the NVIDIA driver; empty where there is none."""
+    """Return the version of the NVIDIA driver; empty if there is none."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -51,7 +47,7 @@ def driver_version() -> str:
 
 
 def _visible(visible: str, handles: list[Any]) -> tuple[list[Any], list[str]]:
-    """Applies ``CUDA_VISIBLE_DEVICES`` as CUDA does: numbers or UUID prefixes, up to the first that names no device."""
+    """Apply ``CUDA_VISIBLE_DEVICES`` as CUDA does: numbers or UUID prefixes, up to the first invalid entry."""
     chosen: list[Any] = []
     for entry in (part.strip() for part in visible.split(",")):
         handle = _find(entry, handles)
@@ -79,11 +75,11 @@ def _find(entry: str, handles: list[Any]) -> Any | None:
 
 
 def _instance(handle: Any) -> Any:
-    """The first MIG instance of a device that is cut into several (CUDA shows a process no more), else the device."""
+    """The first MIG instance of a partitioned device (a process sees only one), else the device."""
     try:
         if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
             return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0)
-    except pynvml.NVMLError:  # no such feature, or the handle is an instance already
+    except pynvml.NVMLError:  # no MIG support, or the handle is an instance already
         pass
     return handle
 
@@ -96,7 +92,7 @@ def _device(handle: Any) -> Device:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(parent)
     try:
         memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except pynvml.NVMLError:  # devices that share the host's memory have none of their own to report
+    except pynvml.NVMLError:  # integrated devices share the host's memory
         memory = host_memory_bytes()
     return Device("cuda", _text(pynvml.nvmlDeviceGetName(handle)), memory, capability=(int(major), int(minor)))
 

@@ -1,4 +1,4 @@
-"""This machine as data: devices, memory and package versions, found without importing torch or touching a device."""
+"""Probes this machine's devices, memory and package versions, without importing torch or creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from halftune.hardware.host import cpu_cores, cpu_device, host_memory_bytes
 from halftune.hardware.nvidia import nvidia_devices
 from halftune.hardware.sysfs import amd_devices, intel_devices
 
-# Versions that routes, number formats or reports look at. Looked up in the metadata: an importable folder named
-# `kernels` is not the distribution of that name.
+# Packages that attention, number formats or reports depend on. Versions come from the metadata, since an importable
+# folder `kernels` is not the distribution of that name.
 PACKAGES = (
     "torch",
     "transformers",
@@ -34,20 +34,20 @@ PACKAGES = (
     "bitsandbytes",
     "liger-kernel",
 )
-# A torch build can drive what it has a library for.
+# kind of device → library that a torch build for it contains
 _LIBRARIES = {"cuda": "torch_cuda", "rocm": "torch_hip", "xpu": "torch_xpu"}
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch: its version, and which accelerators it was built for."""
+    """The installed torch: its version, and the accelerators it was built for."""
 
     version: str
     backends: frozenset[str]
 
 
 def probe() -> Hardware:
-    """This machine. Makes no CUDA context, so that forked workers and process groups stay possible."""
+    """Return this machine's description. Creates no CUDA context, so that processes can still be forked."""
     packages = tuple((name, version) for name in PACKAGES if (version := version_of(name)))
     build = torch_build()
     devices, notes = accelerators(build)
@@ -63,7 +63,7 @@ def probe() -> Hardware:
 
 
 def torch_build() -> TorchBuild | None:
-    """What the installed torch was built for, told by the libraries that it brought; None where there is no torch."""
+    """Return the installed torch build, detected by its libraries; None if torch is not installed."""
     version, spec = version_of("torch"), importlib.util.find_spec("torch")
     if version is None or spec is None or not spec.submodule_search_locations:
         return None
@@ -73,7 +73,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def accelerators(build: TorchBuild | None) -> tuple[tuple[Device, ...], list[str]]:
-    """The devices that torch can use (none: train on the CPU), and notes on those that it cannot."""
+    """Return the devices that torch can use (none: train on the CPU), and notes on those that it cannot."""
     notes: list[str] = []
     if build is None:
         notes.append("torch is not installed: pip install torch")
@@ -89,8 +89,8 @@ def accelerators(build: TorchBuild | None) -> tuple[tuple[Device, ...], list[str
             return tuple(devices), notes
         count = f"{len(devices)} × " if len(devices) > 1 else ""
         notes.append(
-            f"{count}{devices[0].name} cannot be used: the installed torch {build.version} is a build without {brand}; "
-            f"reinstall torch {build.version.split('+')[0]} with {brand} (pytorch.org gives the command)"
+            f"{count}{devices[0].name} cannot be used: torch {build.version} was built without {brand}; "
+            f"reinstall torch {build.version.split('+')[0]} with {brand} (see pytorch.org)"
         )
     if build is not None and "xpu" in build.backends:
         return tuple(intel_devices()), notes
@@ -98,7 +98,7 @@ def accelerators(build: TorchBuild | None) -> tuple[tuple[Device, ...], list[str
 
 
 def _apple() -> tuple[Device, ...]:
-    """The GPU of Apple silicon; Intel Macs have none that torch drives."""
+    """The GPU of Apple silicon; torch does not support GPUs of Intel Macs."""
     if platform.machine() != "arm64":
         return ()
     asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)

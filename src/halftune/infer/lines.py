@@ -1,11 +1,11 @@
-"""A chat for programs: a request a line on standard input, events a line on standard output, all JSON.
+"""Chat for programs: JSON lines, requests on standard input and events on standard output.
 
 In: ``{"id": 1, "messages": [{"role": "user", "content": "…"}], "adapter": true, "generation": {"temperature": 0.7}}``;
-``{"stop": true}`` ends the answer that is being given; the end of input ends the chat when all is answered.
+``{"stop": true}`` stops the current answer. After the end of input, pending requests are answered, then the chat exits.
 
-Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` as it comes, and
+Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` per piece, and
 ``{"event": "end", "id": 1, "answer": "…", "stopped": false, "seconds": 1.2, "tokens": 9}`` or ``{"event": "error",
-"id": 1, "message": "…"}``. ``tokens`` counts those of the answer.
+"id": 1, "message": "…"}``. ``tokens`` is the number of tokens in the answer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Request = dict[str, Any]
 
 
 class _Stopped(Exception):
-    """The answer is not wanted any more."""
+    """The current answer was stopped by a request."""
 
 
 def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
-    """Answers until the requests end."""
+    """Answer requests until the end of input."""
     waiting: queue.Queue[Request | None] = queue.Queue()
     stop = threading.Event()
     threading.Thread(target=_read, args=(requests, waiting, stop), daemon=True).start()
@@ -43,12 +43,12 @@ def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
         "device": session.run.plan.device.value,
         "generation": own.model_dump(),
     }
-    _say(events, event="ready", **ready)
+    _emit(events, event="ready", **ready)
     while (request := waiting.get()) is not None:
         try:
             _answer(session, own, request, stop, events)
         except HalftuneError as error:
-            _say(events, event="error", id=request.get("id"), message=str(error))
+            _emit(events, event="error", id=request.get("id"), message=str(error), code=error.code)
 
 
 def _read(requests: TextIO, waiting: queue.Queue[Request | None], stop: threading.Event) -> None:
@@ -76,7 +76,7 @@ def _answer(
         if stop.is_set():
             raise _Stopped
         said.append(piece)
-        _say(events, event="text", id=number, text=piece)
+        _emit(events, event="text", id=number, text=piece)
 
     stopped = False
     try:
@@ -85,7 +85,7 @@ def _answer(
         answer, stopped = "".join(said), True
     seconds = round(time.perf_counter() - began, 3)
     tokens = len(session.tokenizer.encode(answer, add_special_tokens=False))
-    _say(events, event="end", id=number, answer=answer, stopped=stopped, seconds=seconds, tokens=tokens)
+    _emit(events, event="end", id=number, answer=answer, stopped=stopped, seconds=seconds, tokens=tokens)
 
 
 def _messages(request: Request) -> list[dict[str, str]]:
@@ -95,7 +95,8 @@ def _messages(request: Request) -> list[dict[str, str]]:
         for one in messages
     )
     if not messages or not right:
-        raise ModelError("a request needs messages", remedy='{"messages": [{"role": "user", "content": "…"}]}')
+        what = "the request has no valid messages"
+        raise ModelError(what, remedy='send {"messages": [{"role": "user", "content": "…"}]}', code="infer.bad_request")
     return messages
 
 
@@ -105,9 +106,11 @@ def _generation(own: GenerationSection, changes: dict[str, Any]) -> GenerationSe
     except (ValidationError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         where = ".".join(("generation", *map(str, first["loc"])))
-        raise ModelError(first["msg"], where=where, remedy="see `generation` in the configuration") from error
+        raise ModelError(
+            first["msg"], where=where, remedy="see `generation` in the configuration", code="infer.bad_request"
+        ) from error
 
 
-def _say(events: TextIO, **values: Any) -> None:
+def _emit(events: TextIO, **values: Any) -> None:
     events.write(json.dumps(values, ensure_ascii=False) + "\n")
     events.flush()

@@ -1,4 +1,4 @@
-"""The terminal side of a chat: reads lines, streams answers, understands a few commands."""
+"""Chat in a terminal: reads lines, streams answers, runs commands."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from halftune.core.table import did_you_mean
 from halftune.infer.session import ChatSession
 
 HELP = """\
-/adapter on|off   answer with or without what was trained
-/compare [TEXT]   both answers to TEXT, or to the last question
+/adapter on|off   answer with the trained or the base model
+/compare [TEXT]   show both answers to TEXT, or to the last question
 /system [TEXT]    set the system prompt; without TEXT remove it
-/reset            forget the conversation
-/help             this
-/quit             leave (so does Ctrl-D); Ctrl-C stops an answer"""
+/reset            start a new conversation
+/help             show this list
+/quit             exit (also Ctrl-D); Ctrl-C stops an answer"""
 
 
 class Repl:
-    """One chat in a terminal."""
+    """A chat in a terminal."""
 
     def __init__(self, session: ChatSession) -> None:
         self.session = session
@@ -35,10 +35,10 @@ class Repl:
         }
 
     def loop(self) -> None:
-        """Until the end of input or /quit."""
-        with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
+        """Read and handle lines until the end of input or /quit."""
+        with contextlib.suppress(ImportError):  # line editing and history, if available
             import readline  # noqa: F401
-        print("/help lists the commands")
+        print("type /help for commands")
         while True:
             try:
                 line = input("\nyou> ").strip()
@@ -46,7 +46,7 @@ class Repl:
                 print()
                 return
             except KeyboardInterrupt:
-                print("\n(/quit or Ctrl-D leaves)")
+                print("\n(exit with /quit or Ctrl-D)")
                 continue
             if line in ("/quit", "/exit"):
                 return
@@ -54,10 +54,10 @@ class Repl:
                 self.handle(line)
 
     def handle(self, line: str) -> None:
-        """One line: a command, or something to answer. Errors are told, and the chat goes on."""
+        """Handle a command or a message; prints errors."""
         try:
             if not line.startswith("/"):
-                self._say(line)
+                self._answer(line)
                 return
             name, _, argument = line[1:].partition(" ")
             if name in self._commands:
@@ -67,7 +67,7 @@ class Repl:
         except HalftuneError as error:
             print(error, file=sys.stderr)
 
-    def _say(self, text: str) -> None:
+    def _answer(self, text: str) -> None:
         self._last = text
         self.session.record(text, self._stream(text, tuned=self.session.tuned))
 
@@ -75,9 +75,9 @@ class Repl:
         again = not text
         text = text or self._last
         if not text:
-            print("nothing to compare yet · /compare TEXT, or ask something first")
+            print("nothing to compare yet · use /compare TEXT, or ask a question first")
             return
-        if again and self.session.history:  # the same question, in the same place of the conversation
+        if again and self.session.history:  # ask the same question at the same point of the conversation
             del self.session.history[-2:]
         self._last = text
         trained = self._stream(text, tuned=True, label="trained> ")
@@ -85,7 +85,7 @@ class Repl:
         self.session.record(text, trained if self.session.tuned else base)
 
     def _stream(self, text: str, *, tuned: bool, label: str = "model> ") -> str:
-        """Prints an answer as it comes, and after it what was logged; Ctrl-C ends it, what was said by then counts."""
+        """Print an answer while it is generated, then the held-back log; Ctrl-C stops it and keeps the partial text."""
         said: list[str] = []
 
         def on_text(piece: str) -> None:
@@ -96,20 +96,20 @@ class Repl:
             print(label, end="", flush=True)
             try:
                 answer = self.session.answer(text, tuned=tuned, on_text=on_text)
-                print("" if answer else "(an empty answer)", flush=True)
+                print("" if answer else "(empty answer)", flush=True)
             except KeyboardInterrupt:
                 print(" … stopped", flush=True)
             except HalftuneError:
-                print(flush=True)  # what is wrong is told on a line of its own
+                print(flush=True)  # print the error on its own line
                 raise
         return "".join(said)
 
     def _adapter(self, argument: str) -> None:
         if argument not in ("on", "off"):
-            print("/adapter on, or /adapter off")
+            print("use /adapter on or /adapter off")
             return
         self.session.tuned = argument == "on"
-        print("answers show the training" if self.session.tuned else "answers are the base model's")
+        print("using the trained model" if self.session.tuned else "using the base model")
 
     def _system(self, argument: str) -> None:
         self.session.system = argument
@@ -118,4 +118,4 @@ class Repl:
     def _reset(self, _: str) -> None:
         self.session.history.clear()
         self._last = ""
-        print("the conversation is forgotten")
+        print("new conversation")

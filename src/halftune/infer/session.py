@@ -1,4 +1,4 @@
-"""A conversation with a run's result, under the plan it was trained with; its base model can answer instead."""
+"""A conversation with a run's result, with the dtypes of training; its base model can answer instead."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.config.sections.generation import GenerationSection
 from halftune.model.adapters.attach import load_adapter
-from halftune.model.finished import FinishedRun
+from halftune.model.completed_run import CompletedRun
+from halftune.model.device import device_of
 from halftune.model.generate import OnText, generate_reply
+from halftune.model.identity import check_base
 from halftune.model.load import load_model
-from halftune.model.place import device_of
+from halftune.model.result import base_of_result
 from halftune.model.tokenizer import load_tokenizer
 from halftune.precision.report import check_dtypes
 
 
 @dataclass
 class ChatSession:
-    """A conversation. ``history`` is what both have said; the system prompt stands apart.
+    """A conversation. ``history`` excludes the system prompt.
 
     Attributes:
-        run: what is talked to.
-        generation: how answers are decoded.
+        run: the finished run.
+        generation: decoding settings.
         model: base with adapter, or the full model, on its device.
-        tokenizer: the run's.
-        tuned: whether the training shows: adapter on, or the trained model rather than its base.
-        system: system prompt, empty for none.
+        tokenizer: the run's tokenizer.
+        tuned: whether to use the trained model (adapter enabled) instead of the base model.
+        system: system prompt; empty for none.
     """
 
-    run: FinishedRun
+    run: CompletedRun
     generation: GenerationSection
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -41,27 +43,27 @@ class ChatSession:
     _base: Any = None
 
     def messages(self, text: str) -> list[dict[str, str]]:
-        """The conversation so far with the user's next message."""
+        """Return the conversation with the user's next message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.history, {"role": "user", "content": text}]
 
     def answer(self, text: str, *, tuned: bool, on_text: OnText | None = None) -> str:
-        """The answer to ``text`` after the conversation so far, which stays as it is."""
+        """Return the answer to ``text`` in this conversation, without recording it."""
         return self.reply(self.messages(text), tuned=tuned, on_text=on_text)
 
     def reply(self, messages: list[dict[str, str]], *, tuned: bool, on_text: OnText | None = None) -> str:
-        """The answer to any conversation, whatever this one has been."""
+        """Return the answer to ``messages``, independent of this conversation."""
         if tuned:
             return self._generate(self.model, messages, on_text)
         if isinstance(self.model, PeftModel):
             with self.model.disable_adapter():
                 return self._generate(self.model, messages, on_text)
-        if self._base is None:  # a full model's base is a second model: loaded when it is first asked
+        if self._base is None:  # a full model's base is a second model, loaded on first use
             self._base = _load(self.run, base=True)
         return self._generate(self._base, messages, on_text)
 
     def record(self, text: str, answer: str) -> None:
-        """Adds an exchange to the conversation."""
+        """Add an exchange to the conversation."""
         self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def _generate(self, model: Any, messages: list[dict[str, str]], on_text: OnText | None) -> str:
@@ -71,17 +73,19 @@ class ChatSession:
         )
 
 
-def open_session(run: FinishedRun) -> ChatSession:
-    """Loads a run's result with the plan's dtypes, and checks them.
+def open_session(run: CompletedRun) -> ChatSession:
+    """Load a run's result with the plan's dtypes, and check them.
 
     Raises:
-        HalftuneError: the model does not load as planned.
+        HalftuneError: the model cannot be loaded as planned.
     """
     tokenizer = load_tokenizer(run.result)
     return ChatSession(run, run.loaded.run.generation, _load(run, base=False), tokenizer)
 
 
-def _load(run: FinishedRun, *, base: bool) -> Any:
+def _load(run: CompletedRun, *, base: bool) -> Any:
+    if base or run.is_adapter:
+        check_base(base_of_result(run.final), run.loaded.run.model, allowed=run.any_base)
     model: Any = load_model(run.loaded.run.model if base else run.result, run.plan, for_training=False)
     if run.is_adapter:
         model = load_adapter(model, run.final, run.plan)

@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts and watches the processes of a machine, with shorter patience once one has failed."""
+"""torchrun's agent, which starts and monitors a machine's processes, with shorter timeouts after a failure."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from halftune.launch.deadline import Deadline
 from halftune.launch.machines import Machines
 from halftune.launch.summary import FAILED, Failure, say, stopped, summary
 
-NOTICE = 10.0  # seconds in which the others say what they saw of a process that failed
-_REPORT = 60.0  # seconds for one that has said it to write the report of the run, and end by itself
+NOTICE = 10.0  # seconds for the other processes to report after a failure
+_REPORT = 60.0  # seconds for a process that has reported to write the run's report and exit
 _POLL = 0.1  # seconds
-_STUCK = 30.0  # seconds more than anything may take that this waits for
-# torchrun waits 300 s for machines whose processes have not left yet. Ours leave together, and what rank 0 still writes
-# is the report; a launcher that was killed meanwhile would hold the others for as long.
+_STUCK = 30.0  # seconds added to every timeout before the launcher counts as stuck
+# torchrun's exit barrier waits 300 s for other machines. Our processes exit together, only rank 0 still writes the
+# report; a killed launcher would delay the others that long.
 _PARTING = 60.0
 
 
 class Agent(LocalElasticAgent):
-    """torchrun gives every process 30 seconds to end, also one that is stopped or waits where no signal reaches it.
+    """An agent with shorter shutdown timeouts and fixed ranks; torchrun waits 30 seconds even for a stopped process.
 
-    After a failure this one gives :data:`NOTICE`; after a signal, which asks for a checkpoint, as long as
-    ``--shutdown-timeout`` says, and after a second signal :data:`NOTICE` again.
+    The timeout is :data:`NOTICE` after a failure, ``--shutdown-timeout`` after a signal, which causes a checkpoint, and
+    :data:`NOTICE` after a second signal.
 
-    Among several machines torchrun numbers the processes by the machines' addresses, as text; this one by the machines'
-    own numbers, so that rank 0, its log and its store are on machine 0.
+    torchrun orders machines by their addresses as text; this agent by ``--node-rank``, so that rank 0, its log and its
+    store are on machine 0.
 
     Attributes:
-        machines: all of them; None where there is only one.
-        ended: process ids by the time when they were seen to have ended, in seconds since the epoch.
-        killed: process ids of those that did not end by themselves.
-        said: whether it has said how this attempt failed.
-        heard: the exit code of another machine, which all end of; 0 where there is none.
+        machines: all machines; None for a single one.
+        ended: process id → time when its end was noticed, in seconds since the epoch.
+        killed: ids of the processes that were killed.
+        said: whether the failure of this attempt was printed.
+        peer_exit_code: exit code of another machine that failed; 0 if none did.
     """
 
     latest: Agent | None = None
@@ -58,8 +58,8 @@ class Agent(LocalElasticAgent):
             self._worker_group.spec.master_addr = self.machines.this.host
         self.ended: dict[int, float] = {}
         self.killed: set[int] = set()
-        self.said = self._told = self._meeting = False
-        self.heard = 0
+        self.said = self._stopping = self._in_rendezvous = False
+        self.peer_exit_code = 0
         self._deadline = Deadline(_STUCK, self._stuck) if self.machines is not None else None
         Agent.latest = self
 
@@ -68,10 +68,10 @@ class Agent(LocalElasticAgent):
             super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
             return
         self._extend(self.machines.this.seconds)
-        self._meeting = True
+        self._in_rendezvous = True
         with self.machines.waiting():
             super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
-        self._meeting = False
+        self._in_rendezvous = False
         worker_group.group_rank = self.machines.this.rank  # pyright: ignore[reportAttributeAccessIssue]
 
     def _assign_worker_ranks(
@@ -83,73 +83,84 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._extend(0.0)
         self._listen()
-        if self.heard or self._somebody_failed():
+        if self.peer_exit_code or self._somebody_failed():
             began = time.monotonic()
-            while self._some_will_end(worker_group) and time.monotonic() - began < self._patience():
+            while self._some_may_exit(worker_group) and time.monotonic() - began < self._failure_timeout():
                 self._listen()
-                self._speak(self._settled(worker_group))
+                self._print_failure(self._known_failures(worker_group))
                 self._extend(0.0)
                 time.sleep(_POLL)
             self.kill()
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  (torch's @prof)
         if result.is_failed():
-            failures = self.failures(result.failures)
+            # torch reports processes that have exited; one that was just killed may have written a record
+            failures = self._found(worker_group) | self.failures(result.failures)
             if stopped(failures):
-                self._remaining_restarts = 0  # whoever asks a process to end does not want it back
+                self._remaining_restarts = 0  # no restart after a stop signal
             elif self._remaining_restarts:
-                self._speak(failures)
-                self.said = False  # of the next attempt, which begins now
-            elif self.machines is not None and not self.heard:
-                self.machines.tell(*summary(failures, worker_group.spec.max_restarts))
+                self._print_failure(failures)
+                self.said = False  # for the next attempt
+            elif self.machines is not None and not self.peer_exit_code:
+                self.machines.report_failure(*summary(failures, worker_group.spec.max_restarts))
         return result
 
     def _listen(self) -> None:
-        """Ends with another machine, whose processes these would wait for."""
-        if self.machines is None or self.said or (told := self.machines.heard()) is None:
+        """Stop if another machine failed, since the processes would wait for it."""
+        if self.machines is None or self.said or (told := self.machines.peer_failure()) is None:
             return
-        self.said, self._remaining_restarts, self.heard = True, 0, told[1]
+        self.said, self._remaining_restarts, self.peer_exit_code = True, 0, told[1]
         say(told[0], told[1])
 
-    def _patience(self) -> float:
+    def _failure_timeout(self) -> float:
         left, files = self._alive(), self._files()
         return _REPORT if all(read(files[pid]) is not None for pid in left) else NOTICE
 
-    def _speak(self, failures: Mapping[int, Failure]) -> None:
-        """Says once for each attempt how it failed."""
+    def _print_failure(self, failures: Mapping[int, Failure]) -> None:
+        """Print the failure of this attempt once."""
         if self.said or not failures:
             return
-        self.said, left, most = True, self._remaining_restarts, self._worker_group.spec.max_restarts
+        most = self._worker_group.spec.max_restarts
+        self.said, left = True, 0 if stopped(failures) else self._remaining_restarts
         text, code = summary(failures, 0 if left else most)
-        again = f"\n  starts again from the newest checkpoint, {left - 1} of {most} restarts left" if left else ""
+        again = f"\n  restarting from the newest checkpoint ({left - 1} of {most} restarts left)" if left else ""
         say(text + again, code)
 
-    def _settled(self, worker_group: WorkerGroup) -> dict[int, Failure]:
-        """All that failed or will, as soon as it is known what of: the last of them may still write its report."""
+    def _known_failures(self, worker_group: WorkerGroup) -> dict[int, Failure]:
+        """All failures as soon as the root cause is known, though processes may still be running; else empty."""
+
+        def is_root_cause(one: Failure) -> bool:
+            if one.record is not None:
+                return one.record.is_root_cause
+            return one.code < 0 and one.pid not in self.killed
+
+        found = self._found(worker_group)
+        return found if any(map(is_root_cause, found.values())) else {}
+
+    def _found(self, worker_group: WorkerGroup) -> dict[int, Failure]:
+        """The failures, or records so far, of processes that have not exited with 0, by rank."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
-        found, settled, files = dict[int, Failure](), False, self._files()
+        found, files = dict[int, Failure](), self._files()
         for process in self._processes():
             record, code = read(files[process.pid]), process.poll()
             if code == 0:
                 continue
-            died = code is not None and code < 0 and process.pid not in self.killed and record is None
-            settled |= died or (record is not None and record.settles)
             seen = self.ended.get(process.pid, time.time())
             rank = ranks[process.pid]
             found[rank] = Failure(rank, process.pid, code or 0, record, seen, killed=code is None and record is None)
-        return found if settled else {}
+        return found
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._shutdown(timeout=int(NOTICE))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        # run() comes here after a signal, and once more where another one came while it waited
-        timeout, self._told = int(NOTICE) if self._told else timeout, True
+        # run() calls this after a signal, and again after a second signal
+        timeout, self._stopping = int(NOTICE) if self._stopping else timeout, True
         self._extend(timeout)
-        threading.Thread(target=self._end_the_rest, name="end the rest", daemon=True).start()
+        threading.Thread(target=self._kill_stragglers, name="kill stragglers", daemon=True).start()
         super()._shutdown(death_sig, timeout)
 
-    def _end_the_rest(self) -> None:
-        """After a signal processes leave together; one that is left long after another is stopped, or hangs."""
+    def _kill_stragglers(self) -> None:
+        """Kill processes that are still running long after another one exited: they are stopped or hang."""
         while left := self._alive():
             ended = [self.ended[each.pid] for each in self._processes() if each.pid not in left]
             if ended and time.time() - min(ended) > _REPORT:
@@ -161,29 +172,29 @@ class Agent(LocalElasticAgent):
             self._deadline.extend(seconds + _STUCK)
 
     def _stuck(self) -> None:
-        """Ends this launcher where torch waits for ever for machine 0, and nobody here waits for it any more."""
-        if not self._meeting and not self._somebody_failed():
+        """Exit if torch waits for machine 0 without a timeout after the rendezvous or a failure."""
+        if not self._in_rendezvous and not self._somebody_failed():
             return
         assert self.machines is not None
         self._remaining_restarts = 0
-        self._speak(self._settled(self._worker_group))
+        self._print_failure(self._known_failures(self._worker_group))
         if not self.said:
             place = self.machines.this.place
-            say(f"machine 0 at {place} does not answer: it is gone, or the network to it is cut", FAILED)
+            say(f"machine 0 at {place} does not respond: it exited, or the network failed", FAILED)
         self.kill()
         os._exit(FAILED)
 
     def has_started(self) -> bool:
-        """Whether it has started processes."""
+        """Whether processes were started."""
         return bool(self._processes())
 
     def has_told(self, code: int) -> bool:
-        """Whether rank 0 was here and left with this exit code by itself: it has said what was saved."""
+        """Whether rank 0 ran here and exited with this code, so that it has printed what was saved."""
         ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers}
         return any(ranks.get(each.pid) == 0 and each.poll() == code for each in self._processes())
 
     def failures(self, found: Mapping[int, ProcessFailure]) -> dict[int, Failure]:
-        """What torchrun found, by rank, and what it did not see: who ended when, and because of whom."""
+        """Convert torchrun's failures, by rank, with the times of ends and the records."""
 
         def one(rank: int, failure: ProcessFailure) -> Failure:
             seen = self.ended.get(failure.pid, float(failure.timestamp))
@@ -193,22 +204,24 @@ class Agent(LocalElasticAgent):
         return {rank: one(rank, failure) for rank, failure in found.items()}
 
     def kill(self) -> None:
-        """Ends the processes that are left, with all that they have started."""
+        """Kill the remaining processes with their children."""
         for pid in self._alive():
             self.killed.add(pid)
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
     def _somebody_failed(self) -> bool:
-        return any(process.poll() for process in self._processes()) or any(record.settles for record in self._records())
+        return any(process.poll() for process in self._processes()) or any(
+            record.is_root_cause for record in self._records()
+        )
 
-    def _some_will_end(self, worker_group: WorkerGroup) -> bool:
-        """Whether one that is left is neither stopped nor said to hang by one that has waited for it."""
+    def _some_may_exit(self, worker_group: WorkerGroup) -> bool:
+        """Whether a remaining process is neither stopped nor reported as hanging by a peer."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
         left = [pid for pid in self._alive() if not _is_stopped(pid)]
-        return bool(left) and not {ranks.get(pid) for pid in left} <= self._blamed()
+        return bool(left) and not {ranks.get(pid) for pid in left} <= self._reported_ranks()
 
-    def _blamed(self) -> set[int]:
+    def _reported_ranks(self) -> set[int]:
         left = (record for record in self._records() if record.names_rank)
         return {int(named[1]) for record in left if (named := NAMED.match(record.text))}
 
@@ -216,7 +229,7 @@ class Agent(LocalElasticAgent):
         return [record for path in self._files().values() if (record := read(path)) is not None]
 
     def _files(self) -> dict[int, Path]:
-        """Where each process, by its id, says how it fails."""
+        """The error file of each process, by process id."""
         if self._pcontext is None:
             return {}
         return {pid: Path(self._pcontext.error_files[local]) for local, pid in self._pcontext.pids().items()}
@@ -247,6 +260,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def install(machines: Machines | None) -> None:
-    """Lets torchrun, in this process, start :class:`Agent` in place of its own."""
+    """Make torchrun use :class:`Agent` in this process."""
     Agent.machines = machines
     api.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""The command that starts every process of a run on one machine: torchrun's, with an end that can be read."""
+"""The command that starts a run's processes on one machine: torchrun, with a readable summary of failures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.distributed import DistributedSection
 from halftune.core import alive
 from halftune.core.errors import PlanError
+from halftune.core.launcher import this_process
 from halftune.hardware.facts import Hardware
 from halftune.launch.machines import Machine
 
@@ -17,7 +18,7 @@ RUNNER = "halftune.launch.elastic"
 
 
 def processes(config: RunConfig, hardware: Hardware) -> int:
-    """Processes of a run over all machines: as asked, else one per device; one per machine on a CPU or a Mac.
+    """Return the number of processes over all machines: as configured, else one per device; one per CPU or Mac.
 
     Raises:
         PlanError: more processes than devices.
@@ -30,44 +31,73 @@ def processes(config: RunConfig, hardware: Hardware) -> int:
     each = asked.num_processes // asked.num_machines
     if hardware.kind != "cpu" and each > devices:
         raise PlanError(
-            f"{each} processes need {each} devices, and this machine has {devices}",
+            f"{each} processes require {each} devices; this machine has {devices}",
             where="distributed.num_processes",
-            remedy=f"at most {devices * asked.num_machines}",
+            remedy=f"use at most {devices * asked.num_machines}",
+            code="launch.too_many_processes",
         )
     return asked.num_processes
 
 
+def world_size(config: RunConfig, hardware: Hardware) -> int:
+    """Return the world size: that of the launcher, else the number that `halftune train` starts.
+
+    Raises:
+        PlanError: the launcher's variables are invalid, or it started another number than configured.
+    """
+    process = this_process()
+    if not process.launched:
+        return processes(config, hardware)
+    started = process.world_size
+    asked = config.distributed.num_processes
+    if asked is not None and asked != started:
+        what = f"num_processes is {asked}, but the launcher started {started}"
+        raise PlanError(
+            what,
+            where="distributed.num_processes",
+            remedy=f"remove it, or start {asked} processes",
+            code="launch.process_count_differs",
+        )
+    return started
+
+
 def command(
-    distributed: DistributedSection, world_size: int, arguments: Sequence[str], checkpoint: int = 0
+    distributed: DistributedSection,
+    world_size: int,
+    arguments: Sequence[str],
+    checkpoint: int = 0,
+    known: tuple[str, str] = ("", ""),
 ) -> list[str]:
-    """The command for one machine, as an argument list.
+    """Return the command for one machine, as a list of arguments.
 
     Args:
         distributed: the section.
         world_size: processes over all machines.
         arguments: of ``halftune``: ``["train", "--config", …]``.
-        checkpoint: bytes that are written after a signal.
+        checkpoint: bytes of the checkpoint written after a signal.
+        known: shell words for this machine's rank and the address of machine 0; empty: from the config.
     """
     each = world_size // distributed.num_machines
+    rank, host = known[0] or str(distributed.machine_rank), known[1] or distributed.main_process_ip
     words = ["--nnodes", str(distributed.num_machines), "--nproc-per-node", str(each)]
     if distributed.num_machines == 1:
         words += ["--master-addr", "127.0.0.1", "--master-port", str(distributed.main_process_port)]
-    elif not distributed.main_process_ip:
-        what = f"{distributed.num_machines} machines must know where to meet"
-        remedy = "the address of machine 0, as the others reach it"
-        raise PlanError(what, where="distributed.main_process_ip", remedy=remedy)
+    elif not host:
+        what = f"num_machines is {distributed.num_machines}, but the address of machine 0 is not set"
+        remedy = "set it to an address of machine 0 that the others can reach"
+        raise PlanError(what, where="distributed.main_process_ip", remedy=remedy, code="launch.bad_main_address")
     else:
-        words += ["--node-rank", str(distributed.machine_rank), "--rdzv-backend", "c10d", "--rdzv-id", "halftune"]
-        words += ["--rdzv-endpoint", f"{distributed.main_process_ip}:{distributed.main_process_port}"]
+        words += ["--node-rank", rank, "--rdzv-backend", "c10d", "--rdzv-id", "halftune"]
+        words += ["--rdzv-endpoint", f"{host}:{distributed.main_process_port}"]
         words += ["--rdzv-conf", f"join_timeout={math.ceil(distributed.timeout_seconds)}"]
     words += ["--max-restarts", str(distributed.max_restarts)]
-    # after a signal: the step is finished and saved
+    # after a signal, the current step is finished and saved
     words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds + checkpoint / alive.SLOWEST))]
     return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]
 
 
 def machine_of(distributed: DistributedSection, world_size: int) -> Machine | None:
-    """This machine among several; None where there is only one."""
+    """Return this machine's description; None for a single machine."""
     host = distributed.main_process_ip
     if distributed.num_machines == 1 or not host:
         return None

@@ -1,4 +1,4 @@
-"""Ends waiting that has no end: torch asks the store on machine 0 without a limit, also over a network that was cut."""
+"""A watchdog for torch's calls to the store on machine 0, which have no timeout if the network is cut."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _POLL = 0.5  # seconds
 
 
 class Deadline:
-    """A thread that calls somebody when a time is over that nobody has extended.
+    """A thread that calls ``over`` if a deadline passes without being extended.
 
     Args:
-        seconds: until then.
-        over: called then; whoever it calls extends the time, or ends the process.
+        seconds: until the deadline.
+        over: must extend the deadline or end the process.
     """
 
     def __init__(self, seconds: float, over: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def extend(self, seconds: float) -> None:
-        """So many seconds from now on."""
+        """Set the deadline to ``seconds`` from now."""
         self._until = time.monotonic() + seconds
 
     def _watch(self) -> None:

@@ -1,7 +1,6 @@
-"""torchrun, taking its options, with one summary in place of its pages: ``python -m halftune.launch.elastic …``.
+"""torchrun with the same options and one summary of failures: ``python -m halftune.launch.elastic …``.
 
-The processes that it starts leave what went wrong in torch's error files. From these it tells the process that failed
-first from those that only lost it.
+Failed processes write torch's error files. These show which process failed first and which only lost a peer.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from contextlib import contextmanager, suppress
 from halftune.core.errors import HalftuneError
 from halftune.core.failures import SUMMARY
 from halftune.hardware.host import cpu_cores
-from halftune.launch.machines import Machine, Machines, gather
+from halftune.launch.machines import Machine, Machines, wait_for_machines
 from halftune.launch.summary import FAILED, say, summary
 
 _PORT = "HALFTUNE_STORE_PORT"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs torchrun in this process; returns the exit code of the process that failed first."""
-    with _no_pages():
+    """Run torchrun in this process; returns the exit code of the process that failed first."""
+    with _no_cpp_log():
         import torch  # noqa: F401
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -41,36 +40,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machines = None
     try:
         if (machine := machine_from(args)) is not None:
-            machines = gather(machine)
+            machines = wait_for_machines(machine)
         prepare(args)
         if (taken := _taken(args)) is not None:
-            return say(f"port {taken} is in use on this machine · another distributed.main_process_port", 2)
+            return say(f"port {taken} is in use · set another distributed.main_process_port [launch.port_taken]", 2)
         install(machines)
         _silence()
         run(args)
     except ChildFailedError as error:
         assert Agent.latest is not None
         text, code = summary(Agent.latest.failures(error.failures), int(args.max_restarts))
-        if Agent.latest.heard:
-            return Agent.latest.heard
+        if Agent.latest.peer_exit_code:
+            return Agent.latest.peer_exit_code
         return code if Agent.latest.said or (code > 128 and Agent.latest.has_told(code)) else say(text, code)
     except HalftuneError as error:
-        return say(str(error), error.exit_code)
+        return say(error.report(), error.exit_code)
     except SignalException as error:
         code = 128 + error.sigval
         if Agent.latest is not None:
-            Agent.latest.kill()  # a third signal: nobody waits any more
+            Agent.latest.kill()  # third signal: kill at once
             if Agent.latest.has_told(code):
                 return code
         return say(f"stopped by {signal.Signals(error.sigval).name}", code)
     except (RendezvousError, DistError, OSError) as error:
-        return say(_apart(error, args, machines, begun=Agent.latest is not None and Agent.latest.has_started()), FAILED)
+        begun = Agent.latest is not None and Agent.latest.has_started()
+        code = "launch.peer_lost" if begun else "launch.main_unreachable"
+        return say(f"{_rendezvous_error(error, args, machines, begun=begun)} [{code}]", FAILED)
     return 0
 
 
 def run_module() -> int:
-    """:func:`main`, told by a signal to leave before torchrun listens to them."""
-    # nobody else does yet, and process 1 of a container, which this may be, is deaf to what it does not catch
+    """Run :func:`main`; handles signals that arrive before torchrun handles them."""
+    # no handler is installed yet, and PID 1 of a container ignores signals without a handler
     signal.signal(signal.SIGTERM, _leave)
     try:
         return main()
@@ -83,32 +84,32 @@ def _leave(number: int, _frame: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _apart(error: Exception, args: argparse.Namespace, machines: Machines | None, *, begun: bool) -> str:
-    """What to tell where machines do not meet, or meet no more."""
+def _rendezvous_error(error: Exception, args: argparse.Namespace, machines: Machines | None, *, begun: bool) -> str:
+    """The message for a failed rendezvous, or for a lost machine 0."""
     from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
     if begun and isinstance(error, RendezvousTimeoutError) and machines is not None:
-        with suppress(RuntimeError):  # of the store, which leaves with machine 0
+        with suppress(RuntimeError):  # the store is gone with machine 0
             if absent := machines.absent():
                 who, seconds = ", ".join(map(str, absent)), machines.this.seconds
                 return (
-                    f"a process failed, and machine {who} did not come back within {seconds:.0f} s · its own output "
-                    "says why; the same command goes on from the newest checkpoint"
+                    f"a process failed, and machine {who} missed the rendezvous within {seconds:.0f} s · see its own "
+                    "output; run the same command again to resume from the newest checkpoint"
                 )
     where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     if not begun:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". See inner")[0]
-        return f"the machines did not meet at {where}: {first} · is the address right, and the port open?"
+        return f"rendezvous at {where} failed: {first} · check the address, and that the port is open"
     if isinstance(error, RendezvousTimeoutError):
-        return "a process failed, and not all machines came back in time · the output of the others says why"
+        return "a process failed, and not all machines rejoined in time · see the output of the others"
     return (
-        f"machine 0 at {where} is gone, so the processes of this one were ended · its own output says why; the same "
-        "command goes on from the newest checkpoint"
+        f"machine 0 at {where} exited, so the processes on this machine were terminated · see its own output; run the "
+        "same command again to resume from the newest checkpoint"
     )
 
 
 def machine_from(args: argparse.Namespace) -> Machine | None:
-    """This machine among several; None where there is only one, or machines meet in another way than ours."""
+    """Return this machine's description; None for a single machine, or another rendezvous than ours."""
     if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint or not str(args.nnodes).isdecimal():
         return None
     host, _, port = args.rdzv_endpoint.rpartition(":")
@@ -122,26 +123,26 @@ def _each(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Threads for each process, and for several machines the address and interface by which they reach each other."""
+    """Set the threads per process, and for several machines the address and interface of the rendezvous."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // _each(args))))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[SUMMARY] = "1"
     if args.rdzv_backend != "c10d" or ":" not in args.rdzv_endpoint:
         return
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    # torchrun would guess from names and addresses who serves the others
+    # torchrun would guess the host of the store from names and addresses
     args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"is_host={int(args.node_rank) == 0}"]))
-    os.environ[_PORT] = str(int(port) + 1)  # else torchrun lets the processes meet at a random one
+    os.environ[_PORT] = str(int(port) + 1)  # otherwise torchrun chooses a random one
     args.local_addr = args.local_addr or own_address(host)
     if args.local_addr and (interface := interface_of(args.local_addr)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def own_address(host: str) -> str | None:
-    """The address of this machine in the network through which it reaches ``host``; nothing is sent."""
+    """Return this machine's address in the network of ``host``; sends nothing."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # IPv6 where there is nothing else
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # IPv6 only without IPv4
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
@@ -150,7 +151,7 @@ def own_address(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has an address."""
+    """Return the name of the network interface with an address."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -160,7 +161,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _taken(args: argparse.Namespace) -> int | None:
-    """The port of a machine's only store, where another program has it."""
+    """The store's port on a single machine, if another program uses it; else None."""
     if args.rdzv_backend != "static" or args.master_port is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -173,8 +174,8 @@ def _taken(args: argparse.Namespace) -> int | None:
 
 
 @contextmanager
-def _no_pages() -> Iterator[None]:
-    """Inside, torch is imported without the log of its C++ code; processes that are started later have it."""
+def _no_cpp_log() -> Iterator[None]:
+    """Inside, the log of torch's C++ code is off while it is imported; started processes keep it."""
     name = "TORCH_CPP_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ[name] = before or "FATAL"
@@ -186,7 +187,7 @@ def _no_pages() -> Iterator[None]:
 
 
 def _silence() -> None:
-    """torchrun's own loggers, each with a level of its own: what matters is in the summary."""
+    """Silence torchrun's loggers, each of which has its own level: the summary replaces them."""
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -196,5 +197,5 @@ if __name__ == "__main__":
     number = run_module()
     sys.stdout.flush()
     sys.stderr.flush()
-    # taking torch apart costs half a CPU-second, and aborts where a thread still waits for a store that does not answer
+    # torch's teardown takes half a CPU-second, and aborts if a thread still waits for the store
     os._exit(number)

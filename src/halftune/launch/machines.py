@@ -1,4 +1,4 @@
-"""Several machines find each other before torchrun waits for them without a word, or say who is missing and why."""
+"""The rendezvous of several machines before torchrun's, with progress messages and reasons for failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from halftune.core.errors import PlanError, TrainingError
-from halftune.core.reach import Patience, place, reach
+from halftune.core.wait_for_port import Patience, place, wait_for_port
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -26,13 +26,13 @@ _FAILED = "halftune/failed"
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine among those of a run.
+    """One of the machines of a run.
 
     Attributes:
-        rank, count: which machine this is, of how many.
-        each: processes on it.
-        host, port: where machine 0 waits for the others.
-        seconds: how long machines wait for each other.
+        rank, count: its rank, and the number of machines.
+        each: processes per machine.
+        host, port: address of machine 0.
+        seconds: timeout of the rendezvous.
     """
 
     rank: int
@@ -44,15 +44,15 @@ class Machine:
 
     @property
     def place(self) -> str:
-        """Where machine 0 waits, as it is written in a URL."""
+        """Address of machine 0, as in a URL."""
         return place(self.host, self.port)
 
 
-def find(machine: Machine) -> Patience:
-    """Makes sure that machine 0 can be where it is said to be; returns what is left of the time.
+def check_main_address(machine: Machine) -> Patience:
+    """Check the address of machine 0; returns the remaining timeout.
 
     Raises:
-        PlanError: nobody knows the name, or machine 0 has not this address.
+        PlanError: the name cannot be resolved, or machine 0 does not have this address.
     """
     patience = Patience(machine.seconds)
     addresses = resolve(machine, patience)
@@ -62,10 +62,10 @@ def find(machine: Machine) -> Patience:
 
 
 class Machines:
-    """The machines of a run, which have all been there.
+    """The machines of a run after the rendezvous.
 
     Args:
-        this: this one.
+        this: this machine.
         store: served by machine 0.
     """
 
@@ -74,10 +74,10 @@ class Machines:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around torchrun's wait until all are there, at the start and after a failure; says who is not."""
+        """Inside, torchrun's rendezvous; prints progress messages with the missing machines."""
         mine, over = self._key(self.this.rank), threading.Event()
         self._store.set(mine, "1")
-        threading.Thread(target=self._say_who, args=[over], daemon=True).start()
+        threading.Thread(target=self._print_missing, args=[over], daemon=True).start()
         try:
             yield
             self._store.delete_key(mine)
@@ -85,29 +85,29 @@ class Machines:
             over.set()
 
     def absent(self) -> list[int]:
-        """Numbers of the machines that do not wait for the others, though this one does or did in vain."""
+        """Return the ranks of the machines that have not joined the rendezvous."""
         return [rank for rank in range(self.this.count) if not self._store.check([self._key(rank)])]
 
-    def tell(self, text: str, code: int) -> None:
-        """Lets the other machines know what this one ends of, and with which exit code; the first one counts."""
+    def report_failure(self, text: str, code: int) -> None:
+        """Report this machine's failure and exit code to the others; only the first report counts."""
         said = json.dumps({"machine": self.this.rank, "text": text, "code": code})
-        with suppress(RuntimeError):  # of the store: machine 0 has left
+        with suppress(RuntimeError):  # the store is gone with machine 0
             self._store.compare_set(_FAILED, "", said)
 
-    def heard(self) -> tuple[str, int] | None:
-        """What another machine has told."""
+    def peer_failure(self) -> tuple[str, int] | None:
+        """Return the failure that another machine has reported; None if there is none."""
         with suppress(RuntimeError):
             if self._store.check([_FAILED]):
                 said = json.loads(self._store.get(_FAILED))
                 return None if said["machine"] == self.this.rank else (said["text"], said["code"])
         return None
 
-    def _say_who(self, over: threading.Event) -> None:
+    def _print_missing(self, over: threading.Event) -> None:
         patience = Patience(self.this.seconds)
         try:
             while not over.is_set() and patience.left() > 0 and (absent := self.absent()):
-                patience.wait(f"machine {_listed(absent)} to come back to {self.this.place}")
-        except RuntimeError:  # of the store: machine 0 has left, as torchrun notices, too
+                patience.wait(f"machine {_listed(absent)} to rejoin at {self.this.place}")
+        except RuntimeError:  # the store is gone with machine 0; torchrun reports it
             return
 
     @staticmethod
@@ -115,20 +115,21 @@ class Machines:
         return f"halftune/waits/{rank}"
 
 
-def gather(machine: Machine) -> Machines:
-    """Waits until all machines are there. Torchrun then uses the same store, which machine 0 serves.
+def wait_for_machines(machine: Machine) -> Machines:
+    """Wait for all machines. Torchrun then uses the same store, on machine 0.
 
     Raises:
-        PlanError: the name is unknown, machine 0 has not this address, two machines have one number, their numbers
-            differ, a port is taken.
-        TrainingError: somebody did not come within the limit; says who, and what the network answered.
+        PlanError: unknown host name, wrong address of machine 0, duplicate ranks, different numbers of machines, or a
+            port in use.
+        TrainingError: a machine missed the timeout; names it with the network error.
     """
-    patience = find(machine)
-    if machine.rank and (why := reach(machine.host, machine.port, patience, "machine 0")):
+    patience = check_main_address(machine)
+    if machine.rank and (why := wait_for_port(machine.host, machine.port, patience, "machine 0")):
         raise TrainingError(
-            f"machine {machine.rank} did not reach machine 0 at {machine.place} in {machine.seconds:.0f} s: {why}",
-            remedy=f"is machine 0 started, is distributed.{_KEY} its address, are the ports {machine.port} and "
-            f"{machine.port + 1} open?",
+            f"machine {machine.rank} cannot reach machine 0 at {machine.place} ({machine.seconds:.0f} s): {why}",
+            remedy=f"check that machine 0 is running, distributed.{_KEY} is its address, and ports {machine.port} and "
+            f"{machine.port + 1} are open",
+            code="launch.main_unreachable",
         )
     store = _connect(machine, server=machine.rank == 0)
     try:
@@ -140,50 +141,51 @@ def gather(machine: Machine) -> Machines:
 
 
 def resolve(machine: Machine, patience: Patience) -> list[str]:
-    """Addresses of machine 0.
+    """Return the addresses of machine 0.
 
     Raises:
-        PlanError: nobody has this name. In a Kubernetes cluster, where a name appears with its pod: not within the
-            limit.
+        PlanError: the name cannot be resolved; in a Kubernetes cluster, where names appear with their pods, not within
+            the timeout.
     """
     while True:
         try:
             found = socket.getaddrinfo(machine.host, machine.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as one of 64 letters
+        except (OSError, UnicodeError) as error:  # UnicodeError: invalid, such as 64 letters
             if "KUBERNETES_SERVICE_HOST" in os.environ and patience.left() > 0:
-                patience.wait(f"the name {machine.host}, which the cluster does not know yet")
+                patience.wait(f"host {machine.host} to be resolvable in the cluster")
                 continue
-            why = error.strerror if isinstance(error, OSError) else "no host name"
+            why = error.strerror if isinstance(error, OSError) else "invalid host name"
             raise PlanError(
-                f"this machine knows no machine {machine.host!r} ({why})",
+                f"cannot resolve host {machine.host!r} ({why})",
                 where=f"distributed.{_KEY}",
-                remedy="the address of machine 0, or a name that all machines know",
+                remedy="set an address of machine 0, or a name that all machines can resolve",
+                code="launch.bad_main_address",
             ) from error
         return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
 def check_own(host: str, addresses: list[str]) -> None:
-    """Makes sure that this machine, number 0, has the address at which the others look for it.
+    """Check that this machine, machine 0, has the address configured for it.
 
     Raises:
-        PlanError: it has not; says which ones it has.
+        PlanError: it does not; lists its addresses.
     """
     kinds = [ipaddress.ip_address(one.partition("%")[0]) for one in addresses]
-    literal = host in addresses or host == "localhost"  # as somebody writes who tries two machines on one
+    literal = host in addresses or host == "localhost"  # for tests on one machine
     outside = [one for one, kind in zip(addresses, kinds, strict=True) if not kind.is_loopback or literal]
     if any(_is_own(one) for one in outside) and not any(kind.is_unspecified for kind in kinds):
         return
     if not outside or kinds[0].is_unspecified:
-        what = f"{host} is {addresses[0]} on this machine, number 0, where no other machine reaches it"
+        what = f"{host} resolves to {addresses[0]} on machine 0, which other machines cannot reach"
     else:
         meant = host if host in addresses else f"{host} ({', '.join(addresses)})"
-        what = f"this machine, number 0, does not have the address {meant}"
-    remedy = f"it has {own_addresses()}: give all machines one of these, or this one its own distributed.machine_rank"
-    raise PlanError(what, where=f"distributed.{_KEY}", remedy=remedy)
+        what = f"machine 0 does not have the address {meant}"
+    remedy = f"use one of {own_addresses()} on all machines, or set distributed.machine_rank on this one"
+    raise PlanError(what, where=f"distributed.{_KEY}", remedy=remedy, code="launch.bad_main_address")
 
 
 def own_addresses() -> str:
-    """Addresses by which other machines may reach this one, with their interfaces."""
+    """Return the addresses of this machine that others may reach, with their interfaces."""
     import psutil
 
     found = []
@@ -193,7 +195,7 @@ def own_addresses() -> str:
                 kind = ipaddress.ip_address(entry.address.partition("%")[0])
                 if not kind.is_loopback and not kind.is_link_local:
                     found.append(f"{entry.address} ({name})")
-    return ", ".join(found) or "none but those that only itself reaches"
+    return ", ".join(found) or "no address that others can reach"
 
 
 def _is_own(address: str) -> bool:
@@ -207,7 +209,7 @@ def _is_own(address: str) -> bool:
 
 
 def _connect(machine: Machine, *, server: bool) -> TCPStore:
-    from halftune.train.parallel.meeting import connect
+    from halftune.train.parallel.rendezvous import connect
 
     seconds = min(machine.seconds, _ANSWER)
     try:  # torchrun opens the same one in this process, therefore multi_tenant
@@ -215,23 +217,23 @@ def _connect(machine: Machine, *, server: bool) -> TCPStore:
     except RuntimeError as error:
         if server:
             what, remedy = f"port {machine.port} is in use on this machine", "another distributed.main_process_port"
-        elif reach(machine.host, machine.port, Patience(0.0), "machine 0"):
+        elif wait_for_port(machine.host, machine.port, Patience(0.0), "machine 0"):
             raise _left(machine) from error
         else:
-            what, remedy = f"what listens at {machine.place} is no halftune", "are address and port those of machine 0?"
-        raise PlanError(what, where="distributed.main_process_port", remedy=remedy) from error
+            what, remedy = f"no halftune rendezvous at {machine.place}", "check the address and port of machine 0"
+        raise PlanError(what, where="distributed.main_process_port", remedy=remedy, code="launch.port_taken") from error
 
 
 def _left(machine: Machine) -> TrainingError:
-    what = f"machine 0 at {machine.place} has left while machine {machine.rank} waited for the others"
-    return TrainingError(what, remedy="its own output says why")
+    what = f"machine 0 at {machine.place} exited during the rendezvous (this is machine {machine.rank})"
+    return TrainingError(what, remedy="see its own output", code="launch.peer_lost")
 
 
 def _claim(store: TCPStore, machine: Machine) -> None:
-    """Takes this machine's number.
+    """Register this machine's rank.
 
     Raises:
-        PlanError: another one, that waits too, has it.
+        PlanError: another waiting machine has this rank.
     """
     key = f"halftune/machine/{machine.rank}"
     mine = json.dumps({"host": gethostname(), "process": os.getpid(), "count": machine.count})
@@ -241,11 +243,12 @@ def _claim(store: TCPStore, machine: Machine) -> None:
     other = json.loads(holder)
     if not store.check(["halftune/begun"]):
         raise PlanError(
-            f"machine {machine.rank} is here already: {other['host']} (process {other['process']})",
+            f"duplicate machine_rank {machine.rank}: already used by {other['host']} (process {other['process']})",
             where="distributed.machine_rank",
-            remedy=f"each machine has its own, from 0 to {machine.count - 1}",
+            remedy=f"set a different rank on each machine, from 0 to {machine.count - 1}",
+            code="launch.rank_taken",
         )
-    store.set(key, mine)  # takes the place of one that is gone (distributed.max_restarts)
+    store.set(key, mine)  # replaces one that exited (distributed.max_restarts)
 
 
 def _wait_for_all(store: TCPStore, machine: Machine, patience: Patience) -> None:
@@ -254,11 +257,12 @@ def _wait_for_all(store: TCPStore, machine: Machine, patience: Patience) -> None
         if patience.left() <= 0:
             processes = len(missing) * machine.each
             raise TrainingError(
-                f"machine {listed} did not come to {machine.place} within {machine.seconds:.0f} s: {processes} of "
+                f"machine {listed} missed the rendezvous at {machine.place} ({machine.seconds:.0f} s): {processes} of "
                 f"{machine.count * machine.each} processes are missing",
-                remedy="start the same command there with this distributed.machine_rank; it says what it waits for",
+                remedy="start the same command there with its distributed.machine_rank",
+                code="launch.rank_missing",
             )
-        patience.wait(f"machine {listed} to come to {machine.place}")
+        patience.wait(f"machine {listed} to join at {machine.place}")
     store.set("halftune/begun", "1")
 
 
@@ -267,10 +271,10 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _missing(store: TCPStore, machine: Machine) -> list[int]:
-    """Numbers of the machines that are not there.
+    """Ranks of the machines that have not joined.
 
     Raises:
-        PlanError: one that is there was started for another number of machines.
+        PlanError: a machine was started with another number of machines.
     """
     missing = []
     for rank in range(machine.count):
@@ -281,9 +285,10 @@ def _missing(store: TCPStore, machine: Machine) -> list[int]:
         other = json.loads(store.get(key))
         if other["count"] != machine.count:
             raise PlanError(
-                f"machine {rank} ({other['host']}) was started for {other['count']} machines, this one, number "
-                f"{machine.rank}, for {machine.count}",
+                f"machine {rank} ({other['host']}) has num_machines {other['count']}, machine {machine.rank} has "
+                f"{machine.count}",
                 where="distributed.num_machines",
-                remedy="make them the same",
+                remedy="set the same number on all machines",
+                code="launch.settings_differ",
             )
     return missing

@@ -1,4 +1,4 @@
-"""What to tell of a job in which processes failed: the one that failed first, and why."""
+"""Summary of a failed job: the process that failed first, and its error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FAILED = 5  # as TrainingError
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process ended.
+    """The end of a failed process.
 
     Attributes:
-        rank, pid: which one.
+        rank, pid: of the process.
         code: exit code; the negative number of a signal.
-        record: what it left; None where it had no time to.
-        seen: when it was seen to have ended, in seconds since the epoch.
-        killed: the launcher ended it, because another one had failed.
+        record: its failure record; None if it wrote none.
+        seen: when its end was noticed, in seconds since the epoch.
+        killed: whether the launcher killed it because another process failed.
     """
 
     rank: int
@@ -34,10 +34,10 @@ class Failure:
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others followed from.
+    """Return the root cause.
 
-    What went wrong by itself comes first, then a process that was killed, then what only lost another process, then
-    those that the launcher ended because of it.
+    Order: errors of processes, then killed processes, then processes that only lost a peer, then those that the
+    launcher ended.
     """
 
     def order(one: Failure) -> tuple[int, float, int]:
@@ -50,13 +50,13 @@ def first_of(failures: Sequence[Failure]) -> Failure:
 
 
 def stopped(failures: Mapping[int, Failure]) -> bool:
-    """Whether a signal asked the job to end, and it did."""
+    """Whether the job was stopped by a signal."""
     first = first_of(list(failures.values()))
     return first.record is not None and first.record.stopped
 
 
 def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, int]:
-    """What to tell of several processes that failed, and the exit code."""
+    """Return the summary of failed processes, and the exit code."""
     first = first_of(list(failures.values()))
     if first.record is not None:
         text, code = first.record.text, first.code if first.code > 0 else FAILED
@@ -64,19 +64,19 @@ def summary(failures: Mapping[int, Failure], max_restarts: int) -> tuple[str, in
         head = text if whole else f"rank {first.rank} on {socket.gethostname()}: {text}"
     else:
         code = FAILED
-        how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"left with {first.code}"
+        how = f"was killed by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
         why = " (out of memory?)" if first.code == -signal.SIGKILL else ""
         head = f"rank {first.rank} on {socket.gethostname()} (process {first.pid}) {how}{why}"
-    named = NAMED.match(head)  # another one than the first that told, where that one was to blame
+    named = NAMED.match(head)  # may name another rank than the first record's
     lines = [head]
     if others := sorted(set(failures) - ({int(named[1])} if named else set())):
-        lines.append(f"  ended because of it: rank {', '.join(map(str, others))}")
+        lines.append(f"  terminated as a consequence: rank {', '.join(map(str, others))}")
     if max_restarts:
-        lines.append(f"  started again {max_restarts} times (distributed.max_restarts), each time it failed")
+        lines.append(f"  failed after {max_restarts} restarts (distributed.max_restarts)")
     return "\n".join(lines), code
 
 
 def say(text: str, code: int) -> int:
-    """Prints a launcher's word; returns the exit code."""
+    """Print a message of the launcher; returns the exit code."""
     print(f"halftune: {text}", file=sys.stderr, flush=True)
     return code

@@ -1,4 +1,4 @@
-"""Makes the builtin models: real architectures, weights from a seed, a tokenizer trained on Python's own sources."""
+"""Builds the builtin models: real architectures, seeded random weights, a tokenizer trained on Python's sources."""
 
 from __future__ import annotations
 
@@ -23,43 +23,45 @@ from halftune.core.manifest import MANIFEST, damage, seal
 from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
 from halftune.model.architectures import own_architectures
-from halftune.model.quiet import quiet
+from halftune.model.library_output import no_progress_bars
 
 log = get_logger(__name__)
 
-FORMAT_VERSION = 3  # raise it when the same name would give other files
+FORMAT_VERSION = 3  # increase when the same name yields different files
 SEED = 20240607
-_compared: set[Path] = set()  # folders that this process has found to be what was written
+_compared: set[Path] = set()  # folders whose checksums this process has verified
 CORPUS_BYTES = 1_500_000
-MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # they name folders of the machine
-CALL_TOKENS = ("<tool_call>", "</tool_call>")  # single tokens, but text, not control: an answer may show them
-# How Qwen2's tokenizer splits text before BPE; transformers rebuilds that tokenizer with this expression on load.
+MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # they contain local paths
+CALL_TOKENS = ("<tool_call>", "</tool_call>")  # single tokens that are not special: answers may show them
+# Pre-tokenizer pattern of Qwen2; transformers rebuilds the tokenizer with it on load.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def chatml_template() -> str:
-    """The ChatML template (Jinja) with tools, tool calls and tool results, and no system prompt of its own."""
+    """The ChatML template (Jinja) with tools, tool calls and tool results, without a default system prompt."""
     return (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
 def materialize(name: str) -> Path:
-    """Folder of a builtin model: config, weights (safetensors, fp32), generation config, tokenizer, chat template.
+    """Build a builtin model and return its folder: config, fp32 safetensors, tokenizer, chat template.
 
-    Made on first use (some seconds), then found in the user's cache folder and compared with its checksums, once in a
-    process. The same Python version makes the same bytes; processes that ask at once wait for the one that makes it.
+    Built on first use (some seconds) and cached; checksums are verified once per process. The same Python version
+    yields the same bytes. Concurrent processes wait for the one that builds it.
 
     Args:
         name: a key of ``BUILTIN_MODELS``, without ``builtin:``.
 
     Raises:
-        ModelError: there is no such model.
-        TrainingError: it cannot be written.
+        ModelError: unknown name.
+        TrainingError: the cache cannot be written.
     """
     if name not in BUILTIN_MODELS:
-        raise ModelError(f"no builtin model {name!r}", remedy=did_you_mean(name, BUILTIN_MODELS))
-    version = f"v{FORMAT_VERSION}-py{platform.python_version()}"
+        what = f"no builtin model {name!r}"
+        raise ModelError(what, remedy=did_you_mean(name, BUILTIN_MODELS), code="core.unknown_builtin")
+    # torch draws normal numbers with the CPU's vector instructions, whose last bits differ
+    version = f"v{FORMAT_VERSION}-py{platform.python_version()}-{torch.backends.cpu.get_cpu_capability().lower()}"
     root = cache_dir() / "models"
     target, tokenizer = root / f"{name}-{version}", root / f"tokenizer-{version}"
     if _intact(target):
@@ -74,8 +76,8 @@ def materialize(name: str) -> Path:
                     seal(folder, MANIFEST)
             if not _intact(target):
                 if target.is_dir():
-                    log.warning("%s is damaged and made anew", target)
-                log.info("making builtin:%s in %s (once)", name, root)
+                    log.warning("corrupt builtin model %s: rebuilding", target)
+                log.info("building builtin:%s in %s (once)", name, root)
                 with whole_folder(target) as folder:
                     _write_model(name, folder, tokenizer)
                     seal(folder, MANIFEST)
@@ -83,13 +85,14 @@ def materialize(name: str) -> Path:
         raise TrainingError(
             f"cannot write builtin:{name}: {error}",
             where=str(root),
-            remedy="set HALFTUNE_CACHE to a folder with space that you may write to",
+            remedy="set HALFTUNE_CACHE to a writable folder with free space",
+            code="core.cache_not_writable",
         ) from error
     return target
 
 
 def _intact(folder: Path) -> bool:
-    """Whether a folder of the cache is there, with every byte that was written."""
+    """Whether a cached folder exists and its checksums match."""
     if folder not in _compared and not damage(folder, thorough=True, marker=MANIFEST):
         _compared.add(folder)
     return folder in _compared and folder.is_dir()
@@ -105,13 +108,13 @@ def _write_model(name: str, folder: Path, tokenizer: Path) -> None:
     model.generation_config = GenerationConfig(
         eos_token_id=[raw["eos_token_id"], raw["pad_token_id"]], pad_token_id=raw["pad_token_id"], do_sample=False
     )
-    with quiet():
+    with no_progress_bars():
         model.save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Trains the byte-level BPE tokenizer and writes it in Hugging Face's format (5 to 8 CPU-seconds)."""
+    """Train the byte-level BPE tokenizer and save it in Hugging Face format (5 to 8 CPU seconds)."""
     raw = Tokenizer(models.BPE())
     raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = pre_tokenizers.Sequence(
@@ -146,7 +149,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _corpus() -> Iterator[str]:
-    """The standard library's top-level modules in name order, until CORPUS_BYTES; none that a build or site writes."""
+    """Top-level modules of the standard library in name order, up to CORPUS_BYTES, without generated ones."""
     folder, taken = Path(sysconfig.get_paths()["stdlib"]), 0
     for path in sorted(folder.glob("*.py")):
         if path.name.startswith(MACHINE_MADE):
@@ -158,7 +161,8 @@ def _corpus() -> Iterator[str]:
             return
     if taken < CORPUS_BYTES // 3:
         raise ModelError(
-            f"only {taken:,} characters of Python sources to train the builtin tokenizer on",
+            f"only {taken:,} characters of standard-library sources to train the builtin tokenizer",
             where=str(folder),
-            remedy="install Python with its standard library as .py files",
+            remedy="install Python with standard-library sources",
+            code="core.python_sources_missing",
         )

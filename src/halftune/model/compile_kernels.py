@@ -1,4 +1,4 @@
-"""Compiles and proves the kernels of linear-attention layers before training, so that no step waits for a compiler."""
+"""Compiles and verifies the kernels of linear-attention layers before training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from halftune.attention.linear import operators_of
+from halftune.config.facts.families import family_of
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
-from halftune.model.damage import first_line
-from halftune.model.packing_check import REFUSALS, packed_row, shrunken, silent
+from halftune.model.load_errors import first_line
+from halftune.model.packing_check import REFUSALS, packed_row, shrunk_config, silent
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
@@ -22,41 +22,41 @@ from halftune_kernels.dispatch import choose
 from halftune_kernels.selfcheck import failures
 
 log = get_logger(__name__)
-# Triton compiles a kernel once more for numbers that are multiples of 16, as the tokens of a row may be or not.
+# Triton compiles a second variant for sizes that are multiples of 16; row lengths may be either.
 _ROWS = ((64, 16), (64, 13))
 
 
 def kernels_to_compile(model_config: PretrainedConfig, plan: Plan, device: torch.device) -> tuple[str, ...]:
-    """The operators of the model's layers that Triton computes on ``device``; empty where there are none.
+    """Names of the model's operators with Triton kernels on ``device``; may be empty.
 
-    An operator that must prove itself on this GPU with this Triton does so here, unless its verdict is kept on disk.
+    Runs the self-check of operators that need one on this GPU and Triton version, unless its result is cached.
     """
     if plan.attention.linear.value != "halftune":
         return ()
     dtype, found = torch_dtype(plan.precision.compute.value), []
-    for operator in operators_of(model_config.get_text_config(decoder=True).model_type):
+    for operator in family_of(model_config.get_text_config(decoder=True).model_type).operators:
         backend = choose(operator, device, dtype)
         if backend.name == "triton":
             found.append(operator)
         elif device.type != "cpu":
-            log.warning("%s is computed by %s: %s", operator, backend.name, backend.reason)
+            log.warning("%s runs on backend %s: %s", operator, backend.name, backend.reason)
     return tuple(found)
 
 
 def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.device, *, frozen: bool) -> float:
-    """Runs one layer of each kind, with the model's widths and heads and random weights, forward and backward.
+    """Run one layer of each kind, with the model's sizes and random weights, forward and backward.
 
-    Exactly the kernels that a training step and an evaluation start are then compiled, and kept in Triton's own cache:
-    sizes of heads, dtypes and which operands there are go into what is compiled. The copy is gone when it returns.
+    This compiles exactly the kernels of training and evaluation into Triton's cache: head sizes, dtypes and operands
+    select the compiled variant. The copy is freed on return.
 
     Args:
-        model_config: of the model that is to be trained.
-        plan: its number formats, attention and packing.
-        device: where it trains.
-        frozen: whether the model's own weights are frozen, beside an adapter.
+        model_config: config of the model to train.
+        plan: number formats, attention and packing.
+        device: training device.
+        frozen: whether the base weights are frozen (adapter training).
 
     Returns:
-        Seconds.
+        Seconds taken.
 
     Raises:
         PlanError: a kernel does not compile, or does not fit this GPU.
@@ -72,18 +72,18 @@ def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.de
                     _run(model, plan, device, lengths)
         except failures() as error:
             if _of_triton(error):
-                what = f"a Triton kernel of the linear-attention layers does not run here: {first_line(error)}"
-                raise PlanError(what, remedy=_remedy(error)) from error
-            log.warning("kernels are compiled in the first steps: ahead of them, %s", first_line(error))
-        except REFUSALS as error:  # a copy that cannot be made is no reason not to train
-            log.warning("kernels are compiled in the first steps: ahead of them, %s", first_line(error))
+                what = f"a Triton kernel of the linear-attention layers failed: {first_line(error)}"
+                raise PlanError(what, remedy=_remedy(error), code="attention.kernel_failed") from error
+            log.warning("cannot compile kernels before training (%s); the first steps will", first_line(error))
+        except REFUSALS as error:  # train even if the small copy cannot be built
+            log.warning("cannot compile kernels before training (%s); the first steps will", first_line(error))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return time.perf_counter() - start
 
 
 def _of_triton(error: BaseException) -> bool:
-    """Whether Triton raised it, or something that it called: a step would meet it too."""
+    """Whether Triton, or code called by it, raised the error: training would fail too."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(name.partition(".")[0] == "triton" for name in (type(error).__module__, *frames))
 
@@ -91,12 +91,12 @@ def _of_triton(error: BaseException) -> bool:
 def _remedy(error: BaseException) -> str:
     if type(error).__module__.startswith("triton."):
         return "set HALFTUNE_KERNELS=torch, and please report it"
-    return "Triton needs a C compiler and Python's headers (apt install gcc python3-dev); or set HALFTUNE_KERNELS=torch"
+    return "install a C compiler and Python headers (apt install gcc python3-dev), or set HALFTUNE_KERNELS=torch"
 
 
 def _copy(model_config: PretrainedConfig, plan: Plan, device: torch.device, *, frozen: bool) -> PreTrainedModel:
     text = model_config.get_text_config(decoder=True)
-    small = type(text).from_dict(shrunken(text, narrow=False))
+    small = type(text).from_dict(shrunk_config(text, narrow=False))
     remote = type(text).__module__.startswith("transformers_modules")  # its code was allowed to load the model already
     with device:
         model: Any = AutoModelForCausalLM.from_config(
@@ -111,7 +111,7 @@ def _copy(model_config: PretrainedConfig, plan: Plan, device: torch.device, *, f
 
 
 def _run(model: PreTrainedModel, plan: Plan, device: torch.device, lengths: tuple[int, ...]) -> None:
-    """An evaluation of a row of ``lengths``, then a forward and backward pass as training has them."""
+    """Run an evaluation forward pass on a row of ``lengths``, then a training forward and backward pass."""
     ids = torch.zeros(1, sum(lengths), dtype=torch.long)
     row = packed_row(ids, lengths) if plan.batch.packing.value else {"input_ids": ids}
     given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in row.items()}

@@ -1,4 +1,4 @@
-"""Answers a conversation under the plan that the model was trained with: same dtypes, same autocast, same guard."""
+"""Generates replies under the training plan: same dtypes, autocast and guard."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from halftune.config.sections.generation import GenerationSection
 from halftune.core.errors import ModelError
-from halftune.core.time_limit import OutOfTime, cpu_limit
-from halftune.model.damage import TEMPLATE_FAULTS, first_line
+from halftune.core.time_limit import Limits, OutOfTime
+from halftune.model.load_errors import TEMPLATE_ERRORS, first_line
 from halftune.model.tokenizer import end_of_turn_ids
 from halftune.model.vocabulary import check_ids
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 
-_SECONDS = 30  # of CPU time for rendering one conversation
+_SECONDS, _MEMORY = 30, 1 << 30  # CPU time and bytes for rendering one conversation
 
 OnText = Callable[[str], None]
 
@@ -35,43 +35,44 @@ def generate_reply(
     template_variables: Mapping[str, Any] | None = None,
     sharded: torch.device | None = None,
 ) -> str:
-    """The answer to ``messages``, without its control tokens.
+    """Generate the reply to ``messages``, without control tokens.
 
-    A tokenizer without a chat template continues the last message's text as it stands. The model is in evaluation mode
-    meanwhile and back in its own mode afterwards, also after an interrupt; adapters are as the caller left them.
+    Without a chat template the last message's text is continued. The model is in evaluation mode during generation;
+    its mode is restored afterwards, also after an interrupt. Adapters are not changed.
 
     Args:
         model: on its device, a peft model or a transformers one.
         tokenizer: its tokenizer.
-        messages: OpenAI's form, ending with the user's.
-        generation: how to decode; the checkpoint's own generation config has no say but for its stop tokens.
+        messages: OpenAI format, the user's message last.
+        generation: decoding settings; of the checkpoint's generation config only stop tokens are used.
         plan: gives autocast.
         on_text: called with each new piece of text as it comes.
-        template_variables: what the chat template is told besides the messages (``model.chat_template_kwargs``).
-        sharded: where processes compute that each hold a share of the weights. All of them call this with the same
-            arguments and random state, and none leaves before the others have their answer.
+        template_variables: further variables of the chat template (``model.chat_template_kwargs``).
+        sharded: compute device of sharded weights. All processes must call this with the same arguments and random
+            state; they return together.
 
     Raises:
-        ModelError: the template refuses the conversation, no token is left of it, or it is longer than the context.
+        ModelError: the template rejects the conversation, the prompt is empty, or it exceeds the context length.
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     prompt = _prompt(tokenizer, messages, template_variables or {})
     if not prompt:
-        raise ModelError("the tokenizer makes no token of it", where=str(tokenizer.name_or_path))
+        what = "the prompt has no tokens"
+        raise ModelError(what, where=str(tokenizer.name_or_path), code="infer.no_prompt")
     check_ids(causal, tokenizer, [prompt], "the conversation")
-    device = sharded or causal.device  # shards may lie in main memory
+    device = sharded or causal.device  # shards may be offloaded to main memory
     prompt_1T = torch.tensor([prompt], device=device)
     length = prompt_1T.shape[1]
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length >= limit:
-        what = f"the conversation is {length:,} tokens, the model takes {limit:,}"
-        raise ModelError(what, remedy="start a new one (/reset in chat)")
+        what = f"the conversation has {length:,} tokens; the model's limit is {limit:,}"
+        raise ModelError(what, remedy="start a new conversation (/reset in chat)", code="infer.conversation_too_long")
     room = generation.max_new_tokens if limit is None else min(generation.max_new_tokens, limit - length)
     settings = _settings(generation, tokenizer, causal.generation_config, room)
     pieces = _Pieces(tokenizer, length, on_text)
-    # weights that are gathered in inference mode could not be trained afterwards
+    # weights gathered in inference mode cannot be trained afterwards
     without_graph = torch.inference_mode() if sharded is None else torch.no_grad()
-    with _answering(causal, settings), without_graph, autocast(plan.precision, device):
+    with _inference_mode(causal, settings), without_graph, autocast(plan.precision, device):
         answer_1S = causal.generate(
             prompt_1T,
             attention_mask=torch.ones_like(prompt_1T),
@@ -88,11 +89,16 @@ def _prompt(
     if tokenizer.chat_template is None:
         return list(tokenizer(str(messages[-1]["content"]))["input_ids"])
     try:
-        with cpu_limit(_SECONDS):
+        with Limits(_SECONDS, _MEMORY):
             text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
-    except (*TEMPLATE_FAULTS, OutOfTime) as error:
-        what = f"the chat template refuses the conversation: {first_line(error)}"
-        raise ModelError(what, where=str(tokenizer.name_or_path), remedy="see model.chat_template") from error
+    except (*TEMPLATE_ERRORS, OutOfTime) as error:
+        what = f"rejected by the chat template: {first_line(error)}"
+        raise ModelError(
+            what,
+            where=str(tokenizer.name_or_path),
+            remedy="see model.chat_template",
+            code="model.chat_template_invalid",
+        ) from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -116,8 +122,8 @@ def _settings(
 
 
 @contextmanager
-def _answering(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """Evaluation mode, and our decoding settings in place of the checkpoint's, which would fill in what ours leave."""
+def _inference_mode(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Inside, evaluation mode and our decoding settings; the checkpoint's would fill in unset ones."""
     training, own = [module for module in model.modules() if module.training], model.generation_config
     model.eval()
     model.generation_config = settings
@@ -130,32 +136,32 @@ def _answering(model: Any, settings: GenerationConfig) -> Iterator[None]:
 
 
 class _Pieces(BaseStreamer):
-    """Hands on text as tokens come, holding back white space at the end and what is not whole characters yet."""
+    """Streams text as tokens arrive, except trailing white space and incomplete characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int, on_text: OnText | None) -> None:
         self._tokenizer, self._on_text = tokenizer, on_text
-        self._waiting = prompt_length
+        self._in_prompt = prompt_length
         self._tokens: list[int] = []
-        self._given = ""
+        self._emitted = ""
 
     def put(self, value: torch.Tensor) -> None:
         """Called by ``generate`` with the prompt first, then with each new token."""
         tokens = value.flatten().tolist()
-        if self._waiting:
-            self._waiting = 0
+        if self._in_prompt:
+            self._in_prompt = 0
             return
         self._tokens += tokens
-        self._give(final=False)
+        self._emit(final=False)
 
     def end(self) -> None:
         """Called by ``generate`` once, after the last token."""
-        self._give(final=True)
+        self._emit(final=True)
 
-    def _give(self, *, final: bool) -> None:
+    def _emit(self, *, final: bool) -> None:
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)).strip()
         if self._on_text is None or (text.endswith("\N{REPLACEMENT CHARACTER}") and not final):
             return
-        new = text[len(self._given) :]
+        new = text[len(self._emitted) :]
         if new:
-            self._given += new
+            self._emitted += new
             self._on_text(new)

@@ -1,4 +1,4 @@
-"""Loads a model's weights with the plan's dtypes, which are always explicit, and never half a checkpoint."""
+"""Loads a model with the plan's dtypes; incomplete checkpoints are errors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from halftune.config.quantised import WIDENED
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
+from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.model.architectures import is_multimodal, own_architectures, read_config, runs_its_code
-from halftune.model.broken_code import broken, last_line
-from halftune.model.computed import compute_in_fp32, is_foreign, tables
-from halftune.model.damage import DAMAGE, first_line
-from halftune.model.handover import hand_over_in_compute_dtype
+from halftune.model.lazy_weights import META, LazyWeights
+from halftune.model.library_output import no_progress_bars
+from halftune.model.load_errors import LOAD_ERRORS, first_line
 from halftune.model.locate import locate
-from halftune.model.patch import current_guard, guard_imports_by_hand, importing, register_attention
+from halftune.model.patch import current_guard, guard_imported_kernels, importing, register_attention
 from halftune.model.patch_experts import route_experts
 from halftune.model.patch_linear import route_linear_layers
-from halftune.model.patch_own_code import attention_for, brings_code
-from halftune.model.quantised import compute_as_planned, quantisation, reading, store_as_planned
-from halftune.model.quiet import quiet
-from halftune.model.towers import called_for_text, set_towers_apart
-from halftune.model.tying import name_tying
-from halftune.model.unread import META, Unread
+from halftune.model.prediction_heads import record_prediction_heads
+from halftune.model.qk_dtype import cast_qk_to_compute_dtype
+from halftune.model.quantised import compute_as_planned, is_widened, load_arguments, quantisation, store_as_planned
+from halftune.model.remote_code import attention_for, has_remote_code
+from halftune.model.remote_code_errors import last_line, remote_code_error
+from halftune.model.runtime_buffers import compute_in_fp32, is_foreign, tables
+from halftune.model.towers import detach_towers, for_parts, towers_called_for_text
+from halftune.model.tying import sync_tying_config
 from halftune.model.weight_range import RangeCheck
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
@@ -39,57 +40,40 @@ log = get_logger(__name__)
 
 
 def load_model(
-    model: ModelSection, plan: Plan, *, for_training: bool = True, unread: Unread | None = None
+    model: ModelSection, plan: Plan, *, for_training: bool = True, lazy: LazyWeights | None = None
 ) -> PreTrainedModel:
-    """The model on the CPU, its weights in ``plan.precision.storage``, its attention behind the plan's guard.
+    """Load the model on the CPU, with weights in ``plan.precision.storage`` and attention behind the plan's guard.
 
-    Parameters that the plan's ``keep_fp32`` patterns name, or that the model's own code keeps in fp32, are read as fp32
-    from the checkpoint, never by way of a shorter format; so are the tables of code that came with it. Rotary tables
-    are fp32. Of a multimodal checkpoint the class is the one that config.json names; its towers are set apart.
+    Parameters that match ``keep_fp32``, or that the model's code keeps in fp32, are read directly as fp32, and so are
+    buffers of remote code. Rotary tables are fp32. A multimodal checkpoint is loaded with the class in its config.json;
+    its towers are frozen, and removed if text does not use them.
 
     Args:
-        model: which checkpoint.
+        model: the checkpoint.
         plan: gives dtypes, attention backend and gradient checkpointing.
-        for_training: without it, no weight requires a gradient and the key-value cache is on.
-        unread: where given, no weight is read (all are on the meta device), and it is told where they are.
+        for_training: if False, no weight requires a gradient and the key-value cache is enabled.
+        lazy: if given, weights stay on the meta device and their sources are recorded in it.
 
     Raises:
-        ModelError: the checkpoint cannot be read, its weights are not all and only this architecture's, or one is
-            beyond the range of the planned fp16.
+        ModelError: the checkpoint cannot be read, or weights are missing, of the wrong shape, or too large for fp16.
     """
     folder = locate(model)
-    attention = register_attention(plan)
-    own_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and brings_code(folder)
-    multimodal = is_multimodal(folder, model)
-    called = called_for_text(read_config(folder, trust_remote_code=False)) if multimodal else None
-    files = Unread() if multimodal and unread is None else unread
-    with importing(own_code=own_code), quiet(), _kept_in_fp32(plan.precision.keep_fp32.value):
-        loaded, info = _read(
-            AutoModelForImageTextToText if multimodal else AutoModelForCausalLM,
-            folder, model, plan, attention, own_code=own_code, files=files, whole=unread is None,
-        )  # fmt: skip
-        if quantisation(folder) in WIDENED:
-            store_as_planned(loaded, plan)
-    _check_complete(info, folder, multimodal=multimodal)
-    if multimodal and files is not None:
-        set_towers_apart(loaded, called, files)
+    remote_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and has_remote_code(folder)
     weights = RangeCheck(folder, plan)
-    if quantisation(folder) is None:
-        weights.tell_rounding(loaded, plan)
-    if unread is not None:
-        unread.give_buffers(loaded)
-        unread.check = weights.tensor
+    loaded = _load(folder, model, plan, weights, lazy, remote_code=remote_code)
+    if lazy is not None:
+        lazy.materialise_buffers(loaded)
+        lazy.check = weights.tensor
     compute_in_fp32(loaded, model)
     route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     compute_as_planned(loaded, plan, for_training=for_training)
     _mark_kept(loaded, plan)
     weights.model(loaded)
-    name_tying(loaded)
-    hand_over_in_compute_dtype(loaded, plan)
-    guard_imports_by_hand(loaded, own_code=own_code)
-    # what adapters, cards and messages name as the base is what the user wrote, not a folder in a cache
-    loaded.config.name_or_path = loaded.name_or_path = model.name_or_path
+    sync_tying_config(loaded)
+    cast_qk_to_compute_dtype(loaded, plan)
+    guard_imported_kernels(loaded, remote_code=remote_code)
+    loaded.config.name_or_path = loaded.name_or_path = model.name_or_path  # not a folder in a cache
     if not for_training:
         current_guard().watch(loaded)
         return loaded.requires_grad_(False).eval()
@@ -99,36 +83,69 @@ def load_model(
     return loaded.train()
 
 
-def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
-    """Marks what the model's own code keeps in fp32, by its class's lists or by making it so, for saving too.
+def _load(
+    folder: Path, model: ModelSection, plan: Plan, weights: RangeCheck, lazy: LazyWeights | None, *, remote_code: bool
+) -> PreTrainedModel:
+    """Read the checkpoint, check that it is complete, and detach its towers."""
+    attention = register_attention(plan)
+    multimodal = is_multimodal(folder, model)
+    config = read_config(folder, trust_remote_code=False) if multimodal else None
+    files = LazyWeights() if multimodal and lazy is None else lazy
+    with importing(remote_code=remote_code), no_progress_bars(), _kept_in_fp32(plan.precision.keep_fp32.value):
+        loaded, info = _read(
+            AutoModelForImageTextToText if multimodal else AutoModelForCausalLM,
+            folder, model, plan, attention, remote_code=remote_code, config=config, files=files, whole=lazy is None,
+        )  # fmt: skip
+        if is_widened(folder):
+            store_as_planned(loaded, plan)
+    _check_complete(info, folder, multimodal=multimodal)
+    if config is not None and files is not None:
+        detach_towers(loaded, towers_called_for_text(config), files)
+    if quantisation(folder) is None:
+        if plan.weights.origin == "checkpoint":
+            weights.log_rounding(loaded, plan)
+        record_prediction_heads(loaded, folder, info["unexpected_keys"])
+    return loaded
 
-    The lists count for whatever half format the run knows, also where weights are loaded in fp32 and saved in half.
+
+def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
+    """Mark weights that the model's code keeps in fp32, by its class's lists or by their dtype, for saving too.
+
+    The lists apply to every half format of the run, also if weights are loaded in fp32 and saved in half precision.
     """
     precision = plan.precision
     storage, patterns = precision.storage.value, precision.keep_fp32.value
-    formats = (storage, precision.compute.value, precision.saved.value)
-    listed = [entry for half in formats if half != "fp32" for entry in model._get_dtype_plan(torch_dtype(half))]
-    asked = re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
+    formats: set[Format] = {storage, precision.compute.value, precision.saved.value}
+    asked = _kept_by_class(model, formats - {"fp32"})
     saved = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     for name, tensor in (*model.named_parameters(), *buffers):
-        if not tensor.is_floating_point() or stays_fp32(name, None, patterns):
+        if tensor.dtype != torch.float32 or stays_fp32(name, None, patterns):
             continue
-        made_so = storage != "fp32" and tensor.dtype == torch.float32
-        if made_so or (tensor.dtype == torch.float32 and asked.search(name)):
+        if storage != "fp32" or asked.search(name):
             mark_kept(tensor)
-            log.info("%s stays fp32: the model's own code asks for it", name)
+            log.info("%s stays fp32 (required by the model's code)", name)
+
+
+def _kept_by_class(model: PreTrainedModel, formats: set[Format]) -> re.Pattern[str]:
+    """Names of weights that the model's class keeps in fp32 for any of the half formats."""
+    listed = [entry for half in sorted(formats) for entry in model._get_dtype_plan(torch_dtype(half))]
+    return re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:
-    """Gradient checkpointing without re-entrant autograd, under the name that this transformers version has for it.
+    """Enable non-reentrant gradient checkpointing, by this transformers version's method name.
 
     Raises:
-        ModelError: the architecture cannot.
+        ModelError: the architecture does not support it.
     """
     if not model.supports_gradient_checkpointing:
-        what = f"{type(model).__name__} has no gradient checkpointing"
-        raise ModelError(what, remedy="training.gradient_checkpointing: false, and a smaller batch")
+        what = f"{type(model).__name__} does not support gradient checkpointing"
+        raise ModelError(
+            what,
+            remedy="set training.gradient_checkpointing: false, and reduce the batch size",
+            code="model.no_gradient_checkpointing",
+        )
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
@@ -142,15 +159,19 @@ def _read(
     plan: Plan,
     attention: str,
     *,
-    own_code: bool,
-    files: Unread | None,
+    remote_code: bool,
+    config: PretrainedConfig | None,
+    files: LazyWeights | None,
     whole: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model by an auto class; ``files`` is told where each weight is, and unless ``whole`` none is read."""
+    """Load with an auto class; ``files`` records the sources of weights, which are read only if ``whole``.
+
+    ``config`` is given for models with towers.
+    """
     trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
     try:
-        quantised = reading(folder, trust_remote_code=trusted)
-        if own_code:
+        quantised = load_arguments(folder, plan, trust_remote_code=trusted)
+        if remote_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
         with own_architectures(), files.recording(folder) if files is not None else nullcontext():
@@ -158,51 +179,53 @@ def _read(
                 folder,
                 **quantised,
                 dtype=torch_dtype(plan.precision.storage.value),
-                attn_implementation=attention,
+                attn_implementation=for_parts(config, attention) if config is not None else attention,
                 trust_remote_code=trusted,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, by name and not as "the above report"
+                ignore_mismatched_sizes=True,  # reported below by name
                 **({} if whole else {"device_map": {"": META.type}}),
             )
         return loaded
-    except (*DAMAGE, SyntaxError) as error:
-        if own_code and (last_line(error) or isinstance(error, (SyntaxError, ImportError))):
-            raise broken(error, model, folder) from error
+    except (*LOAD_ERRORS, SyntaxError) as error:
+        if remote_code and (last_line(error) or isinstance(error, (SyntaxError, ImportError))):
+            raise remote_code_error(error, model, folder) from error
         first = first_line(error)
-        remedy = "check that the folder is a whole causal language model that this transformers version knows"
+        remedy = "check that the folder is a complete causal language model that this transformers version supports"
         if "trust_remote_code" in str(error):
-            first = "the checkpoint brings Python code of its own"
-            remedy = "read it, then set model.trust_remote_code: true and model.revision to the commit that you read"
-        raise ModelError(f"the model does not load: {first}", where=str(folder), remedy=remedy) from error
+            first = "the checkpoint requires remote code"
+            remedy = "review it, then set model.trust_remote_code: true and model.revision to the reviewed commit"
+        what = f"cannot load the model: {first}"
+        raise ModelError(what, where=str(folder), remedy=remedy, code="model.cannot_load") from error
 
 
 def _check_complete(info: dict[str, Any], folder: Path, *, multimodal: bool) -> None:
-    """Weights that the checkpoint lacks would be random numbers: an error. Weights left over: a warning.
+    """Missing weights are an error, since they would be random; unexpected weights are a warning.
 
     Raises:
-        ModelError: names how many are missing or of another shape, and the first of them.
+        ModelError: weights are missing or have the wrong shape; names their number and the first.
     """
     mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
-    for kind, keys in (("missing", sorted(info["missing_keys"])), ("of another shape", mismatched)):
+    for kind, keys in (("are missing", sorted(info["missing_keys"])), ("have the wrong shape", mismatched)):
         if keys:
-            what = f"{len(keys)} weights are {kind}, first {keys[0]}: they would be random numbers"
-            remedy = "fetch the checkpoint again, or check its config.json"
-            remedy += "; model.parts: text for a checkpoint without its towers" if multimodal else ""
-            raise ModelError(what, where=str(folder), remedy=remedy)
+            what = f"{len(keys)} weights {kind}, first {keys[0]}"
+            remedy = "download the checkpoint again, or check its config.json"
+            remedy += "; set model.parts: text for a checkpoint without towers" if multimodal else ""
+            raise ModelError(what, where=str(folder), remedy=remedy, code="model.weights_mismatch")
     if info["error_msgs"]:
-        raise ModelError(str(info["error_msgs"][0]), where=str(folder), remedy="fetch the checkpoint again")
+        what = str(info["error_msgs"][0])
+        raise ModelError(what, where=str(folder), remedy="download the checkpoint again", code="model.weights_mismatch")
     if unexpected := sorted(info["unexpected_keys"]):
         some = ", ".join(unexpected[:3])
-        log.warning("%s: %d weights have no place in this model and are left out: %s", folder, len(unexpected), some)
+        log.warning("%s: ignored %d unexpected weights: %s", folder, len(unexpected), some)
 
 
 @contextmanager
 def _kept_in_fp32(patterns: tuple[str, ...]) -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads the parameters that ``patterns`` find in fp32, and foreign code's tables.
+    """Inside, ``from_pretrained`` reads parameters that match ``patterns``, and buffers of remote code, as fp32.
 
-    transformers decides the dtype of each tensor from a table that the model class makes; the plan's names are added
-    to it, so that a checkpoint's fp32 values arrive unrounded.
+    transformers takes the dtype of each tensor from the model class's dtype plan. The plan's names are added to it, so
+    that fp32 values are not rounded.
     """
     original = PreTrainedModel._get_dtype_plan
 

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base model in fp32 and checks the result against the unmerged forward."""
+"""Merges an adapter into its base model in fp32 and verifies the result against the unmerged model."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from halftune.core.errors import ModelError
 from halftune.core.formats import Format
 from halftune.model.adapters.attach import load_adapter
 from halftune.model.load import load_model
-from halftune.model.quantised import cannot_merge
+from halftune.model.quantised import prepare_merge
 from halftune.plan import Plan
 from halftune.precision.dtypes import kept_names, stays_fp32, torch_dtype
 
-ROWS, TOKENS = 2, 32  # of the random input that both forwards see
+ROWS, TOKENS = 2, 32  # of the random input for both forward passes
 
 Progress = Callable[[str, int, int], None]
-"""Told of a phase (``loading | merging | checking | writing``), and of steps done and in all (0: not counted)."""
+"""Called with a phase (``loading | merging | checking | writing``), steps done and total steps (0: unknown)."""
 
 
-def unwatched(phase: str, step: int = 0, total: int = 0) -> None:
-    """Nobody wants to know."""
+def no_progress(phase: str, step: int = 0, total: int = 0) -> None:
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A merged model and how well it stands for base and adapter.
+    """A merged model and its error.
 
     Attributes:
-        model: fp32 tensors whose values are those of ``stored`` (so that saving loses nothing more).
-        stored: the format in which it is to be written.
-        forward_error: ‖merged − unmerged‖ / ‖unmerged‖ of the logits on random input, both computed in fp32.
-        bound: what ``forward_error`` may be in that format and depth.
-        update_size: ‖update‖ / ‖weights‖ over all weights that the adapter changes; 0 for a full model.
-        update_error: ‖what the weights moved by − what they should‖ / ‖what they should‖: how much of what was learned
-            the stored format rounds away.
+        model: fp32 tensors with values that ``stored`` represents exactly.
+        stored: the format to save.
+        forward_error: ‖merged − unmerged‖ / ‖unmerged‖ of the logits on random input, computed in fp32.
+        bound: largest accepted ``forward_error`` for this format and depth.
+        update_size: ‖update‖ / ‖weights‖ over all adapted weights; 0 for a full model.
+        update_error: ‖rounded update − update‖ / ‖update‖: the share of the update lost to rounding.
     """
 
     model: PreTrainedModel
@@ -58,9 +57,9 @@ class Merge:
 
 
 def fp32_plan(plan: Plan, stored: Format) -> Plan:
-    """The plan, computing everything in fp32 on the CPU: for merging and checking, which are not training.
+    """The plan with fp32 everywhere on the CPU, for merging and verification.
 
-    ``stored`` is what will be written: the model's own code may keep more in fp32 in one half format than in another.
+    ``stored`` is the saved format, which decides what the model's code keeps in fp32.
     """
     fp32: Choice[Format] = Choice("fp32", "merging and its check are done in fp32")
     off = Choice(False, "fp32 throughout")
@@ -75,7 +74,7 @@ def fp32_plan(plan: Plan, stored: Format) -> Plan:
     )
     here = "runs in fp32 on a CPU"
     attention = replace(plan.attention, varlen=Choice("none", "no packed rows"))
-    if attention.softmax.value not in ("sdpa", "eager"):  # a GPU's kernel, of a model that sdpa may not do for
+    if attention.softmax.value not in ("sdpa", "eager"):  # a GPU kernel; sdpa may not support the model
         softmax, provider = Choice("eager", here), Choice("transformers", here)
         attention = replace(attention, softmax=softmax, provider=provider)
     batch = replace(plan.batch, packing=Choice(False, "no packed rows"))
@@ -83,25 +82,24 @@ def fp32_plan(plan: Plan, stored: Format) -> Plan:
 
 
 def merge_adapter(
-    model: ModelSection, adapter: Path, plan: Plan, stored: Format, progress: Progress = unwatched
+    model: ModelSection, adapter: Path, plan: Plan, stored: Format, progress: Progress = no_progress
 ) -> Merge:
-    """Loads base and adapter in fp32 on the CPU, merges them, rounds to ``stored``; compares the
-    forward before and after rounding with the unmerged one.
+    """Merge base and adapter in fp32 on the CPU and round to ``stored``; verify the logits before and after rounding.
 
     Args:
         model: the base model.
         adapter: folder of the adapter.
-        plan: of the run; its ``keep_fp32`` holds here, too.
-        stored: the format to write, usually the base checkpoint's own.
-        progress: told how far it is.
+        plan: the run's plan; its ``keep_fp32`` applies.
+        stored: the format to save, usually the base checkpoint's.
+        progress: called with the progress.
 
     Raises:
-        ModelError: not enough memory, or the merged model answers differently from base plus adapter.
+        ModelError: not enough memory, or the merged model's logits differ from base plus adapter.
     """
     _check_memory(plan)
     exact = fp32_plan(plan, stored)
     base = load_model(model, exact, for_training=False)
-    cannot_merge(base)
+    prepare_merge(base, plan)
     adapted = load_adapter(base, adapter, exact)
     ids_BT = _random_ids(adapted)
     expected_BTV = _logits(adapted, ids_BT)
@@ -115,10 +113,10 @@ def merge_adapter(
 
 
 def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
-    """A full model loaded in fp32 and rounded to ``stored``, its forward compared before and after.
+    """Load a full model in fp32 and round it to ``stored``; verify the logits.
 
     Raises:
-        ModelError: not enough memory, or the rounded model answers differently.
+        ModelError: not enough memory, or the rounded model's logits differ too much.
     """
     _check_memory(plan)
     loaded = load_model(model, fp32_plan(plan, stored), for_training=False)
@@ -140,10 +138,10 @@ def _round(
 
 
 def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
-    """Refuses weights that the format cannot hold.
+    """Refuse weights that exceed the format's range.
 
     Raises:
-        ModelError: names how many tensors, the first, and its largest number.
+        ModelError: names the number of tensors, the first, and its largest value.
     """
     most, kept = torch.finfo(torch_dtype(stored)).max, kept_names(model, plan.precision.keep_fp32.value)
     sizes = {
@@ -154,8 +152,8 @@ def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
     beyond = [name for name, size in sizes.items() if size > most]
     if beyond:
         first = f"first {beyond[0]} ({sizes[beyond[0]]:,.0f})"
-        what = f"{len(beyond)} weights go beyond {stored}'s range ({most:,.0f}), {first}"
-        raise ModelError(what, remedy="--dtype bf16 or --dtype fp32")
+        what = f"{len(beyond)} weights exceed the {stored} range ({most:,.0f}), {first}"
+        raise ModelError(what, remedy="--dtype bf16 or --dtype fp32", code="export.beyond_range")
 
 
 def _depth(model: PreTrainedModel) -> int:
@@ -166,29 +164,32 @@ def _check_forward(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor, stored:
     """Relative difference of two logits; it must be what rounding to ``stored`` explains.
 
     Raises:
-        ModelError: it is more, or not a number.
+        ModelError: the difference is larger, or NaN.
     """
     error, bound = float((actual_BTV - expected_BTV).norm() / expected_BTV.norm()), forward_bound(stored, layers)
     if not error <= bound:
-        what = f"merged in {stored}, the model's logits are off by {error:.2g}; rounding explains {bound:.2g}"
-        raise ModelError(what, remedy="check that adapter and base belong together; a wider --dtype rounds less")
+        what = f"relative logit error {error:.2g} after merging in {stored} exceeds the rounding bound {bound:.2g}"
+        raise ModelError(
+            what,
+            remedy="check that the adapter was trained on this base model, or use a wider --dtype",
+            code="export.merge_inexact",
+        )
     return error
 
 
 def forward_bound(stored: Format, layers: int) -> float:
-    """Largest relative change of the logits that rounding all weights to ``stored`` explains.
+    """Largest relative change of the logits that rounding all weights to ``stored`` can cause.
 
-    Each weight moves by at most eps/2 of itself, independently of the others, so the errors of layers add like the
-    root of their number. Measured on small models: 0.2 to 1.3 eps per root layer in half formats, and 3 to 6 in fp32,
-    where the forwards' own rounding shows. The bounds are 4 and 64: what is left of a wrong merge is far beyond the
-    second, which is checked first, and the first is for weights that the format cannot hold.
+    Each weight changes by at most eps/2 relative, independently, so errors grow with the square root of the number of
+    layers. Measured on small models: 0.2 to 1.3 eps per root layer in half formats, and 3 to 6 in fp32, where the
+    forward's own rounding dominates. The bounds are 4 and 64. A wrong merge fails the fp32 check, which comes first.
     """
     eps = torch.finfo(torch_dtype(stored)).eps
     return (64 if stored == "fp32" else 4) * eps * math.sqrt(layers + 1)
 
 
 def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Progress) -> tuple[float, float]:
-    """Merges every adapted layer in place (fp32); the update's relative size, and what rounding will take from it."""
+    """Merge every adapted layer in place (fp32); return the update's relative size and its rounding loss."""
     whole = wanted = lost = 0.0
     layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]
     for number, (name, layer) in enumerate(layers):
@@ -226,5 +227,5 @@ def _logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
 def _check_memory(plan: Plan) -> None:
     needed, free = 4 * plan.num_parameters.value, psutil.virtual_memory().available
     if needed > free:
-        what = f"merging needs {needed / 2**30:.1f} GiB of main memory (fp32 weights), {free / 2**30:.1f} are free"
-        raise ModelError(what, remedy="run the export on a machine with more memory")
+        what = f"merging needs {needed / 2**30:.1f} GiB of main memory (fp32 weights); {free / 2**30:.1f} GiB are free"
+        raise ModelError(what, remedy="export on a machine with more memory", code="export.not_enough_memory")

@@ -1,4 +1,4 @@
-"""Proves on a small copy of the model, before training, that packed samples do not see each other."""
+"""Verifies on a small copy of the model, before training, that packed samples do not attend to each other."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from transformers.utils import logging as transformers_logging
 
 from halftune.core.choice import Choice
 from halftune.core.errors import HalftuneError, ModelError
-from halftune.model.damage import first_line
+from halftune.model.load_errors import first_line
 from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
 
-LENGTHS = (11, 19, 6)  # longer than the shrunken window, no two alike
+LENGTHS = (11, 19, 6)  # longer than the reduced window, all different
 TOLERANCE = 1e-5
 VOCABULARY, _MAX_LAYERS = 128, 8  # of the copy
 _VECTOR_NOISE = 0.1
-# Upper limits of what only costs time; the windows so short that the samples outgrow them.
+# Upper limits of sizes that only cost time; windows are shorter than the samples.
 _LIMITS = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -35,7 +35,7 @@ _LIMITS = {
     "num_kv_shared_layers": 0,
     "value_dim": 64,
 }
-# State-space layers: (heads, size of a head, inner width over hidden width, groups), by what their families call them.
+# State-space layers: (heads, head size, inner width over hidden width, groups), by the families' config keys.
 _STATE_SPACE = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
     ("n_mamba_heads", "mamba_headdim", "mamba_expand", "mamba_ngroups"),
@@ -44,9 +44,9 @@ _STATE_SPACE = (
 )
 _NO_HEADS = 64  # hidden size of the copy of a model without attention
 
-# What third-party model code raises where it cannot: its own refusals (ValueError; ImportError for an absent package),
-# torch's shape and kernel errors (RuntimeError with NotImplementedError), a forward that takes no such argument
-# (TypeError), its assertions, fields or layers that a shrunken config does not have (lookups), and our own refusals.
+# Errors of third-party model code that does not support the check: its own (ValueError; ImportError for a missing
+# package), torch's shape and kernel errors (RuntimeError with NotImplementedError), unknown forward arguments
+# (TypeError), assertions, fields or layers missing in the reduced config (lookups), and our own errors.
 REFUSALS = (
     ValueError,
     RuntimeError,
@@ -63,16 +63,15 @@ REFUSALS = (
 def packing_verdict(
     model_config: PretrainedConfig, plan: Plan, copy_of: Callable[[PretrainedConfig], PreTrainedModel] | None = None
 ) -> Choice[bool]:
-    """Whether a packed row gives each sample the logits that it gets alone.
+    """Check that each sample of a packed row gets the same logits as alone.
 
-    A copy of a few layers (each kind of layer at least once), fp32, small, with random weights, runs three samples
-    packed and each alone, both on the CPU; alone by the model's own eager attention. Takes well under a second, draws
-    nothing from the global random state.
+    A small fp32 copy with random weights (each kind of layer at least once) runs three samples packed, and each alone
+    with the model's eager attention, on the CPU. Takes well under a second; does not change the global random state.
 
     Args:
-        model_config: of the model that is to be trained.
-        plan: its attention and number formats; the copy runs it as a CPU would.
-        copy_of: makes the copy; :func:`small_copy` of the language model alone by default.
+        model_config: config of the model to train.
+        plan: attention and number formats, adapted to the CPU.
+        copy_of: builds the copy; default :func:`small_copy` of the language model.
     """
     kind = model_config.model_type
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -88,36 +87,36 @@ def packing_verdict(
                 raise
             said = (
                 refusal.what if isinstance(refusal, HalftuneError) else first_line(refusal)
-            )  # the caller has the remedy
-            return Choice(False, f"a small copy of {kind} cannot run a packed row: {said}")
+            )  # the caller adds the remedy
+            return Choice(False, f"a small copy of {kind} cannot run packed rows: {said}")
     if error > TOLERANCE:
         return Choice(
-            False, f"packed samples see each other in {kind}: the logits of a small copy are off by {error:.1e}"
+            False, f"packed samples of {kind} attend to each other: relative logit error {error:.1e} on a small copy"
         )
-    return Choice(True, f"a small copy of {kind} gives packed samples the logits that they get alone (to {error:.0e})")
+    return Choice(True, f"packed samples of {kind} get the same logits as alone (error {error:.0e} on a small copy)")
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """Whether the line that raised is one of halftune's own: then it is a bug, not a refusal of the model's."""
+    """Whether halftune's own code raised the error, which would be a bug."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_globals.get("__name__", "").partition(".")[0] == "halftune"
 
 
 def packing_error(model: PreTrainedModel, attention: str, lengths: tuple[int, ...] = LENGTHS) -> float:
-    """Largest relative difference, over the samples, between logits in a packed row and alone.
+    """Largest relative difference of a sample's logits in a packed row and alone.
 
     Args:
         model: in eval mode, on the CPU.
-        attention: name of the attention of packed rows; alone, the model's own eager attention is used.
-        lengths: tokens of the samples.
+        attention: attention implementation for packed rows; single samples use eager.
+        lengths: tokens per sample.
 
     Raises:
-        ModelError: the model does not take its attention from transformers' attention interface.
+        ModelError: the model does not use transformers' attention interface.
     """
     ids = torch.randint(3, VOCABULARY, (1, sum(lengths)))
     model.set_attn_implementation(attention)
     if model.config._attn_implementation != attention:
-        raise ModelError("it computes attention in code of its own")
+        raise ModelError("the model has its own attention code", code="attention.packing_unsupported")
     packed = model(**packed_row(ids, lengths), use_cache=False).logits.split(lengths, 1)
     model.set_attn_implementation("eager")
     alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
@@ -125,7 +124,7 @@ def packing_error(model: PreTrainedModel, attention: str, lengths: tuple[int, ..
 
 
 def packed_row(ids: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Inputs of a packed row as the collator makes them: ``ids`` ``[1, T]`` holds samples of ``lengths``."""
+    """Inputs of a packed row, as from the collator: ``ids`` ``[1, T]`` with samples of ``lengths``."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     sample = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
     return {
@@ -140,22 +139,22 @@ def packed_row(ids: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def small_copy(model_config: PretrainedConfig) -> PreTrainedModel:
-    """A model of the same architecture and flags with few, narrow layers and few tokens; fp32, random weights."""
+    """A small model of the same architecture and flags: few narrow layers, small vocabulary, fp32, random weights."""
     text = model_config.get_text_config(decoder=True)
-    small = type(text).from_dict(shrunken(text))
+    small = type(text).from_dict(shrunk_config(text))
     remote = type(text).__module__.startswith("transformers_modules")  # its code was allowed to load the model already
     model = AutoModelForCausalLM.from_config(
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote
     )
-    stir(model.parameters())
+    randomise(model.parameters())
     return model.eval()
 
 
-def stir(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Gives weights numbers at which a leak shows.
+def randomise(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Set random weights that make leaks visible.
 
-    The usual small initialisation would make attention, and so a leak, too faint to see; vectors begin as zeros or
-    ones, which may switch off what they weigh.
+    With the usual small initialisation, attention and so a leak would be too weak to detect; vectors of zeros or ones
+    may disable what they scale.
     """
     for parameter in parameters:
         if parameter.ndim > 1:
@@ -164,12 +163,14 @@ def stir(parameters: Iterable[torch.nn.Parameter]) -> None:
             parameter.data.add_(_VECTOR_NOISE * torch.randn_like(parameter))
 
 
-def shrunken(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]:
-    """The config's values with everything that only costs time made small; flags, kinds of layers, head sizes stay.
+def shrunk_config(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]:
+    """The config's values with reduced sizes; flags, kinds of layers and head sizes stay.
 
-    ``narrow=False`` keeps the hidden size and the heads, too: what kernels are compiled for.
+    ``narrow=False`` also keeps the hidden size and the heads, for compiling kernels.
     """
-    values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    values = config.to_dict()
+    values.pop("quantization_config", None)
+    layers = _kinds_of_layers(config, values)
     sizes = {
         **(_widths(config, values) if narrow else {}),
         "vocab_size": VOCABULARY,
@@ -177,22 +178,28 @@ def shrunken(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "num_hidden_layers": len(layers),
     }
-    layers = _kinds_of_layers(config, values)
     hybrid = values.get("hybrid_layer_ids")
     values = {name: _of_layers(value, layers, config.num_hidden_layers) for name, value in values.items()}
     if hybrid is not None:  # numbers of layers, where other configs have one entry for each
         values["hybrid_layer_ids"] = [new for new, index in enumerate(layers) if index in hybrid]
-    own = config.attribute_map
-    limits = {own.get(name, name): most for name, most in _LIMITS.items() if narrow or name != "value_dim"}
-    values |= {name: _limited(values[name], most) for name, most in limits.items() if name in values}
-    sizes["num_hidden_layers"] = len(layers)
-    small = values | {own.get(name, name): size for name, size in sizes.items() if own.get(name, name) in values}
+    limits = dict(_LIMITS)
+    if not narrow:
+        limits.pop("value_dim", None)
+    values |= {name: _limited(values[name], most) for name, most in _known(config, values, limits).items()}
+    small = values | _known(config, values, sizes)
     return small | (_state_space_widths(small, sizes["hidden_size"]) if narrow else {})
 
 
+def _known(config: PretrainedConfig, values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``given`` that the config has, by its own names for them."""
+    named = {config.attribute_map.get(name, name): value for name, value in given.items()}
+    return {name: value for name, value in named.items() if name in values}
+
+
 def _widths(config: PretrainedConfig, values: dict[str, Any]) -> dict[str, int]:
-    """Heads and hidden size: at most two key heads with two query heads each, of the size that they have."""
+    """Heads and hidden size: at most two key heads with two query heads each, of unchanged head size."""
     if config.attribute_map.get("num_attention_heads", "num_attention_heads") not in values:
         return {"hidden_size": max(_NO_HEADS, values.get("head_dim") or 0)}
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -204,7 +211,7 @@ def _widths(config: PretrainedConfig, values: dict[str, Any]) -> dict[str, int]:
 
 
 def _state_space_widths(values: dict[str, Any], hidden: int) -> dict[str, int]:
-    """As many heads as the inner width of a state-space layer has room for, in one group."""
+    """As many heads as fit into the inner width of a state-space layer, in one group."""
     for heads, head_size, expand, groups in _STATE_SPACE:
         if all(isinstance(values.get(name), int) for name in (heads, head_size, expand, groups)):
             width = values[expand] * hidden
@@ -222,7 +229,7 @@ def _of_layers(value: Any, layers: list[int], count: int) -> Any:
     """What a value says about ``layers`` where it is a list or a dict with one entry for each of ``count`` layers."""
     if isinstance(value, list) and len(value) == count:
         return [value[index] for index in layers]
-    if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+    if isinstance(value, dict) and all(str(key).isdigit() for key in value):
         by_layer = {int(key): entry for key, entry in value.items()}
         return {new: by_layer[old] for new, old in enumerate(layers) if old in by_layer}
     return value
@@ -237,20 +244,20 @@ def _limited(value: Any, most: int) -> Any:
 def _kinds_of_layers(config: PretrainedConfig, values: dict[str, Any]) -> list[int]:
     """Indices of layers such that each kind occurs, at least two where the model has two."""
     count = config.num_hidden_layers
-    periods = [value for name, value in values.items() if name.endswith(("_interval", "_period", "_pattern", "_step"))]
-    whole_period = max([2, *(value for value in periods if isinstance(value, int))])
     per_layer = [value for value in values.values() if isinstance(value, list) and len(value) == count]
     if not per_layer:
-        return list(range(min(count, whole_period, _MAX_LAYERS)))
+        endings = ("_interval", "_period", "_pattern", "_step")
+        periods = [value for name, value in values.items() if name.endswith(endings) and isinstance(value, int)]
+        return list(range(min(count, max([2, *periods]), _MAX_LAYERS)))
     first: dict[str, int] = {}
-    for index in range(count):
-        first.setdefault(repr([value[index] for value in per_layer]), index)
+    for index, kind in enumerate(zip(*per_layer, strict=True)):
+        first.setdefault(repr(kind), index)
     kinds = list(first.values())[:_MAX_LAYERS]
     return kinds if len(kinds) > 1 else list(range(min(count, 2)))
 
 
 def _on_cpu(plan: Plan, model: PreTrainedModel) -> Plan:
-    """The plan as the check runs it: packed, fp32, on the CPU's path; eager for models that need it."""
+    """The plan for the check: packed, fp32, on the CPU; eager for models that need it."""
     why = "the packing check runs on the CPU"
     softmax = "sdpa" if plan.attention.softmax.value != "eager" and model._supports_sdpa else "eager"
     attention = replace(
@@ -267,7 +274,7 @@ def _on_cpu(plan: Plan, model: PreTrainedModel) -> Plan:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """transformers' warnings about the copy would read as if they were about the model."""
+    """Silence transformers' warnings about the copy, which would seem to be about the model."""
     shown = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

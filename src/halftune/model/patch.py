@@ -1,7 +1,7 @@
-"""Registers the plan's attention, behind the plan's guard, in transformers' attention interface; nothing is forked.
+"""Registers the plan's attention, behind the plan's guard, in transformers' attention interface.
 
-A model built with the returned name as its ``attn_implementation`` calls our callable in every layer. The names never
-contain "flash": transformers would look such a name up on the hub.
+A model built with the returned ``attn_implementation`` calls our function in every layer. The names never
+contain "flash": transformers would search the hub for it.
 """
 
 from __future__ import annotations
@@ -16,36 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask, flash_attention_mask, flex_attention_mask, sdpa_mask
 
-from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, EntryPoint, silent_hole
+from halftune.attention.backends import backend_of
+from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, EntryPoint, lacks_backward
 from halftune.attention.flash_in_torch import IN_TORCH
 from halftune.attention.varlen import Attention, attention_callable
 from halftune.core.errors import ModelError
+from halftune.core.table import named
 from halftune.plan import Plan
 from halftune.precision.guard import Guard
 from halftune.precision.patched import hold_while_running, patched
 from halftune.precision.rebind import Scope, as_installed, installed
 
-_MASKS: dict[str, Callable[..., Any]] = {
-    "sdpa": sdpa_mask,
-    "eager": eager_mask,
-    "flex": flex_attention_mask,
-    "fa2": flash_attention_mask,
-    "fa3": flash_attention_mask,
-    "fa4": flash_attention_mask,
-}
-
-OWN = "eager"  # what transformers calls the attention of a model that does not go through its interface
+OWN = "eager"  # the attn_implementation of models that do not use transformers' interface
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What stands behind a name in transformers' attention interface.
+    """An entry in transformers' attention interface.
 
     Attributes:
         name: the ``attn_implementation``.
-        guard: counts what it casts.
+        guard: the dtype guard of the entry.
     """
 
     name: str
@@ -57,14 +49,13 @@ _current: list[Registration] = []  # the latest last
 
 
 def register_attention(plan: Plan) -> str:
-    """Makes the plan's attention known to transformers.
+    """Register the plan's attention with transformers.
 
-    Every call starts a fresh guard, so that each run of a process has its own counters. Runs whose plans agree about
-    attention share a name; other plans get names of their own, and models that were built with an earlier name keep
-    their behaviour.
+    Every call creates a new guard, so that each run in a process has its own counters. Plans with equal attention share
+    a name; models built with an earlier name keep their behaviour.
 
-    A model that computes attention in code of its own (the plan's provider is ``model``) chooses among implementations
-    that transformers names, and gets such a name; nothing is registered and the guard sees nothing.
+    A model with its own attention code (provider ``model``) gets one of transformers' names; nothing is registered and
+    the guard sees no calls.
 
     Returns:
         The ``attn_implementation`` to build the model with, e.g. ``halftune_sdpa``.
@@ -86,12 +77,12 @@ def register_attention(plan: Plan) -> str:
         names = (stem if number == 1 else f"{stem}_{number}" for number in range(1, len(taken) + 2))
         name = next(name for name in names if name not in taken)
     _registered[key] = registration = Registration(name, Guard(attention.guard, compute))  # type: ignore[arg-type]
-    with as_installed():  # a model that is compiled may keep its guard before the package's functions
+    with as_installed():  # a compiled model may still have guarded package functions
         attend = attention_callable(attention)
-    mask = _MASKS[attention.softmax.value]
+    mask = named(backend_of(attention.softmax.value, attention.provider.value).mask)
     if plan.batch.packing.value:
-        announced = Announced()
-        attend, mask = announced.attention(attend), announced.mask(mask)
+        packed_masks = PackedRowMasks()
+        attend, mask = packed_masks.attention(attend), packed_masks.mask(mask)
     AttentionInterface.register(name, registration.guard.attention(attend))
     AttentionMaskInterface.register(name, mask)
     _current.append(registration)
@@ -105,77 +96,81 @@ def current_guard() -> Guard:
         ModelError: no attention has been registered yet.
     """
     if not _current:
-        raise ModelError("no attention is registered", remedy="load a model first")
+        raise ModelError("no attention is registered", remedy="load a model first", code="model.wrong_use")
     return _current[-1].guard
 
 
 def is_unguarded() -> bool:
-    """Whether the latest registration's guard is switched off."""
+    """Whether the latest registration's guard is off."""
     return bool(_current) and _current[-1].guard.mode == "off"
 
 
-def rehearsal() -> AbstractContextManager[None]:
-    """For a forward pass that only looks at a model; see ``Guard.rehearsal``."""
-    return _current[-1].guard.rehearsal() if _current else nullcontext()
+def probe_pass() -> AbstractContextManager[None]:
+    """Context of a forward pass that only inspects a model; see ``Guard.probe_pass``."""
+    return _current[-1].guard.probe_pass() if _current else nullcontext()
 
 
-def importing(*, own_code: bool) -> Scope:
-    """While it is open, a model's code is imported: what it keeps of a function can be guarded wherever it keeps it."""
-    functions = map(installed, (*_functions(own_code), ROTARY_ENTRY_POINT)) if _imports_by_hand(own_code) else ()
+def importing(*, remote_code: bool) -> Scope:
+    """The scope for importing a model's code, so that its references to attention functions can be guarded later."""
+    functions = map(installed, (*_functions(remote_code), ROTARY_ENTRY_POINT)) if _imports_by_hand(remote_code) else ()
     return Scope({function: function for function in functions if function is not None})
 
 
-def guard_imports_by_hand(model: nn.Module, *, own_code: bool = False) -> None:
-    """Puts the current guard before the functions that a model imported by hand, whenever the model runs.
+def guard_imported_kernels(model: nn.Module, *, remote_code: bool = False) -> None:
+    """Guard the kernel functions that a model's code imports directly, whenever the model runs.
 
-    These are flash_attn's, torch's flex and the operators of flash-linear-attention. Only where something has imported
-    a package, or may: importing it costs seconds, and a model of transformers does not call it by itself. A plan in
-    fp32 has flash_attn's functions computed in plain torch.
+    These are flash_attn's functions, torch's flex attention and the operators of flash-linear-attention. Skipped if no
+    package was imported: importing costs seconds, and transformers' models do not call them directly. With an fp32
+    plan, flash_attn's functions run in plain torch.
 
     Args:
-        model: what calls them.
-        own_code: the model brought its own code.
+        model: the model that calls them.
+        remote_code: whether the model has remote code.
     """
-    if _imports_by_hand(own_code):
-        hold_while_running(guarded_imports(own_code=own_code), model)
+    if _imports_by_hand(remote_code):
+        hold_while_running(guarded_imports(remote_code=remote_code), model)
 
 
-def guarded_imports(*, own_code: bool = False) -> Scope:
-    """The scope of ``guard_imports_by_hand``: while it is open, the current guard stands before those functions."""
-    guard, functions = current_guard(), _functions(own_code)
-    if guard.compute == "fp32":  # no kernel of the package takes it
+def guarded_imports(*, remote_code: bool = False) -> Scope:
+    """The scope of ``guard_imported_kernels``: while it is open, the current guard wraps those functions."""
+    guard, functions = current_guard(), _functions(remote_code)
+    if guard.compute == "fp32":  # the package has no fp32 kernels
         return patched(guard, functions, (ROTARY_ENTRY_POINT,), instead=IN_TORCH)
-    return patched(guard, functions, (ROTARY_ENTRY_POINT,), refuse_silent_hole)
+    return patched(guard, functions, (ROTARY_ENTRY_POINT,), refuse_missing_backward)
 
 
-def _imports_by_hand(own_code: bool) -> bool:
-    return own_code or not {"flash_attn", "flash_attn_interface"}.isdisjoint(sys.modules)
+def _imports_by_hand(remote_code: bool) -> bool:
+    return remote_code or not {"flash_attn", "flash_attn_interface"}.isdisjoint(sys.modules)
 
 
-def _functions(own_code: bool) -> tuple[EntryPoint, ...]:
-    return (*ENTRY_POINTS, FLEX_ENTRY_POINT) if own_code else ENTRY_POINTS
+def _functions(remote_code: bool) -> tuple[EntryPoint, ...]:
+    return (*ENTRY_POINTS, FLEX_ENTRY_POINT) if remote_code else ENTRY_POINTS
 
 
-def refuse_silent_hole(query: torch.Tensor, dropout: float) -> None:
-    """Stops a call whose gradients flash-attn would leave unwritten without a word.
+def refuse_missing_backward(query: torch.Tensor, dropout: float) -> None:
+    """Refuse a call for which flash-attn silently leaves gradients unwritten.
 
     Raises:
-        ModelError: this head size has no backward pass with dropout on this device.
+        ModelError: no backward pass for this head size with dropout on this device.
     """
     capability, size = capability_of(query), query.shape[-1]
-    if silent_hole(capability, size, dropout):
+    if lacks_backward(capability, size, dropout):
         shown = ".".join(map(str, capability or ()))
         what = f"flash-attn leaves gradients unwritten for head size {size} with dropout on compute capability {shown}"
-        raise ModelError(what, remedy="set the model's attention dropout to 0, or take another device")
+        raise ModelError(
+            what,
+            remedy="set the model's attention dropout to 0, or use another device",
+            code="attention.kernel_lacks_feature",
+        )
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Compute capability of the GPU that a tensor is on; None elsewhere."""
+    """Compute capability of a tensor's GPU; None for other devices."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
 def unregister_attention(name: str) -> None:
-    """Takes a name of ours out of transformers' attention interface; models built with it can no longer run."""
+    """Remove one of our names from transformers' attention interface; models built with it can no longer run."""
     if name not in {registration.name for registration in _registered.values()}:
         return
     for interface in (AttentionInterface, AttentionMaskInterface):
@@ -187,7 +182,7 @@ def unregister_attention(name: str) -> None:
 
 @contextmanager
 def registered_attention(plan: Plan) -> Iterator[str]:
-    """``register_attention`` for the length of a block; afterwards interface and current guard are as before."""
+    """``register_attention`` inside a block; restores the interface and the current guard afterwards."""
     before, current = dict(_registered), list(_current)
     interfaces = (AttentionInterface, AttentionMaskInterface)
     mappings = [(interface._global_mapping, dict(interface._global_mapping)) for interface in interfaces]
@@ -202,18 +197,18 @@ def registered_attention(plan: Plan) -> Iterator[str]:
             mapping.update(entries)
 
 
-class Announced:
-    """Builds no mask for packed rows, and sees to it that every layer is told where the samples end.
+class PackedRowMasks:
+    """Skips dense masks for packed rows, and checks that every layer passes sample boundaries to attention.
 
-    transformers finds packed rows by their position ids and would build a dense mask. The row's ``cu_seq_lens_q`` make
-    it needless, but only if the model's layers hand them on to attention: one that does not would mix the samples.
+    transformers detects packed rows by their position ids and would build a dense mask. ``cu_seq_lens_q`` replaces it,
+    but only if the model's layers pass it to attention; otherwise samples would attend to each other.
     """
 
     def __init__(self) -> None:
         self._row_without_mask = False
 
     def mask(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """``build`` for everything but packed rows, which get None."""
+        """Wrap ``build`` to return None for packed rows."""
 
         @functools.wraps(build)
         def mask_or_none(
@@ -226,7 +221,7 @@ class Announced:
             use_vmap: bool = False,
             **kwargs: Any,
         ) -> Any:
-            # One row, no mask of the caller's, no cache, and yet plain causality is not enough: packed samples.
+            # One row without mask and cache for which plain causality is not enough: packed samples.
             row = batch_size == 1 and attention_mask is None and q_length == kv_length > 1
             self._row_without_mask = row and not allow_is_causal_skip and not use_vmap
             if self._row_without_mask:
@@ -244,10 +239,10 @@ class Announced:
         return mask_or_none
 
     def attention(self, attend: Attention) -> Attention:
-        """``attend``, which raises ModelError where a packed row arrives without boundaries or with a model's mask."""
+        """Wrap ``attend`` to raise ModelError for a packed row without boundaries or with a model's own mask."""
 
         @functools.wraps(attend)
-        def told(
+        def checked(
             module: nn.Module,
             query: torch.Tensor,
             key: torch.Tensor,
@@ -257,17 +252,20 @@ class Announced:
             scaling: float | None = None,
             **kwargs: Any,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            untold = attention_mask is None and kwargs.get("cu_seq_lens_q") is None
-            if self._row_without_mask and untold and getattr(module, "is_causal", True):
+            without_bounds = attention_mask is None and kwargs.get("cu_seq_lens_q") is None
+            if self._row_without_mask and without_bounds and getattr(module, "is_causal", True):
                 raise ModelError(
-                    f"{type(module).__name__} is not told where the samples of a packed row end",
+                    f"{type(module).__name__} does not pass sample boundaries of packed rows to attention",
                     remedy="data.packing: false",
+                    code="attention.packing_unsupported",
                 )
             if self._row_without_mask and attention_mask is not None:
-                # The backends of packed rows take boundaries and no mask: what the model says with it would be lost.
+                # The backends of packed rows take boundaries instead of masks: the model's mask would be ignored.
                 raise ModelError(
-                    f"{type(module).__name__} brings a mask of its own to a packed row", remedy="data.packing: false"
+                    f"{type(module).__name__} uses its own attention mask, which packed rows do not support",
+                    remedy="data.packing: false",
+                    code="attention.packing_unsupported",
                 )
             return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
-        return told
+        return checked

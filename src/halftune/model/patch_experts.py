@@ -1,6 +1,6 @@
-"""Experts held as one parameter compute in the plan's format: autocast has no rule for their grouped matmul.
+"""Casts the operands of grouped expert matmuls to autocast's dtype: autocast has no rule for them.
 
-transformers multiplies by ``grouped_mm``: with fp32 master weights it would compute in fp32 whatever the plan says, at
+transformers uses ``grouped_mm`` for experts in one parameter: with fp32 master weights it would compute in fp32, at
 several times the cost.
 """
 
@@ -21,11 +21,10 @@ NAME, GROUPED, LOOP = "halftune_grouped_mm", "grouped_mm", "eager"
 
 
 def route_experts(model: nn.Module, plan: Plan) -> int:
-    """Sees to it that grouped experts of ``model`` compute in autocast's dtype; returns how many layers have such.
+    """Make grouped experts compute in autocast's dtype; returns the number of such layers.
 
-    Nothing is changed where the plan has no autocast. A loop over experts is made of linear layers, which autocast
-    casts; what else a checkpoint's config.json may ask for (``experts_implementation``) gives way to the plan's. Takes
-    one entry in transformers' table of experts; models that others make do not name it.
+    Does nothing without autocast. A loop over experts consists of linear layers, which autocast casts; other values of
+    ``experts_implementation`` in config.json are overridden. Registers one entry in transformers' table of experts.
     """
     if not plan.precision.autocast.value:
         return 0
@@ -33,24 +32,24 @@ def route_experts(model: nn.Module, plan: Plan) -> int:
     grouped = [module for module in experts if module.config._experts_implementation not in (NAME, LOOP)]
     if grouped:
         ALL_EXPERTS_FUNCTIONS.register(NAME, in_autocast)
-        for config in {id(module.config): module.config for module in grouped}.values():
-            config._experts_implementation = NAME
+        for module in grouped:
+            module.config._experts_implementation = NAME
     if experts:
         how, dtype = GROUPED if grouped else "a loop", plan.precision.compute.value
-        log.info("experts of %d layers compute by %s in %s, as autocast would", len(experts), how, dtype)
+        log.info("experts of %d layers use %s in %s", len(experts), how, dtype)
     return len(grouped)
 
 
 def in_autocast(
     module: nn.Module, hidden_NC: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
 ) -> torch.Tensor:
-    """``grouped_mm`` on operands in autocast's dtype, as a linear layer's would be; result in that of ``hidden_NC``.
+    """``grouped_mm`` with operands in autocast's dtype; the result has the dtype of ``hidden_NC``.
 
     Args:
         module: experts of one layer.
         hidden_NC: ``[N, C]`` tokens.
-        chosen_NK: ``[N, K]`` experts of each token.
-        weights_NK: ``[N, K]`` what each counts; the sum over experts is taken in their dtype.
+        chosen_NK: ``[N, K]`` expert indices of each token.
+        weights_NK: ``[N, K]`` expert weights; the sum over experts has their dtype.
     """
     compute = ALL_EXPERTS_FUNCTIONS[GROUPED]
     kind = hidden_NC.device.type
@@ -61,7 +60,7 @@ def in_autocast(
 
 
 class _Cast:
-    """A module whose floating parameters are read in another dtype; gradients go to the parameters themselves."""
+    """A view of a module with its floating parameters cast to another dtype; gradients reach the parameters."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype

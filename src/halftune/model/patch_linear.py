@@ -1,8 +1,7 @@
-"""Puts our operators where transformers' linear-attention layers call theirs; nothing is forked, all can be undone.
+"""Replaces the operators of transformers' linear-attention layers by ours; reversible.
 
-Every mixer of transformers looks its functions up in its modeling module at call time, so the module's globals are
-rebound, once, when a model is loaded. It concerns every model of that family in the process: the functions compute the
-same, and they keep the samples of a packed row apart.
+transformers' mixers look up their functions in the modeling module at call time, so the module's globals are
+rebound while a model runs. Other models of the family in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -26,6 +25,8 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.patch import current_guard
 from halftune.plan import Plan
+from halftune.precision.patched import hold_while_running
+from halftune.precision.rebind import Scope, unpatched
 from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from halftune_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
@@ -37,18 +38,17 @@ log = get_logger(__name__)
 
 Function = Callable[..., Any]
 _SILU = (None, "silu", "swish")
-# Models whose forward drops arguments that it does not name, and the part of them that would hand them on.
-_FORGETFUL = {"Mamba2ForCausalLM": "backbone"}
+# Models whose forward drops unknown arguments, and their submodule that would pass them on.
+_DROPS_KWARGS = {"Mamba2ForCausalLM": "backbone"}
 _WITH_MIXERS = ("transformers.models.", "halftune.model.rwkv7.")
-_HANDS_ON = "halftune_hands_on"  # on a module that has hooks of ours already
-# Mamba-2 layers of zamba2 and nemotron_h bound the step over a whole row, and forget to over one token from the cache.
+_FORWARDS_KWARGS = "halftune_forwards_kwargs"  # set on modules that already have our hooks
+# Mamba-2 layers of zamba2 and nemotron_h limit the time step in training, but not when decoding single tokens.
 _STEP_LIMITS = "halftune_step_limits"
 _NO_LIMITS = (0.0, math.inf)
-_originals: dict[tuple[ModuleType, str], Function] = {}
 
 
 def boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Where the samples of a packed row end, from what a layer hands on: not all of them rename ``cu_seq_lens_q``."""
+    """Sample boundaries of a packed row from a layer's arguments; not all layers rename ``cu_seq_lens_q``."""
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
             return {"cu_seqlens": kwargs[name]}
@@ -167,7 +167,7 @@ def _next_state(
 
 
 def _no_fused_mixer(*args: Any, **kwargs: Any) -> None:
-    """None sends a layer on to its separate steps: the fused one reads raw weights, past LoRA and quantisation."""
+    """Return None, so that a layer uses its separate steps: the fused one bypasses LoRA and quantisation."""
 
 
 _CONVOLUTIONS: dict[str, Function] = {"causal_conv1d_fn": _convolution, "causal_conv1d_update": _next_convolution}
@@ -183,13 +183,13 @@ _MAMBA2: dict[str, Function] = {
     _UPDATE: _next_state,
     "mamba2_split_conv1d_scan_combined": _no_fused_mixer,
 }
-# of our own model: only the guard comes in between
+# our own model: only the guard is added
 _RWKV7: dict[str, Function] = {"rwkv7": rwkv7, "rwkv7_step": rwkv7_step}
 _ALL: dict[str, Function] = {**_CONVOLUTIONS, **_DELTA, **_MAMBA2, **_RWKV7}
-# Packages whose functions transformers' own call before torch, where they are installed.
+# Packages whose functions transformers prefers over torch if installed.
 _PREFERRED = ("fla", "causal_conv1d", "mamba_ssm")
 
-# What must share one dtype; steps, decays and states keep their own.
+# Operands that must share one dtype; steps, decays and states keep theirs.
 _OPERANDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_DELTA, ("query", "key", "value")),
     **dict.fromkeys(("mamba2_chunk_scan", _UPDATE), ("hidden_states", "B", "C")),
@@ -198,17 +198,17 @@ _OPERANDS: dict[str, tuple[str, ...]] = {
 
 
 def _with_boundaries(original: Function) -> Function:
-    """fla's function, told where samples end also by layers that do not rename the boundaries."""
+    """fla's function with ``cu_seqlens`` also from layers that do not rename the boundaries."""
 
     @functools.wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def with_cu_seqlens(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, **boundaries({**kwargs, "seq_idx": None})})
 
-    return told
+    return with_cu_seqlens
 
 
 def _plain(original: Function) -> Function:
-    """transformers' torch code, also where a package is installed that transformers would call in its place."""
+    """transformers' torch code, even if a package is installed that transformers would prefer."""
     torch_code = inspect.unwrap(original)
     known = inspect.signature(torch_code).parameters
 
@@ -216,8 +216,9 @@ def _plain(original: Function) -> Function:
     def plain(*args: Any, **kwargs: Any) -> Any:
         if boundaries(kwargs):
             raise ModelError(
-                f"{torch_code.__name__}: transformers' torch code takes a packed row for one sample",
+                f"{torch_code.__name__}: transformers' torch code does not support packed rows",
                 remedy="attention: {linear: halftune}, or data.packing: false",
+                code="attention.packing_unsupported",
             )
         return torch_code(*args, **{name: value for name, value in kwargs.items() if name in known})
 
@@ -225,67 +226,56 @@ def _plain(original: Function) -> Function:
 
 
 def route_linear_layers(model: nn.Module, plan: Plan) -> None:
-    """Rebinds the functions that the model's linear-attention layers call, as ``plan.attention.linear`` says.
+    """Route the model's linear-attention layers to ``plan.attention.linear`` while the model runs.
 
-    ``torch`` and ``none`` leave, or put back, transformers' own; ``torch`` without the packages that transformers would
-    call. Models of other families are not touched.
+    ``torch`` and ``none`` keep transformers' functions; ``torch`` without the packages that transformers would prefer.
+    Other models are not affected, even of the same family. Compiled code keeps its functions, see
+    :func:`~halftune.precision.patched.hold_while_running`.
     """
-    modules = _modeling_modules(model)
-    restore_linear_layers(modules)
-    backend = plan.attention.linear.value
-    if backend == "torch" and any(map(importlib.util.find_spec, _PREFERRED)):
-        for module in modules:
-            for name in _ALL.keys() & vars(module).keys() - _RWKV7.keys():
-                original = _originals[module, name] = getattr(module, name)
-                setattr(module, name, _plain(original))
-    if backend not in ("halftune", "fla"):
-        return
-    guard = current_guard()
-    bound: list[str] = []
-    for module in modules:
-        for name, function in _ALL.items():
-            if name not in vars(module):
-                continue
-            original = _originals[module, name] = getattr(module, name)
-            routed = _with_boundaries(original) if backend == "fla" and name in _DELTA else function
-            if name in _OPERANDS:
-                routed = guard.operator(routed, _OPERANDS[name])
-            setattr(module, name, _named(routed, original))
-            bound.append(name)
-    _hand_on_boundaries(model)
-    _hand_on_step_limits(model)
-    if bound:
-        log.info("linear layers: %s computed by %s", ", ".join(sorted(set(bound))), backend)
-    else:
-        log.warning("linear layers: computed by the model's own code, which calls no function of %s", backend)
-
-
-def restore_linear_layers(modules: list[ModuleType] | None = None) -> None:
-    """Puts transformers' functions back, in some modeling modules or in all."""
-    for module, name in [key for key in _originals if modules is None or key[0] in modules]:
-        setattr(module, name, _originals.pop((module, name)))
+    hold_while_running(_scope(model, plan), model)
 
 
 @contextmanager
 def routed_linear_layers(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """``route_linear_layers`` for the length of a block; afterwards every global is as it was before."""
-    modules = _modeling_modules(model)
-    before = [(module, name, value) for module in modules for name, value in vars(module).items() if callable(value)]
-    originals = dict(_originals)
-    try:
-        route_linear_layers(model, plan)
+    """The same inside a block, for everything that runs in it."""
+    with _scope(model, plan):
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-        _originals.clear()
-        _originals.update(originals)
 
 
-def _hand_on_boundaries(model: nn.Module) -> None:
-    """Hands boundaries on to the layers where the model's own forward drops what it does not know."""
+def _known_functions(modules: Sequence[ModuleType]) -> list[tuple[str, Function]]:
+    """The functions of linear attention that modeling modules hold, by name."""
+    return [(name, unpatched(vars(module)[name])) for module in modules for name in _ALL if name in vars(module)]
+
+
+def _routed(name: str, original: Function, backend: str) -> Function:
+    """Our function in place of ``original``, behind the guard."""
+    routed = _with_boundaries(original) if backend == "fla" and name in _DELTA else _ALL[name]
+    if name in _OPERANDS:
+        routed = current_guard().operator(routed, _OPERANDS[name])
+    return _named(routed, original)
+
+
+def _scope(model: nn.Module, plan: Plan) -> Scope:
+    modules, backend = _modeling_modules(model), plan.attention.linear.value
+    known = _known_functions(modules)
+    if backend == "torch" and any(map(importlib.util.find_spec, _PREFERRED)):
+        return Scope({original: _plain(original) for name, original in known if name not in _RWKV7}, modules)
+    if backend not in ("halftune", "fla"):
+        return Scope({})
+    scope = Scope({original: _routed(name, original, backend) for name, original in known}, modules)
+    _forward_boundaries(model)
+    _forward_step_limits(model, scope)
+    if names := sorted(dict(known)):
+        log.info("linear attention: %s use backend %s", ", ".join(names), backend)
+    else:
+        log.warning("linear attention: the model's own code is used; it does not call backend %s", backend)
+    return scope
+
+
+def _forward_boundaries(model: nn.Module) -> None:
+    """Pass boundaries to the layers of models whose forward drops unknown arguments."""
     for part in model.modules():
-        if type(part).__name__ not in _FORGETFUL or hasattr(part, _HANDS_ON):
+        if type(part).__name__ not in _DROPS_KWARGS or hasattr(part, _FORWARDS_KWARGS):
             continue
         given: dict[str, Any] = {}
 
@@ -302,26 +292,27 @@ def _hand_on_boundaries(model: nn.Module) -> None:
 
         part.register_forward_pre_hook(keep, with_kwargs=True)
         part.register_forward_hook(forget, always_call=True)
-        inner = part.get_submodule(_FORGETFUL[type(part).__name__])
+        inner = part.get_submodule(_DROPS_KWARGS[type(part).__name__])
         inner.register_forward_pre_hook(hand_on, with_kwargs=True)
-        setattr(part, _HANDS_ON, True)
+        setattr(part, _FORWARDS_KWARGS, True)
 
 
-def _hand_on_step_limits(model: nn.Module) -> None:
-    """Tells one token's update the bounds that its layer has for a row, so that decoding is what was trained."""
+def _forward_step_limits(model: nn.Module, scope: Scope) -> None:
+    """Apply a layer's time-step limits to single-token updates too, so that decoding matches training."""
 
     def hand_on(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        ours = (sys.modules[type(layer).__module__], _UPDATE) in _originals
+        ours = vars(layer)[_FORWARDS_KWARGS].is_open
         return args, kwargs | {_STEP_LIMITS: _step_limits(layer)} if ours else kwargs
 
     for part in model.modules():
-        if _step_limits(part) not in (None, _NO_LIMITS) and not hasattr(part, _HANDS_ON):
-            part.register_forward_pre_hook(hand_on, with_kwargs=True)
-            setattr(part, _HANDS_ON, True)
+        if _step_limits(part) not in (None, _NO_LIMITS):
+            if not hasattr(part, _FORWARDS_KWARGS):
+                part.register_forward_pre_hook(hand_on, with_kwargs=True)
+            setattr(part, _FORWARDS_KWARGS, scope)
 
 
 def _step_limits(layer: nn.Module) -> tuple[float, float] | None:
-    """Least and greatest step of a Mamba-2 layer; None for other modules."""
+    """Minimum and maximum time step of a Mamba-2 layer; None for other modules."""
     limits = vars(layer).get("time_step_limit")
     return None if limits is None else (float(limits[0]), float(limits[1]))
 
@@ -332,14 +323,18 @@ def _modeling_modules(model: nn.Module) -> list[ModuleType]:
 
 
 def _named(routed: Function, original: Function) -> Function:
-    """``routed`` with the name that messages know, and errors in its arguments as ours."""
+    """``routed`` under the original's name, with argument errors as ModelError."""
 
     @functools.wraps(routed)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return routed(*args, **kwargs)
         except ArgumentError as error:
-            raise ModelError(str(error), remedy="attention: {linear: torch}, and data.packing: false") from error
+            raise ModelError(
+                str(error),
+                remedy="attention: {linear: torch}, and data.packing: false",
+                code="attention.packing_unsupported",
+            ) from error
 
     called.__name__ = called.__qualname__ = getattr(original, "__name__", type(original).__name__)
     return called

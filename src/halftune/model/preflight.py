@@ -1,28 +1,38 @@
-"""Looks at a model's and its tokenizer's folder before anything heavy is imported."""
+"""Checks the folders of model and tokenizer before importing torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from halftune.config.facts.config_file import config_file
 from halftune.config.facts.folder import check_code, check_tokenizer, check_weights
 from halftune.config.sections.model import ModelSection
+from halftune.model.result import check_written
+
+BUILTIN = "builtin:"
 
 
-def check_folders(model: ModelSection, *, weights: bool = True) -> None:
-    """Makes sure that local folders hold what will be loaded from them; hub ids and builtin models are left to it.
+def check_folders(model: ModelSection, *, weights: bool = True, thorough: bool = False) -> None:
+    """Check that local folders are complete and unchanged, and that a hub model is cached or reachable.
 
     Args:
-        model: which folders.
-        weights: False where only the tokenizer is needed.
+        model: the model's config.
+        weights: False if only the tokenizer is needed.
+        thorough: compare the checksums of a model that halftune wrote, which reads every byte; else sizes only.
 
     Raises:
-        ModelError: a weight file is missing or cut off, is a pickle, or code is not pinned; or there is no tokenizer.
+        ModelError: a model that halftune wrote has changed since; a weight file is missing, truncated or a pickle, code
+            is not pinned, there is no tokenizer, or a hub model is neither cached nor reachable.
     """
     folder = Path(model.name_or_path)
     if weights and folder.is_dir():
         check_weights(folder)
         check_code(folder, model)
+        check_written(folder, thorough=thorough)
     tokenizer = folder if model.tokenizer is None else Path(model.tokenizer)
+    missing = not folder.is_dir() and not model.name_or_path.startswith(BUILTIN)
+    if missing and model.tokenizer is None and not weights:  # with weights, the plan already requires it
+        config_file(model)
     if tokenizer.is_dir():
         check_tokenizer(tokenizer)
         check_code(tokenizer, model)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints as the plan has them: computed with in its format, or written out in it on load."""
+"""Loads quantised checkpoints: kept quantised, or dequantised on load."""
 
 from __future__ import annotations
 
@@ -9,47 +9,62 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from halftune.config.quantised import KEPT, WIDENED, method_of
+from halftune.config.weight_formats import STORED, format_of, method_of
 from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
 from halftune.core.optional import need
 from halftune.model.architectures import read_config
+from halftune.model.library_output import no_progress_bars
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
 
 
 def quantisation(folder: Path) -> str | None:
-    """The format that a checkpoint's config.json names; None for a plain one."""
+    """The quantisation method in a checkpoint's config.json; None if unquantised."""
     file = folder / "config.json"
     return method_of(json.loads(file.read_text(encoding="utf-8")).get("quantization_config"), str(file))
 
 
-def reading(folder: Path, *, trust_remote_code: bool) -> dict[str, PreTrainedConfig]:
-    """What ``from_pretrained`` must be told to read a quantised checkpoint so: ``config``, or nothing.
+def is_widened(folder: Path) -> bool:
+    """Whether a quantised checkpoint is dequantised to the storage dtype on load."""
+    method = quantisation(folder)
+    return method in STORED and not format_of(method).package
+
+
+def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for a quantised checkpoint, or for quantisation on load.
 
     Raises:
         MissingPackageError: bitsandbytes is not installed.
-        ModelError: a format that is refused when a run is planned.
+        ModelError: an unsupported quantisation method.
     """
     method = quantisation(folder)
+    if plan.weights.origin == "on_load":
+        row = format_of(plan.weights.format.value)
+        need(row.package, why=f"model.quantization: {plan.weights.format.value}")
+        settings: Any = dict(row.on_load)
+        if settings.get("load_in_4bit"):
+            settings["bnb_4bit_compute_dtype"] = torch_dtype(plan.precision.compute.value)
+        return {"quantization_config": BitsAndBytesConfig(**settings)}
     if method is None:
         return {}
+    if method not in STORED:
+        what = f"unsupported quantisation method {method}"
+        raise ModelError(what, where=str(folder), code="model.quantization_unknown")
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    if method in KEPT:
-        need("bitsandbytes", why=f"a checkpoint in {method}")
-    elif method in WIDENED:
-        # transformers would widen where its kernels do not run, and elsewhere keep what cannot be trained through.
+    if package := format_of(method).package:
+        need(package, why=f"a checkpoint in {method}")
+    else:  # transformers would dequantise only if its kernels do not run; quantised weights cannot be trained through
         config.quantization_config = {**vars(config)["quantization_config"], "dequantize": True}
-    else:
-        raise ModelError(f"weights quantised by {method} are not known here", where=str(folder))
     return {"config": config}
 
 
 def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
-    """Brings what was not quantised in a widened checkpoint into the storage dtype.
+    """Cast the unquantised weights of a dequantised checkpoint to the storage dtype.
 
-    transformers leaves it as it is in the files, whatever dtype was asked for. What stays fp32 goes there.
+    transformers keeps their stored dtype, whatever dtype was requested. ``keep_fp32`` weights become fp32.
     """
     storage = torch_dtype(plan.precision.storage.value)
     listed = model._get_dtype_plan(storage) if storage is not torch.float32 else {}
@@ -62,12 +77,11 @@ def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> int:
-    """Has 4-bit layers compute in the plan's format, and right on CPUs; returns how many there are.
+    """Make 4-bit layers compute in the plan's dtype, and correctly on CPUs; returns their number.
 
-    bitsandbytes brings what arrives into the format that the checkpoint was quantised with (fp32 where it says none),
-    and what leaves back again: nobody would see it. On CPUs with AVX512-BF16 it rearranges the weights of a layer in
-    evaluation mode for an operator that has no backward pass: in training, gradients would end at that layer from the
-    first evaluation on. And it cannot rearrange every shape.
+    bitsandbytes silently casts inputs to the dtype in the checkpoint's quantisation config (default fp32), and outputs
+    back. On CPUs with AVX512-BF16 it repacks weights in evaluation mode for an operator without a backward pass: after
+    the first evaluation, gradients would stop at that layer. It also does not support every shape.
     """
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for layer in layers:
@@ -77,24 +91,32 @@ def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> i
     return len(layers)
 
 
-_CPU_ROWS = 32  # of a block in bitsandbytes' order of weights for CPUs
+log = get_logger(__name__)
+_CPU_ROWS = 32  # rows per block in bitsandbytes' weight layout for CPUs
 
 
 def _block_of(layer: Any) -> int:
-    """Weights that share a scale."""
+    """Number of weights that share a scale."""
     state = vars(layer.weight).get("quant_state")
     return 64 if state is None else int(state.blocksize)
 
 
-def cannot_merge(model: PreTrainedModel) -> None:
-    """Stops a merge into weights that stay quantised: what was learned would be rounded to their few levels.
+def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
+    """Dequantise weights that were quantised on load to fp32, to the values used in training.
 
     Raises:
-        ModelError: they are.
+        ModelError: the checkpoint itself is quantised: rounding would lose the update.
     """
-    if getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False):
+        return
+    if not format_of(plan.weights.format.value).mergeable:
         raise ModelError(
             "an adapter cannot be merged into quantised weights",
             where=str(model.config.name_or_path),
-            remedy="keep base and adapter apart, as they are in the run folder, or train on the checkpoint in bf16",
+            remedy="use the adapter without merging, or train on an unquantised checkpoint",
+            code="export.quantised_base",
         )
+    log.info("merging into dequantised %s weights, not into the checkpoint's weights", plan.weights.format.value)
+    with no_progress_bars():
+        model.dequantize(dtype=torch.float32)
+    model.requires_grad_(False)

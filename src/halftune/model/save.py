@@ -1,9 +1,10 @@
-"""Writes the result of a run: an adapter or a full model, in the planned dtype, which config.json names too."""
+"""Saves the result of a run: an adapter or a full model, in the planned dtype."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.formats import Format
 from halftune.core.manifest import MANIFEST, seal
-from halftune.model.adapters.mixtures import for_plain_peft
-from halftune.model.card import write_card
-from halftune.model.quiet import quiet
-from halftune.model.save_pieces import Named, write_pieces
-from halftune.model.towers import text_config_name, towers_of
-from halftune.model.tying import name_tying
+from halftune.model.adapters.peft_experts import for_plain_peft
+from halftune.model.library_output import no_progress_bars
+from halftune.model.loading_readme import write_loading_readme
+from halftune.model.prediction_heads import stored_prediction_heads
+from halftune.model.save_shards import Named, write_shards
+from halftune.model.towers import Towers, text_config_name, towers_of
+from halftune.model.tying import sync_tying_config
 from halftune.model.weight_range import cast_to_save
 from halftune.plan import Plan
 from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torch_dtype
@@ -35,22 +37,24 @@ def save_final(
     plan: Plan,
     folder: Path,
     state: Named | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the trained adapter (peft's format) or the whole model, with its tokenizer; safetensors only.
+    """Save the trained adapter (peft format) or the full model, with its tokenizer, as safetensors.
 
-    Everything is in ``plan.precision.saved``, but for what ``keep_fp32`` names or the model's own code keeps in fp32.
-    The folder appears when it is whole, with a manifest of its files, and replaces an older one.
+    All weights are in ``plan.precision.saved``, except those that ``keep_fp32`` or the model's code keeps in fp32. The
+    folder is written atomically, with a manifest, and replaces an older one.
 
     Args:
         model: as ``attach_adapter`` returned it, unwrapped.
-        tokenizer: written beside the weights, chat template included.
+        tokenizer: saved with the weights, chat template included.
         plan: gives the dtype.
         folder: e.g. ``RUN/final``.
-        state: whole tensors with their names in ``model.state_dict()``, one after the other, where the model holds
-            a share of them only; of a model without adapter each tensor once.
+        state: full tensors with their names in ``model.state_dict()``, as an iterator, if the model is sharded; without
+            an adapter each tensor once.
+        facts: JSON data for the manifest.
 
     Raises:
-        TrainingError: the folder cannot be written; nothing half-written is left.
+        TrainingError: the folder cannot be written; no partial folder is left.
     """
     saved, keep = plan.precision.saved.value, plan.precision.keep_fp32.value
     try:
@@ -62,14 +66,15 @@ def save_final(
             else:
                 raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
             save_tokenizer(tokenizer, partial)
-            seal(partial, MANIFEST)
+            seal(partial, MANIFEST, facts=facts)
     except (OSError, SafetensorError) as error:
-        remedy = f"{first_aid(error)} and run the same command again: it goes on from the newest checkpoint"
-        raise TrainingError(f"cannot write the result: {error}", where=str(folder), remedy=remedy) from error
+        remedy = f"{first_aid(error)} and run the same command again: it resumes from the newest checkpoint"
+        what = f"cannot write the result: {error}"
+        raise TrainingError(what, where=str(folder), remedy=remedy, code="core.cannot_write") from error
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a tokenizer with its chat template.
+    """Save a tokenizer with its chat template.
 
     Raises:
         OSError: it cannot be written.
@@ -79,7 +84,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise OSError(str(error)) from error  # the tokenizers package knows no other class for a full disk
+        raise OSError(str(error)) from error  # the tokenizers package raises Exception for a full disk
 
 
 def _write_adapter(
@@ -94,6 +99,13 @@ def _write_adapter(
     config.save_pretrained(str(folder))
 
 
+def _cast_each(named: Named, saved: Format, kept: frozenset[str], towers: Towers | None) -> Named:
+    """Tensors of the language model in the format of the saved file, one at a time."""
+    for name, tensor in named:
+        if towers is None or not towers.own(name):
+            yield from _cast({name: tensor}, saved, kept).items()
+
+
 def write_model(
     model: PreTrainedModel,
     saved: Format,
@@ -101,27 +113,24 @@ def write_model(
     folder: Path,
     state: Named | None = None,
 ) -> None:
-    """Writes a model's weights and configs in one format, ``keep`` (patterns of names) apart, into ``folder``.
+    """Save a model's weights in one format, except names that match ``keep``, and its configs.
 
-    The weights are ``state`` where it is given, else the model's own. Towers are as in the files of the base model.
+    The weights are ``state`` if given, else the model's. Towers and tensors for multi-token prediction are copied from
+    the base model's files.
     """
-    name_tying(model)
-    kept, towers = kept_names(model, keep), towers_of(model)
-    with quiet():
-        if towers is not None:
-            model.save_pretrained(folder, state_dict={})
-            named = _once(model) if state is None else state
-            language = (dict([item]) for item in named if not towers.own(item[0]))
-            text = (one for item in language for one in _cast(item, saved, kept).items())
-            write_pieces(model, text, folder, as_stored=towers.read())
-        elif state is None:
+    sync_tying_config(model)
+    kept, towers, heads = kept_names(model, keep), towers_of(model), stored_prediction_heads(model)
+    with no_progress_bars():
+        if towers is None and heads is None and state is None:
             cast = _cast(model.state_dict(), saved, kept)
             alive.sign(sum(tensor.nbytes for tensor in cast.values()))
             model.save_pretrained(folder, state_dict=cast)
         else:
             model.save_pretrained(folder, state_dict={})  # configs and code
-            write_pieces(model, (one for item in state for one in _cast(dict([item]), saved, kept).items()), folder)
-    write_card(model, folder)
+            cast = _cast_each(_once(model) if state is None else state, saved, kept, towers)
+            stored = () if towers is None else towers.read()
+            write_shards(model, cast, folder, as_stored=chain(stored, heads or ()))
+    write_loading_readme(model, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _name_dtype(config, CONFIG_NAMES[saved])
@@ -132,7 +141,7 @@ def write_model(
 
 
 def _once(model: PreTrainedModel) -> Named:
-    """A model's tensors with their names, tied ones under the first."""
+    """A model's tensors with their names; tied tensors once."""
     done: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in done:
@@ -141,7 +150,7 @@ def _once(model: PreTrainedModel) -> Named:
 
 
 def _cast(state: Mapping[str, torch.Tensor], saved: Format, kept: frozenset[str]) -> dict[str, torch.Tensor]:
-    """CPU copies in the saved dtype, ``kept`` in fp32; tensors that share memory (a tied head) go on sharing it."""
+    """CPU copies in the saved dtype, ``kept`` in fp32; shared tensors (a tied head) stay shared."""
     dtype = torch_dtype(saved)
     done: dict[tuple[int, torch.Size], torch.Tensor] = {}
     cast = {}
@@ -156,7 +165,7 @@ def _cast(state: Mapping[str, torch.Tensor], saved: Format, kept: frozenset[str]
 
 
 def _name_dtype(config: dict[str, Any], name: str) -> None:
-    """Writes the dtype into config.json and into those of its parts (text, vision …) that name one."""
+    """Set the dtype in config.json and in its sub-configs (text, vision …) that have one."""
     config.pop("torch_dtype", None)
     config["dtype"] = name
     for part in config.values():

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a run: padding set, chat template replaced where the config says so, ends of turns known."""
+"""Loads the tokenizer of a run, with pad token, configured chat template and end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ from halftune.core.log import get_logger
 from halftune.core.template_probe import LENGTH, excess
 from halftune.model.architectures import own_architectures
 from halftune.model.builtin import chatml_template
-from halftune.model.damage import TEMPLATE_FAULTS, first_line
+from halftune.model.load_errors import TEMPLATE_ERRORS, first_line
 from halftune.model.locate import locate_tokenizer
 
 log = get_logger(__name__)
 
-# Names under which vocabularies keep an unused token that may pad, in order of preference.
+# Unused tokens of common vocabularies that can serve as pad token, in order of preference.
 PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|pad|>", "<unk>")
-# transformers' own tag around what the assistant says; plain Jinja does not know it
+# transformers' tag around assistant text; unknown to plain Jinja
 GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, right-padding, with a pad token and the chat template that the config asks for.
+    """Load a run's tokenizer: right padding, a pad token and the configured chat template.
 
     Raises:
-        ModelError: it cannot be loaded, or the template asked for does not fit it.
+        ModelError: it cannot be loaded, or the configured template does not fit it.
     """
     folder = locate_tokenizer(model)
     check_tokenizer(folder)
-    # code of another hub repository is pinned by nothing
+    # remote code of another hub repository is not pinned
     pinned = model.tokenizer is None or Path(model.tokenizer).is_dir()
     if pinned:
         check_code(folder, model)
     try:
         with own_architectures():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
-        tokenizer("a")  # some damage, as a model_max_length that is a list, shows only in use
+        tokenizer("a")  # some invalid values, such as a list as model_max_length, fail only in use
     except Exception as error:  # the tokenizers library raises nothing more precise
         first = first_line(error)
         remedy = "check the folder's tokenizer files, or set model.tokenizer to another one"
         if isinstance(error, StrictDataclassError):  # transformers reads it for the tokenizer's class
-            raise ModelError(first, where=str(folder), remedy="fetch the checkpoint again") from error
+            raise ModelError(
+                first, where=str(folder), remedy="download the checkpoint again", code="model.tokenizer_invalid"
+            ) from error
         if "trust_remote_code" in str(error):
-            first = "it brings Python code of its own"
-            remedy = "read the code, then set model.tokenizer to a local copy and model.trust_remote_code: true"
-        raise ModelError(f"the tokenizer does not load: {first}", where=str(folder), remedy=remedy) from error
+            first = "it requires remote code"
+            remedy = "review the code, then set model.tokenizer to a local copy and model.trust_remote_code: true"
+        what = f"cannot load the tokenizer: {first}"
+        raise ModelError(what, where=str(folder), remedy=remedy, code="model.tokenizer_invalid") from error
     _check_unknown(tokenizer, str(folder))
     tokenizer.padding_side = "right"
     _set_pad_token(tokenizer)
@@ -66,23 +69,24 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def _check_template(template: Any, where: str) -> None:
-    """Makes sure that a template, or each of several by name, can be parsed and renders within limits.
+    """Check that chat templates can be parsed and render within limits.
 
     Raises:
-        ModelError: one cannot, or does not.
+        ModelError: invalid Jinja, or a limit is exceeded.
     """
     remedy = "copy the tokenizer again, or set model.chat_template"
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            too_much = excess(text)  # asked first: parsing has no limit
+            too_much = excess(text)  # first, since parsing has no limit
             if not too_much:
                 Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
-        except TEMPLATE_FAULTS as error:
+        except TEMPLATE_ERRORS as error:
             what = f"the chat template is not valid Jinja: {first_line(error)}"
-            raise ModelError(what, where=where, remedy=remedy) from error
+            raise ModelError(what, where=where, remedy=remedy, code="model.chat_template_invalid") from error
         if too_much:
-            trusted = "set model.chat_template to one that you trust"
-            raise ModelError(f"the chat template {too_much}", where=where, remedy=trusted)
+            trusted = "set model.chat_template to a template that you trust"
+            what = f"the chat template {too_much}"
+            raise ModelError(what, where=where, remedy=trusted, code="model.chat_template_too_costly")
 
 
 def _set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -92,10 +96,11 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     unused = [token for token in PAD_CANDIDATES if token in vocabulary and token != tokenizer.eos_token]
     tokenizer.pad_token = unused[0] if unused else tokenizer.eos_token
     if tokenizer.pad_token is None:
-        remedy = "set model.tokenizer to one with a pad or end-of-text token"
-        raise ModelError("the tokenizer has neither a pad nor an end-of-text token", remedy=remedy)
-    # harmless for training: padding is masked by position, never by token id
-    log.info("the tokenizer has no pad token; padding with %s", tokenizer.pad_token)
+        remedy = "set model.tokenizer to one with a pad or EOS token"
+        what = "the tokenizer has neither a pad nor an EOS token"
+        raise ModelError(what, remedy=remedy, code="model.tokenizer_without_eos")
+    # harmless in training: padding is masked by position, not by token id
+    log.info("the tokenizer has no pad token: padding with %s", tokenizer.pad_token)
 
 
 def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -104,8 +109,9 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
         missing = [token for token in (START_TOKEN, END_TOKEN) if token not in vocabulary]
         if missing:
             raise ModelError(
-                f"the chatml template needs the tokens {START_TOKEN} and {END_TOKEN}; this tokenizer lacks {missing}",
-                remedy="write model.chat_template: a Jinja file made of control tokens that the tokenizer has",
+                f"the chatml template requires tokens {START_TOKEN} and {END_TOKEN}; the tokenizer lacks {missing}",
+                remedy="set model.chat_template to a Jinja file that uses the tokenizer's own tokens",
+                code="model.template_tokens_missing",
             )
         tokenizer.eos_token = END_TOKEN
         return chatml_template()
@@ -113,8 +119,9 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         text = read_limited(path, LENGTH).decode()
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "write `chatml` or the path of a Jinja file"
-        raise ModelError(f"cannot read the chat template: {first_line(error)}", where=asked, remedy=remedy) from error
+        remedy = "use `chatml` or the path of a Jinja file"
+        what = f"cannot read the chat template: {first_line(error)}"
+        raise ModelError(what, where=asked, remedy=remedy, code="model.chat_template_invalid") from error
     _check_template(text, asked)
     return text
 
@@ -122,17 +129,17 @@ def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
 def _check_unknown(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     try:
         list(tokenizer.all_special_ids)
-    except RecursionError as error:  # transformers looks the unknown token up as a word that is unknown
-        what = f"unk_token {tokenizer.unk_token!r} of the tokenizer is not in its vocabulary"
+    except RecursionError as error:  # transformers looks up the unknown token as an unknown word
+        what = f"unk_token {tokenizer.unk_token!r} is not in the tokenizer's vocabulary"
         remedy = "correct unk_token in tokenizer_config.json, or copy the tokenizer again"
-        raise ModelError(what, where=where, remedy=remedy) from error
+        raise ModelError(what, where=where, remedy=remedy, code="model.tokenizer_invalid") from error
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the tokenizer's end of text and the control token its template closes a turn with.
+    """Token ids that end a reply: EOS and the token with which the chat template ends a turn.
 
-    Base checkpoints often name ``<|endoftext|>`` as EOS while their template ends turns with another token; a chat
-    that stops only at the first runs on past its answer.
+    Base checkpoints often have ``<|endoftext|>`` as EOS while their template ends turns with another token: stopping at
+    EOS only would generate beyond the reply.
     """
     found: list[int] = []
     if tokenizer.chat_template is not None:
@@ -140,10 +147,12 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": probe}]
         try:
             rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except TEMPLATE_FAULTS as error:
-            what = f"the chat template cannot render a question and its answer: {first_line(error)}"
+        except TEMPLATE_ERRORS as error:
+            what = f"the chat template cannot render a conversation: {first_line(error)}"
             remedy = "copy the tokenizer again, or set model.chat_template"
-            raise ModelError(what, where=str(tokenizer.name_or_path), remedy=remedy) from error
+            raise ModelError(
+                what, where=str(tokenizer.name_or_path), remedy=remedy, code="model.chat_template_invalid"
+            ) from error
         tail = rendered[rendered.rfind(probe) + len(probe) :] if probe in rendered else ""
         special = set(tokenizer.all_special_ids)
         found += [token for token in tokenizer.encode(tail, add_special_tokens=False) if token in special][:1]

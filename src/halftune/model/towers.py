@@ -1,8 +1,8 @@
-"""Towers of a multimodal model in a run on text: never trained, rarely in memory, and saved as they came.
+"""Towers of a multimodal model in text training: frozen, usually not in memory, and copied to the result.
 
-What is neither the language model nor its head is a tower: vision and audio encoders, their projectors. A small copy of
-the model is run on text to see which of them its code calls. The others are taken out of the model that trains, and
-whatever writes a result copies their tensors from the files of the base, byte by byte.
+Towers are all modules except the language model and its head: vision and audio encoders and their projectors. A small
+copy of the model runs on text to find the towers that its code calls. The others are removed from the model, and saving
+copies their tensors from the base model's files.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import re
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, initialization
 
-from halftune.config.facts.safetensors_headers import weight_files
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
-from halftune.model.computed import without_weights
-from halftune.model.damage import first_line
-from halftune.model.packing_check import REFUSALS, VOCABULARY, shrunken, silent, stir
-from halftune.model.unread import Unread, why_not
+from halftune.model.lazy_weights import LazyWeights, why_not
+from halftune.model.load_errors import first_line
+from halftune.model.packing_check import REFUSALS, VOCABULARY, randomise, shrunk_config, silent
+from halftune.model.prediction_heads import as_stored
+from halftune.model.runtime_buffers import without_weights
 
 log = get_logger(__name__)
 
@@ -39,11 +37,11 @@ PROCESSORS = "*processor_config.json"
 
 @dataclass(frozen=True)
 class Towers:
-    """What a model has beside its language model.
+    """The towers of a model.
 
     Attributes:
-        folder: of the checkpoint that holds their tensors.
-        names: of modules and parameters, as in ``model.named_modules()``.
+        folder: checkpoint with their tensors.
+        names: of modules and parameters, as in ``model.named_modules()`` and ``named_parameters()``.
         tensors: their names in the checkpoint's files.
     """
 
@@ -52,35 +50,29 @@ class Towers:
     tensors: tuple[str, ...]
 
     def own(self, name: str) -> bool:
-        """Whether a module or a tensor, by its name in the model, belongs to one of them."""
+        """Whether the module or tensor of this name belongs to a tower."""
         return any(name == tower or name.startswith(f"{tower}.") for tower in self.names)
 
     @property
     def pattern(self) -> str:
-        """A regular expression that matches the full names of their modules, and nothing else's."""
+        """A regular expression for the full names of their modules."""
         return rf"({'|'.join(re.escape(name) for name in self.names)})(\..*)?"
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their tensors as the files have them, one after the other.
+        """Iterate over their tensors in the checkpoint's files.
 
         Raises:
-            OSError, SafetensorError: a file cannot be read, or a tensor is not there any more.
+            OSError, SafetensorError: a file cannot be read, or a tensor is missing.
         """
-        with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(self.folder)]
-            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118, not a mapping
-            for name in self.tensors:
-                if name not in places:
-                    raise OSError(f"{name} is not in the files of {self.folder} any more")
-                yield name, places[name].get_tensor(name)
+        return as_stored(self.folder, self.tensors)
 
     def complete(self, config: dict[str, Any], text: str, folder: Path) -> None:
-        """Brings what a saved model needs beside its weights: processors' files, and the towers' part of its config.
+        """Copy processor files and the towers' sub-configs to a saved model.
 
         Args:
-            config: of the saved model; changed in place.
-            text: name of the part that describes the language model.
-            folder: of the saved model.
+            config: the saved model's config; changed in place.
+            text: name of the language model's sub-config.
+            folder: folder of the saved model.
         """
         base = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         config |= {name: part for name, part in base.items() if isinstance(part, dict) and _describes(name, text)}
@@ -90,7 +82,7 @@ class Towers:
 
 
 def _describes(name: str, text: str) -> bool:
-    """Whether a part of config.json describes a tower."""
+    """Whether a sub-config of config.json is a tower's."""
     return name.endswith("_config") and name not in (text, "quantization_config", "generation_config")
 
 
@@ -98,59 +90,79 @@ _OF: weakref.WeakKeyDictionary[nn.Module, Towers] = weakref.WeakKeyDictionary()
 
 
 def towers_of(model: nn.Module) -> Towers | None:
-    """The towers of a model that ``load_model`` has made; None of a plain language model."""
+    """The towers of a model from ``load_model``; None for a plain language model."""
     return _OF.get(model)
 
 
 class NotLoaded(nn.Module):
-    """Stands where a tower was."""
+    """Placeholder of a removed tower."""
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuses to run.
+        """Raise an error.
 
         Raises:
             ModelError: always.
         """
-        raise ModelError("this tower is not loaded: the run is on text", remedy="feed it text alone")
+        what = "tower not loaded (text-only run)"
+        raise ModelError(what, remedy="pass text inputs only", code="model.wrong_use")
 
 
 def text_config_name(config: PretrainedConfig) -> str:
-    """Name of the part of a config that describes the language model; empty where the config itself does."""
+    """Name of the language model's sub-config; empty if it is the config itself."""
     text = config.get_text_config(decoder=True)
     return next((name for name in config.sub_configs if vars(config).get(name) is text), "")
 
 
-def beside_the_language_model(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules, and of the parameters outside of them, that are neither language model nor head."""
+def for_parts(config: PretrainedConfig, attention: str) -> dict[str, str]:
+    """``attn_implementation`` per sub-config; towers use eager, which all support.
+
+    Some towers look up the name in their own table. Some outer classes, which compute no attention, reject names with
+    ``sdpa``.
+    """
+    outer: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+    text = text_config_name(config)
+    towers = {name: attention if name == text else "eager" for name in config.sub_configs}
+    return {"": "eager" if text and "sdpa" in attention and not outer._supports_sdpa else attention, **towers}
+
+
+def tower_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules and direct parameters that belong to neither the language model nor its head."""
     whole: Any = model
     parts = (whole.get_decoder(), whole.get_output_embeddings(), whole.get_input_embeddings())
     language = {id(part) for part in parts if part is not None}
-    found: list[str] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            if id(child) in language:
-                continue
-            if language & {id(inner) for inner in child.modules()}:
-                visit(child, f"{path}{name}.")
-            elif next(child.parameters(), None) is not None:
-                found.append(f"{path}{name}")
-        found.extend(f"{path}{name}" for name in module._parameters if module._parameters[name] is not None)
-
-    if id(model) not in language:
-        visit(model, "")
-    return tuple(found)
+    return () if id(model) in language else tuple(_outside(language, model))
 
 
-def set_towers_apart(model: PreTrainedModel, called: frozenset[str] | None, files: Unread) -> None:
-    """Freezes a model's towers, notes where their tensors are, and takes those out that text does not need.
+def _outside(language: set[int], module: nn.Module, path: str = "") -> Iterator[str]:
+    """Names of the parts below ``module`` that contain no module of ``language`` and are in none."""
+    for name, child in module.named_children():
+        if id(child) in language:
+            continue
+        if language & {id(inner) for inner in child.modules()}:
+            yield from _outside(language, child, f"{path}{name}.")
+        elif next(child.parameters(), None) is not None:
+            yield f"{path}{name}"
+    yield from (f"{path}{name}" for name, parameter in module._parameters.items() if parameter is not None)
+
+
+def _remove(model: PreTrainedModel, name: str) -> None:
+    path, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(path)
+    if leaf in parent._parameters:
+        parent._parameters[leaf] = None
+    else:
+        setattr(parent, leaf, NotLoaded())
+
+
+def detach_towers(model: PreTrainedModel, called: frozenset[str] | None, files: LazyWeights) -> None:
+    """Freeze a model's towers, record their source tensors, and remove those that text does not need.
 
     Args:
-        model: as ``from_pretrained`` has made it.
-        called: names of towers that its code calls for text, too; None where nobody knows.
-        files: has recorded where each of its weights came from.
+        model: as loaded by ``from_pretrained``.
+        called: names of towers that are also called for text; None if unknown.
+        files: the recorded sources of weights.
     """
-    names = beside_the_language_model(model)
+    names = tower_names(model)
     if not names:
         return
     towers = Towers(files.folder, names, ())
@@ -159,57 +171,59 @@ def set_towers_apart(model: PreTrainedModel, called: frozenset[str] | None, file
     _OF[model] = towers = Towers(files.folder, names, tuple(sorted(files.sources(own))))
     count = sum(one.numel() for name, one in model.named_parameters() if towers.own(name))
     for name in () if called is None else set(names) - called:
-        path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path)
-        if leaf in parent._parameters:
-            parent._parameters[leaf] = None
-        else:
-            setattr(parent, leaf, NotLoaded())
+        _remove(model, name)
     for name, parameter in model.named_parameters():
         if towers.own(name):
             parameter.requires_grad_(False)
     log.info(
-        "%s: %s (%s parameters) frozen, saved as in %s", type(model).__name__, ", ".join(names), f"{count:,}",
+        "%s: froze %s (%s parameters), copied from %s on save", type(model).__name__, ", ".join(names), f"{count:,}",
         files.folder,
     )  # fmt: skip
 
 
-def _check_found(model: PreTrainedModel, towers: Towers, files: Unread) -> None:
-    """Makes sure that it is known where in the files each weight of the towers is.
+def _check_found(model: PreTrainedModel, towers: Towers, files: LazyWeights) -> None:
+    """Check that the source of each tower weight is recorded.
 
     Raises:
-        ModelError: of one it is not: what is saved would lack it.
+        ModelError: a source is unknown, so the saved model would lack the weight.
     """
     named = [(name, one) for name, one in model.named_parameters(remove_duplicate=False) if towers.own(name)]
     found = {id(one) for name, one in named if files.sources([name])}
     lost = next((name for name, one in named if id(one) not in found), "")
     if lost:
-        what = f"where {lost} is in the files is not known{'; ' if (why := why_not()) else ''}{why}"
-        raise ModelError(what, where=str(files.folder), remedy="model.parts: text trains the language model alone")
+        what = f"cannot find the source of {lost} in the checkpoint{'; ' if (why := why_not()) else ''}{why}"
+        raise ModelError(
+            what,
+            where=str(files.folder),
+            remedy="set model.parts: text to train the language model alone",
+            code="model.towers_not_found",
+        )
 
 
-def small_whole(config: PretrainedConfig) -> PreTrainedModel:
-    """As ``small_copy``, with the outer class around the language model; its towers have no numbers.
+def small_multimodal_copy(config: PretrainedConfig) -> PreTrainedModel:
+    """As ``small_copy``, but of the multimodal class; its towers are on the meta device.
 
     Raises:
-        Exception: the model's own code cannot be made so small.
+        Exception: the model's code does not support such small sizes.
     """
-    whole = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
-    setattr(whole, text_config_name(config), type(text).from_dict(shrunken(text)))
-    for name, value in vars(whole).items():  # no random token is a place holder of a picture
+    small = type(text).from_dict(shrunk_config(text))
+    whole = copy.deepcopy(config) if text is not config else small
+    if text is not config:
+        setattr(whole, text_config_name(config), small)
+    for name, value in vars(whole).items():  # keep random tokens from being image placeholders
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value < VOCABULARY:
             setattr(whole, name, VOCABULARY + value)
     whole.dtype, whole._attn_implementation = torch.float32, "eager"
     with initialization.no_init_weights(), without_weights():
         model = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32, attn_implementation="eager")
-    towers = Towers(Path(), beside_the_language_model(model), ())
-    _give_numbers(model, [name for name, _ in model.named_parameters() if not towers.own(name)])
+    towers = Towers(Path(), tower_names(model), ())
+    _init_weights(model, [name for name, _ in model.named_parameters() if not towers.own(name)])
     return model.eval()
 
 
-def _give_numbers(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Gives weights on the meta device random numbers, as the model's code begins them, then stirs them."""
+def _init_weights(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Initialise weights on the meta device with the model's code, then randomise them."""
     given = []
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -222,64 +236,64 @@ def _give_numbers(model: PreTrainedModel, names: Iterable[str]) -> None:
         module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
     model.initialize_weights()
     model.tie_weights()
-    stir(given)
+    randomise(given)
 
 
-class _Asked(NotLoaded):
-    """Stands in a tower's place and tells that something was wanted of it."""
+class _Probe(NotLoaded):
+    """Placeholder of a tower that raises when it is used."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
     def __getattr__(self, _name: str) -> Any:
-        raise _Wanted(self.name)
+        raise _TowerCalled(self.name)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Tells that it was called."""
-        raise _Wanted(self.name)
+        """Raise ``_TowerCalled``."""
+        raise _TowerCalled(self.name)
 
 
-class _Wanted(Exception):
-    """Carries the name of a tower."""
+class _TowerCalled(Exception):
+    """A tower was used; the argument is its name."""
 
 
-def called_for_text(config: PretrainedConfig) -> frozenset[str] | None:
-    """Names of the towers that a model's code calls where it is given text alone; found on a small copy.
+def towers_called_for_text(config: PretrainedConfig) -> frozenset[str] | None:
+    """Names of the towers that a model's code calls for text inputs, found on a small copy.
 
-    None where the copy cannot be made or run, and nothing is known.
+    None if the copy cannot be built or run.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
             with silent():
-                return _called(small_whole(config).train())
+                return _called(small_multimodal_copy(config).train())
         except REFUSALS as refusal:
             said = refusal.what if isinstance(refusal, HalftuneError) else first_line(refusal)
-            log.warning("%s: all towers are loaded; a small copy does not run on text: %s", config.model_type, said)
+            log.warning("%s: loading all towers (cannot run a small copy on text: %s)", config.model_type, said)
             return None
 
 
 def _called(model: PreTrainedModel) -> frozenset[str]:
-    found = {name: attrgetter(name)(model) for name in beside_the_language_model(model)}
+    found = {name: attrgetter(name)(model) for name in tower_names(model)}
     towers = {name: one for name, one in found.items() if isinstance(one, nn.Module)}
     for name in towers:
-        _put(model, name, _Asked(name))
+        _replace_module(model, name, _Probe(name))
     called: set[str] = set()
     while True:
         try:
             model(input_ids=torch.randint(3, VOCABULARY, (1, 4)), use_cache=False)
-        except _Wanted as wanted:
+        except _TowerCalled as wanted:
             (name,) = wanted.args
             if name in called:
                 raise
             called.add(name)
-            _put(model, name, towers[name])
-            _give_numbers(model, [one for one, _ in model.named_parameters() if one.startswith(f"{name}.")])
+            _replace_module(model, name, towers[name])
+            _init_weights(model, [one for one, _ in model.named_parameters() if one.startswith(f"{name}.")])
             continue
         return frozenset(called)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, module)

@@ -1,4 +1,4 @@
-"""Token ids that a model has no embedding for: found before a kernel reads past its table."""
+"""Checks that token ids are within the embedding table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ log = get_logger(__name__)
 
 
 def check_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Iterable[int]], where: str) -> None:
-    """Makes sure that the model has an embedding for every id; looks only where its tokenizer knows more.
+    """Check that the model has an embedding for every id; skipped if the tokenizer is not larger.
 
-    A GPU's kernel would read past the table, or end the process without a line.
+    A GPU kernel would read out of bounds or abort the process.
 
     Args:
-        model: its input embedding counts.
-        tokenizer: whose ids they are.
-        rows: ids of samples, or of a prompt.
-        where: what they come from, for the error.
+        model: the model.
+        tokenizer: the tokenizer of the ids.
+        rows: token ids of samples or of a prompt.
+        where: their origin, for the error.
 
     Raises:
-        ModelError: one has none; names it.
+        ModelError: an id has no embedding; names its token.
     """
     embeddings = _embeddings(model)
     if embeddings is None or len(tokenizer) <= embeddings:
@@ -35,30 +35,30 @@ def check_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Iterab
         highest = int(max(row, default=0))
         if highest >= embeddings:
             token = tokenizer.convert_ids_to_tokens(highest)
-            what = f"{token!r} is token {highest} of the tokenizer, and the model has {embeddings} embeddings"
-            remedy = "model.tokenizer names the tokenizer that the model was trained with; an embedding is not enlarged"
-            raise ModelError(what, where=where, remedy=remedy)
+            what = f"token {token!r} has id {highest}, but the model has {embeddings} embeddings"
+            remedy = "set model.tokenizer to the model's tokenizer (embeddings are not resized)"
+            raise ModelError(what, where=where, remedy=remedy, code="model.token_without_embedding")
 
 
 def padding_id(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that rows are filled up with: the padding token's, or another where the model has no embedding for it.
+    """The pad id: the tokenizer's, or another id if the model has no embedding for it.
 
-    Families whose tokenizers got ``<pad>`` after training, and their models no row for it, are many. Filled places are
-    neither attended to nor labelled, so that any row of the table does: the end token's, or the first.
+    In many families ``<pad>`` was added to the tokenizer without an embedding. Padding is neither attended to nor
+    labelled, so any embedding works: EOS, or id 0.
     """
     padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    assert isinstance(padding, int), "load_tokenizer sees to a padding token"
+    assert isinstance(padding, int), "load_tokenizer sets a pad token"
     embeddings = _embeddings(model)
     if embeddings is None or padding < embeddings:
         return padding
     instead = end if isinstance(end, int) and end < embeddings else 0
     name, known = tokenizer.pad_token, tokenizer.convert_ids_to_tokens(instead)
-    log.info("%r is token %d, the model has %d embeddings: rows are padded with %r", name, padding, embeddings, known)
+    log.info("pad token %r has id %d, the model has %d embeddings: padding with %r", name, padding, embeddings, known)
     return instead
 
 
 def _embeddings(model: Any) -> int | None:
-    """Rows of the input embedding; None where a model's own code does not show it."""
+    """Rows of the input embedding; None if the model's code does not expose it."""
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
     except (NotImplementedError, AttributeError):

@@ -1,4 +1,4 @@
-"""Weights beyond the range of fp16 are refused when they are read or written, never turned into infinity."""
+"""Refuses weights beyond the fp16 range on load and save, instead of casting them to infinity."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST = torch.finfo(_NARROW).max
 
 
 class RangeCheck:
-    """The check of one checkpoint under a plan.
+    """The range check of a checkpoint under a plan.
 
     Args:
-        folder: of the checkpoint.
-        plan: only one that stores or computes in fp16 has anything to check.
+        folder: folder of the checkpoint.
+        plan: the check is active only if it stores or computes in fp16.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -35,16 +35,16 @@ class RangeCheck:
         self._needed = "fp16" in formats and set(self.stored.values()) != {"fp16"}
 
     def model(self, model: nn.Module) -> None:
-        """Checks every weight that has been read.
+        """Check every loaded weight.
 
         Raises:
-            ModelError: fp16 cannot hold one; names it with its largest number.
+            ModelError: a weight exceeds the fp16 range; names it with its largest value.
         """
         for name, parameter in model.named_parameters() if self._needed else ():
             self.tensor(name, parameter)
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Checks a weight, or rows of it, before or after its cast.
+        """Check a weight, or rows of it, before or after its cast.
 
         Raises:
             ModelError: as ``model``.
@@ -53,12 +53,12 @@ class RangeCheck:
         if not checked or stays_fp32(name, tensor, self._keep) or fits(tensor):
             return
         stored, value = self._in_files() or (name, largest(tensor))
-        what = f"{stored} holds {value:,.6g}, fp16 holds at most {_MOST:,.0f}"
-        remedy = "precision: fp32, or precision: bf16 on a device that has it"
-        raise ModelError(what, where=str(self.folder), remedy=remedy)
+        what = f"{stored} contains {value:,.6g}, which exceeds the fp16 range ({_MOST:,.0f})"
+        remedy = "set precision: fp32, or precision: bf16 on a device that supports it"
+        raise ModelError(what, where=str(self.folder), remedy=remedy, code="precision.fp16_overflow")
 
     def _in_files(self) -> tuple[str, float] | None:
-        """The first tensor as it is stored that fp16 cannot hold, and its largest number."""
+        """The first stored tensor that exceeds the fp16 range, and its largest value."""
         for path in weight_files(self.folder):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  # it is no dict
@@ -67,20 +67,20 @@ class RangeCheck:
                         return name, largest(tensor)
         return None
 
-    def tell_rounding(self, model: nn.Module, plan: Plan) -> None:
-        """Logs which tensors the load has rounded, from and to what; not those that the model's own code keeps."""
+    def log_rounding(self, model: nn.Module, plan: Plan) -> None:
+        """Log the tensors rounded on load, except those that the model's code keeps in fp32."""
         kept = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
         target = plan.precision.storage.value
         stored = {name: source for name, source in self.stored.items() if target == "fp32" or name not in kept}
         for one in roundings(stored, target, self._keep):
             count, some = len(one.names), ", ".join(one.alike[:3])
             more = " …" if len(one.alike) > 3 else ""
-            said = "%d of %d tensors are rounded from %s to %s on load: %s%s"
+            said = "rounded %d of %d tensors from %s to %s on load: %s%s"
             log.info(said, count, len(self.stored), one.source, one.target, some, more)
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; NaN where there is one."""
+    """The largest absolute value; NaN if the tensor contains NaN."""
     if not tensor.numel():
         return 0.0
     low, high = torch.aminmax(tensor.detach())
@@ -88,7 +88,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether fp16 holds every number of a tensor, infinity and NaN excluded."""
+    """Whether all values of a tensor are finite in fp16."""
     return bool(torch.tensor(largest(tensor), dtype=torch.float64).to(_NARROW).isfinite())
 
 
@@ -96,10 +96,14 @@ def cast_to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.T
     """A contiguous copy on the CPU in ``dtype``.
 
     Raises:
-        ModelError: ``dtype`` is fp16 and cannot hold a number of it.
+        ModelError: ``dtype`` is fp16 and a value exceeds its range.
     """
     cast = tensor.detach().to("cpu", dtype).contiguous()
     if dtype is _NARROW and tensor.dtype is not _NARROW and not fits(cast):
-        what = f"{name} holds {largest(tensor):,.6g}, fp16 holds at most {_MOST:,.0f}"
-        raise ModelError(what, remedy="train in bf16 or fp32; the newest checkpoint has the weights in fp32")
+        what = f"{name} contains {largest(tensor):,.6g}, which exceeds the fp16 range ({_MOST:,.0f})"
+        raise ModelError(
+            what,
+            remedy="train in bf16 or fp32; the newest checkpoint contains the fp32 weights",
+            code="precision.fp16_overflow",
+        )
     return cast

@@ -6,6 +6,6 @@
 from halftune.plan.explain import explain
 from halftune.plan.export import to_dict
 from halftune.plan.resolve import resolve
-from halftune.plan.tree import BatchPlan, MemoryPlan, ParallelPlan, Plan
+from halftune.plan.tree import BatchPlan, MemoryPlan, ParallelPlan, Plan, WeightsPlan
 
-__all__ = ["BatchPlan", "MemoryPlan", "ParallelPlan", "Plan", "explain", "resolve", "to_dict"]
+__all__ = ["BatchPlan", "MemoryPlan", "ParallelPlan", "Plan", "WeightsPlan", "explain", "resolve", "to_dict"]

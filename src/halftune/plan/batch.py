@@ -10,11 +10,12 @@ DEFAULT_ROWS = 4
 
 
 def batch_size(config: RunConfig) -> tuple[int, int | None]:
-    """Rows of ``max_length`` in a forward pass of one device, and its tokens where they were asked for instead."""
+    """Examples of ``max_length`` in a forward pass of one device, and its tokens where they were asked for instead."""
     training = config.training
     if training.tokens_per_batch is None:
         return training.per_device_train_batch_size or DEFAULT_ROWS, None
-    return max(1, training.tokens_per_batch // config.data.max_length), training.tokens_per_batch
+    longest = config.method.segments * config.data.max_length
+    return max(1, training.tokens_per_batch // longest), training.tokens_per_batch
 
 
 def plan_batch(
@@ -27,7 +28,7 @@ def plan_batch(
     """The batch part of the plan."""
     rows, tokens = batch_size(config)
     accumulation = config.training.gradient_accumulation_steps
-    forward = rows * config.data.max_length if tokens is None or packing.value else tokens
+    forward = rows * config.method.segments * config.data.max_length if tokens is None or packing.value else tokens
     asked = "(data.group_by_length)"
     grouped = (
         Choice(True, f"samples of like length share a batch, batches in random order {asked}")

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
+from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
-from halftune.hardware.memory import MOMENTS, Workload
+from halftune.hardware.memory import Workload
 from halftune.plan.memory import BYTES, per_process, plan_memory
 from halftune.plan.tree import EACH, MemoryPlan, ParallelPlan
 from halftune.precision.plan import PrecisionPlan
@@ -71,28 +73,41 @@ def sharing_problems(config: RunConfig, hardware: Hardware, facts: ModelFacts, c
             "plan's dtypes, the checks before an update and exact resume cannot be held",
             where="distributed.strategy",
             remedy="distributed.strategy: fsdp2 shards the same things: weights, gradients and optimizer state",
+            code="plan.strategy_unavailable",
         )
     if asked == "fsdp2" and config.training.torch_compile:
         what = "torch.compile of a model in shards has not been shown to compute the same"
-        yield PlanError(what, where="distributed.strategy", remedy="training.torch_compile: false, or strategy: ddp")
+        yield PlanError(
+            what,
+            where="distributed.strategy",
+            remedy="training.torch_compile: false, or strategy: ddp",
+            code="plan.strategy_unavailable",
+        )
     if asked == "fsdp2" and (refused := cannot_shard(config, hardware, facts)):
-        yield PlanError(refused, where="distributed.strategy", remedy="distributed.strategy: ddp")
+        yield PlanError(
+            refused, where="distributed.strategy", remedy="distributed.strategy: ddp", code="plan.strategy_unavailable"
+        )
     if fsdp.cpu_offload and hardware.kind in ("cpu", "mps"):
         what = "there is no other memory than main memory here"
-        yield PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it")
+        yield PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it", code="plan.offload_unavailable")
     elif fsdp.cpu_offload and compute == "fp16":
         what = "fp16's gradient scaler asks all processes for overflows in main memory, over which devices do not talk"
-        yield PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it, or precision: bf16")
+        yield PlanError(
+            what,
+            where="distributed.fsdp.cpu_offload",
+            remedy="remove it, or precision: bf16",
+            code="plan.offload_unavailable",
+        )
 
 
 def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
     """Why fsdp2 is not possible here, as a sentence; empty where it is."""
     if hardware.kind == "mps":
         return "fsdp2 needs a device that processes talk over; MPS is none"
-    if facts.quantization is not None:
+    if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
-    if config.training.optim == "adafactor":
-        return "adafactor needs whole rows and columns of a gradient, which no process has under fsdp2"
+    if OPTIMIZERS[config.training.optim].needs_whole_matrix:
+        return f"{config.training.optim} needs whole rows and columns of a gradient, which no process has under fsdp2"
     return ""
 
 
@@ -170,7 +185,7 @@ def main_memory(config: RunConfig, hardware: Hardware, facts: ModelFacts, work: 
     if work.strategy == "fsdp2" and not needs_whole_weights(config):
         if not work.offload:
             return ""
-        state = work.trained * (work.trainable + MOMENTS[work.optimizer] * work.state)
+        state = work.trained * work.trainable + work.optimizer_state
         needed = each * (facts.num_parameters * work.storage + state) / work.processes
         said = (
             f"{each} processes on a machine keep their shares of weights, gradients and optimizer state in main memory"

@@ -55,6 +55,7 @@ def explain(plan: Plan, *, width: int | None = None, footer: Iterable[str] = ())
 
 def _groups(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [
+        ("method", [_row("method", plan.method.name), _row("reference", plan.method.reference)]),
         ("device", [_row("device", plan.device), *_processes(plan)]),
         ("number formats", _formats(plan)),
         ("attention", _attention(plan)),
@@ -89,6 +90,8 @@ def _formats(plan: Plan) -> list[Row]:
     if precision.experts is not None:
         rows.append(_row("experts", precision.experts))
     kept = precision.keep_fp32
+    if plan.weights.format.value != "none":
+        rows.append(_row("weights", plan.weights.format))
     return [*rows, ("keep fp32", ", ".join(kept.value) or "-", kept.reason)]
 
 
@@ -133,6 +136,7 @@ def _size(plan: Plan) -> list[Row]:
     return [
         ("parameters", f"{plan.num_parameters.value:,}", plan.num_parameters.reason),
         ("trained", trained, plan.num_trainable.reason),
+        *([_row("optimizer", plan.optimizer)] if plan.optimizer is not None else []),
         *([_row("towers", plan.towers)] if plan.towers is not None else []),
         ("checkpoint", size(plan.memory.checkpoint_disk), "on disk, each: trained weights and optimizer state"),
     ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
-from halftune.config.quantised import KEPT
 from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter
 from halftune.config.sections.distributed import DistributedSection
 from halftune.core.choice import Choice
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
-from halftune.hardware.memory import RUNTIME_BYTES
+from halftune.hardware.memory import RUNTIME_BYTES, weight_bytes
 from halftune.plan.memory import BYTES
 from halftune.plan.resolve import resolve
 from halftune.plan.tree import MemoryPlan, Plan
@@ -66,7 +65,7 @@ def _without_training(config: RunConfig) -> RunConfig:
 
 def _memory(plan: Plan, facts: ModelFacts, width: int) -> MemoryPlan:
     """Weights and the runtime; the key-value cache grows with the conversation and is not counted."""
-    weights = round(facts.num_parameters * KEPT.get(facts.quantization or "", float(width)))
+    weights = weight_bytes(facts, plan.weights.format.value, width)
     overhead = RUNTIME_BYTES[plan.device.value]  # pyright: ignore[reportArgumentType]
     available = plan.memory.available
     verdict = "fits" if weights + overhead <= available else "does not fit"

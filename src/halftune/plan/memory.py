@@ -7,22 +7,21 @@ from dataclasses import replace
 from halftune.attention.linear_memory import held_by_layer
 from halftune.attention.plan import AttentionPlan
 from halftune.config.facts.model import ModelFacts
+from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter
-from halftune.config.sections.method import PretrainMethod
+from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice
 from halftune.core.errors import DoesNotFitError
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
-from halftune.hardware.memory import MOMENTS, Estimate, Workload, estimate
+from halftune.hardware.memory import Estimate, Workload, estimate
 from halftune.plan.batch import batch_size
 from halftune.plan.trainable import Adapted
 from halftune.plan.tree import MemoryPlan
 from halftune.precision.plan import PrecisionPlan
 
 BYTES: dict[Format, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Share of a conversation's tokens that carries a label; plain text is labelled throughout.
-LABELLED_SHARE = 0.5
 FITS, TIGHT = 0.85, 0.97
 GIB = 2**30
 # What the second forward pass adds to a step, measured; adapters' backward passes are shorter. By: all weights trained?
@@ -52,7 +51,7 @@ def plan_memory(
     else:
         checkpointing = Choice(True, costs)
     chosen = saving if checkpointing.value else plain
-    disk = round(work.trained * (work.trainable + MOMENTS[work.optimizer] * work.state))
+    disk = work.trained * work.trainable + work.optimizer_state
     return checkpointing, MemoryPlan(
         weights=chosen.weights,
         gradients=chosen.gradients,
@@ -77,6 +76,7 @@ def check_fits(memory: MemoryPlan, config: RunConfig) -> None:
         raise DoesNotFitError(
             f"the run is not expected to fit: {memory.verdict.reason}",
             remedy="training.ignore_memory_estimate: true trains all the same",
+            code="plan.does_not_fit",
         )
 
 
@@ -100,25 +100,23 @@ def workload(
     training, adapter = config.training, config.adapter
     length = config.data.max_length
     rows, budget = batch_size(config)
-    labelled = 1.0
-    if not isinstance(config.method, PretrainMethod) and config.method.train_on != "all":
-        labelled = LABELLED_SHARE
+    labelled = config.method.labelled_share
     if budget is not None and not packing:
         labelled = 1.0  # many short rows: at nearly every position some row has a label
     dropout = adapter.dropout if isinstance(adapter, LoraAdapter) else 0.0
-    tokens = rows * length if budget is None or packing else budget
+    lora = isinstance(adapter, LoraAdapter) and not adapter.use_dora
+    tokens = rows * config.method.segments * length if budget is None or packing else budget
     held = held_by_layer(hardware, facts, attention.linear.value, max(1, tokens // length), min(tokens, length))
     return Workload(
         kind=hardware.kind,
         storage=BYTES[precision.storage.value],
         trainable=BYTES[precision.trainable.value],
         compute=BYTES[precision.compute.value],
-        state=BYTES[precision.optimizer_state.value],
         autocast=precision.autocast.value,
         half_range=precision.compute.value == "fp16",
         trained=adapted.count.value,
         adapter=adapted.adapter + adapted.saved_whole,
-        optimizer=training.optim,
+        optimizer_state=adapted.state_elements(OPTIMIZERS[training.optim]) * BYTES[precision.optimizer_state.value],
         tokens=tokens,
         length=length,
         labelled=labelled,
@@ -127,7 +125,7 @@ def workload(
         checkpointing=False,
         dora_outputs=adapted.dora_outputs,
         packed=packing,
-        fused=fused and isinstance(adapter, LoraAdapter) and dropout == 0 and not adapter.use_dora,
+        fused=fused and lora and dropout == 0 and format_of(facts.quantization).bytes_per_param is None,
         linear=attention.linear.value if facts.linear_layers else "torch",
         scan_kept=held.kept,
         scan_workspace=held.workspace,

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from halftune.attention.backends import OWN_ATTENTION
 from halftune.config.facts.model import ModelFacts
 from halftune.config.sections.data import PackingSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 
-# Families whose layers of linear attention, convolution or state-space kind are computed sample by sample, because the
-# linear-attention route is told where the samples of a row end. This is the one place that says so; the check on a copy
-# of the model has the last word. Model types as in config.json (of a model with parts: that of its text part, too).
-_STEMS = (
-    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba2"),
-    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "rwkv7", "zamba2"),
-)
-BOUNDARIES_HONOURED: frozenset[str] = frozenset(_STEMS) | {f"{stem}_text" for stem in _STEMS}
-
-# Their layers keep samples apart; something else in them does not.
-_WHY_NOT = {"qwen4_exp": "the indexer of qwen4_exp's attention chooses among the keys of the whole row"}
-
-_ALIBI = {"bloom", "mpt"}
 # Rotary frequencies that transformers chooses anew in each forward pass, by its longest sample.
 _BY_LENGTH = {"longrope", "su", "dynamic"}
-# Positions are learned vectors, which restart with each sample because the position ids of a packed row do.
-_LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "opt"}
-# Their positions are rotary whatever config.json says: transformers fills in its defaults where an old one is silent.
-_ALWAYS_ROTARY = {
-    "llama",
-    "mistral",
-    "mixtral",
-    "gemma",
-    "gemma2",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "gpt_neox",
-    "olmo",
-    "stablelm",
-}
 
 
 def choose_packing(
@@ -66,12 +35,13 @@ def choose_packing(
                 f"packing would mix the samples of a row: {mixes}",
                 where="data.packing",
                 remedy="data.packing: false, or auto (which leaves it off here)",
+                code="attention.packing_unsupported",
             )
         return Choice(True, "asked for (data.packing); checked on a copy of the model at the start")
     doubt = mixes or _doubtful(facts, trust_remote_code)
     if doubt:
         return Choice(False, doubt)
-    positions = "learned" if facts.model_type in _LEARNED_POSITIONS else "rotary"
+    positions = "learned" if facts.family.positions == "learned" else "rotary"
     kept = f"softmax attention and {positions} positions keep samples apart"
     if facts.linear_layers:
         kept = f"{facts.linear_layers} of {facts.num_layers} layers carry a state, which starts anew with each sample"
@@ -80,9 +50,9 @@ def choose_packing(
 
 def _mixes_samples(facts: ModelFacts, linear: str) -> str:
     """A way in which information passes from one sample of a row to the next whatever the attention mask says."""
-    if facts.linear_layers and facts.model_type not in BOUNDARIES_HONOURED:
-        if why := _WHY_NOT.get(facts.model_type.removesuffix("_text")):
-            return why
+    if facts.linear_layers and not facts.family.packs:
+        if facts.family.mixes:
+            return facts.family.mixes
         return (
             f"{facts.linear_layers} of {facts.num_layers} layers of {facts.model_type} carry a state along the row, "
             "which runs on across samples"
@@ -90,9 +60,9 @@ def _mixes_samples(facts: ModelFacts, linear: str) -> str:
     if facts.linear_layers and linear == "torch":
         return f"transformers' own code of {facts.model_type} takes a row for one sample (attention.linear: torch)"
     raw = facts.raw or {}
-    if raw.get("alibi") or facts.model_type in _ALIBI:
+    if raw.get("alibi") or facts.family.positions == "alibi":
         return f"{facts.model_type} takes positions from distances along the row (ALiBi)"
-    if facts.model_type in OWN_ATTENTION:
+    if facts.family.attention == "own":
         return f"{facts.model_type} computes attention in code of its own, which takes a row for one sample"
     return ""
 
@@ -124,9 +94,9 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
         return "attention in chunks of the row cuts across samples"
     if text.get("index_topk"):
         return f"{facts.model_type} chooses the tokens that attention sees from the whole row (index_topk)"
-    if facts.model_type in _LEARNED_POSITIONS or facts.linear_layers:  # a state knows the order of its tokens
+    if facts.family.positions == "learned" or facts.linear_layers:  # a state knows the order of its tokens
         return ""
     told = any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text)
-    if not told and facts.model_type not in _ALWAYS_ROTARY:  # configs from before RoPE could be chosen do not name it
+    if not told and facts.family.positions != "rotary":  # configs from before RoPE could be chosen do not name it
         return f"{facts.model_type}'s positions are not known to be rotary"
     return ""

@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
+from halftune.config.facts.model_types import other_class
+from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.facts import Hardware
-from halftune.plan.attempts import Attempts
 from halftune.plan.batch import choose_fused, plan_batch
 from halftune.plan.distribution import choose_strategy, choose_sync, main_memory, plan_parallel, sharing_problems
 from halftune.plan.memory import per_process, plan_memory, workload
+from halftune.plan.method import plan_method
+from halftune.plan.problem_collector import ProblemCollector
 from halftune.plan.rows import Rows, choose_rows
-from halftune.plan.trainable import Adapted, count_trainable
-from halftune.plan.tree import Plan
+from halftune.plan.trainable import Adapted, choose_optimizer, count_trainable
+from halftune.plan.tree import MethodPlan, Plan
+from halftune.plan.weights import choose_weights
 from halftune.precision.plan import PrecisionPlan
 from halftune.precision.resolve import asked_compute, resolve_precision
 
@@ -24,6 +28,12 @@ _BROKEN_GRAPHS = (
     "training.torch_compile with packed rows: attention by segments reads the rows' lengths, which ends a graph in "
     "every layer: compiling takes minutes, and little is fused; data.packing: false compiles whole layers."
 )
+COUNTED = {
+    "headers": "counted in the headers of the weights",
+    "architecture": "counted in the architecture that transformers builds from config.json",
+    "sizes": "estimated from sizes: transformers cannot build this config",
+    "own code": "estimated from sizes: code of its own builds this model",
+}
 
 
 def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size: int = 1) -> Plan:
@@ -39,7 +49,8 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         PlanError: this machine or model cannot honour what was asked; says why and what could be done, of everything
             that it cannot.
     """
-    precision, (packing, attention), adapted = _decided(config, hardware, facts)
+    facts, weights = choose_weights(config.model, hardware, facts)
+    precision, (packing, attention), adapted, method = _decided(config, hardware, facts)
     fused = choose_fused(config, hardware.kind)
     work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
@@ -48,9 +59,6 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     work = replace(work, sync_each=sync.value)
     checkpointing, memory = plan_memory(config, facts, work, available)
     batch = plan_batch(config, world_size, packing, checkpointing, fused)
-    counted = (
-        "counted from config.json or the weights' headers" if facts.num_parameters_exact else "estimated from sizes"
-    )
     warnings = _warnings(config, hardware, facts, world_size, memory.verdict)
     if config.training.torch_compile and attention.varlen.value == "segments":
         warnings.append(_BROKEN_GRAPHS)
@@ -63,13 +71,16 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         batch=batch,
         memory=memory,
         distribution=distribution,
-        num_parameters=Choice(facts.num_parameters, counted),
+        num_parameters=Choice(facts.num_parameters, COUNTED[facts.counted_in]),
         num_trainable=adapted.count,
+        optimizer=choose_optimizer(config.training.optim, adapted),
+        weights=weights,
         warnings=(*precision.warnings, *warnings),
         model=f"{facts.name_or_path} ({facts.model_type})",
         machine=_machine(hardware),
         parallel=plan_parallel(config, hardware, facts, precision, work, world_size, sync),
         towers=_towers(config, facts),
+        method=method,
     )
 
 
@@ -83,23 +94,26 @@ def _towers(config: RunConfig, facts: ModelFacts) -> Choice[str] | None:
     return None
 
 
-def _decided(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> tuple[PrecisionPlan, Rows, Adapted]:
+def _decided(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts
+) -> tuple[PrecisionPlan, Rows, Adapted, MethodPlan]:
     """What hangs together least, each decided whether or not the others can be.
 
     Raises:
         PlanError: one of them cannot, or several.
     """
-    tried = Attempts()
+    tried = ProblemCollector()
     precision = tried.of(lambda: _precision(config, hardware, facts))
     compute = asked_compute(config.precision, hardware, full=config.adapter.type == "none")
     compute = precision.compute.value if precision is not None else compute
     rows = choose_rows(config, hardware, facts, compute, tried)
     adapted = tried.of(lambda: count_trainable(facts, config.adapter))
+    method = tried.of(lambda: plan_method(config))
     tried.add(sharing_problems(config, hardware, facts, compute))
     if tried.failed is not None:
         raise tried.failed
-    assert precision is not None and rows is not None and adapted is not None  # noqa: PT018
-    return precision, rows, adapted
+    assert precision is not None and rows is not None and adapted is not None and method is not None  # noqa: PT018
+    return precision, rows, adapted, method
 
 
 def _precision(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> PrecisionPlan:
@@ -110,11 +124,12 @@ def _precision(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Prec
 
 def _check_optimizer(config: RunConfig, precision: PrecisionPlan) -> None:
     pinned = precision.optimizer_state.value != precision.trainable.value
-    if pinned and config.training.optim != "adamw":
+    if pinned and not OPTIMIZERS[config.training.optim].own_state_dtype:
         raise PlanError(
             f"{config.training.optim} keeps its moments in the dtype of its weights ({precision.trainable.value})",
             where="precision.optimizer_state",
             remedy="precision.optimizer_state: auto, or training.optim: adamw",
+            code="precision.optimizer_state_conflict",
         )
 
 
@@ -150,6 +165,19 @@ def _warnings(
             f"data.max_length is {config.data.max_length:,}, and the model was made for {longest:,} positions."
         )
     warnings += _unembedded(facts)
+    raw = facts.raw or {}
+    own_code = config.model.trust_remote_code and "auto_map" in raw
+    if not own_code and (other := other_class(raw, facts.multimodal)):
+        named, loaded = other
+        warnings.append(f"config.json names the class {named}; {loaded} is loaded, with a head for tokens.")
+    if not own_code and (heads := facts.prediction_heads):
+        stored = facts.quantization if config.model.quantization == "none" else None
+        warnings.append(
+            f"{len(heads)} tensors for multi-token prediction, first {heads[0]}: not trained, saved as they came."
+            if stored is None
+            else f"{len(heads)} tensors for multi-token prediction, first {heads[0]}: not trained, and left out of "
+            f"merged models, as the base is in {stored}."
+        )
     old = [device for device in hardware.devices if device.capability and device.capability < _OLD_CUDA]
     if old:
         warnings.append(

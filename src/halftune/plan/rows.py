@@ -11,14 +11,14 @@ from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.formats import Format
 from halftune.hardware.facts import Hardware
-from halftune.plan.attempts import Attempts
 from halftune.plan.packing import choose_packing
+from halftune.plan.problem_collector import ProblemCollector
 
 Rows = tuple[Choice[bool], AttentionPlan]
 
 
 def choose_rows(
-    config: RunConfig, hardware: Hardware, facts: ModelFacts, compute: Format, tried: Attempts
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, compute: Format, tried: ProblemCollector
 ) -> Rows | None:
     """Whether rows are packed, and the attention that computes them; None where ``tried`` has noted why not.
 

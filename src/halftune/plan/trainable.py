@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
+from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.weights import Tensor
+from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
 from halftune.config.sections.adapter import AdapterSection, LoraAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
 
 HEAD = "lm_head"
-# Names of linear layers that peft takes for names of experts, by family: it has no DoRA there.
-_GATED = ("gate_proj", "up_proj", "down_proj", "gate")
-_EXPERTS = {"mixtral": ("w1", "w2", "w3", "gate"), "qwen3_moe": _GATED, "qwen3_next": _GATED, "olmoe": _GATED}
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Adapted:
 
     Attributes:
         count: trained weights, with the reason.
+        tensors: (shape, whether it is a hidden matrix, how many) of the trained weights.
         adapter: those of them in low-rank updates (and DoRA's magnitudes).
         saved_whole: those in ``modules_to_save``, which exist beside the frozen ones.
         inputs: (input width, number of modules) of every wrapped linear layer.
@@ -31,31 +31,58 @@ class Adapted:
     """
 
     count: Choice[int]
+    tensors: tuple[tuple[tuple[int, ...], bool, int], ...]
     adapter: int = 0
     saved_whole: int = 0
     inputs: tuple[tuple[int, int], ...] = ()
     dora_outputs: int = 0
 
+    def state_elements(self, optimizer: OptimizerSpec) -> int:
+        """Elements of optimizer state of all trained weights; where their shapes are estimated, by the count."""
+        state = sum(optimizer.state(shape, hidden) * count for shape, hidden, count in self.tensors)
+        return state * self.count.value // max(1, sum(math.prod(shape) * count for shape, _, count in self.tensors))
+
+
+def choose_optimizer(name: Optim, adapted: Adapted) -> Choice[str]:
+    """The optimizer that was asked for, and how many weights each of its algorithms updates."""
+    spec, trained = OPTIMIZERS[name], adapted.count.value
+    if not spec.rest:
+        return Choice(name, f"updates all {trained:,} trained weights")
+    described = sum(math.prod(shape) * count for shape, _, count in adapted.tensors)
+    hidden = sum(math.prod(shape) * count for shape, inside, count in adapted.tensors if inside)
+    hidden = hidden * trained // max(1, described)
+    rest = f"{spec.rest} updates the other {trained - hidden:,}: embeddings, output layer, vectors and stacked experts"
+    return Choice(name, f"updates {hidden:,} weights in hidden matrices; {rest}")
+
 
 def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
-    """Counts trained weights: exact for a described family, else for a Llama-like model of these sizes.
+    """Counts trained weights: exact where the architecture is known, else for a Llama-like model of these sizes.
 
     Raises:
         PlanError: an adapter would touch nothing: no module has the names asked for; or DoRA is asked for where peft
             could not load it again.
     """
-    if not isinstance(adapter, LoraAdapter):
-        return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"))
     tensors = facts.likely_tensors
+    if not isinstance(adapter, LoraAdapter):
+        every = tuple((tensor.shape, _is_hidden(tensor), tensor.count) for tensor in tensors)
+        return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
     touched = {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
     if facts.tensors:
         _check_targets(tensors, adapter, found=bool(touched))
         _check_saved(facts, adapter)
         _check_dora(facts, adapter, sorted({tensor.module.rpartition(".")[2] for tensor in touched}))
-    low_rank = sum(_update_size(tensor, adapter) * len(names) for tensor, names in touched.items())
-    whole = sum(tensor.size * _matching(tensor, adapter.modules_to_save) for tensor in tensors)
+    updates = [
+        (shape, _is_hidden(tensor) and len(shape) == 2, len(names))
+        for tensor, names in touched.items()
+        for shape in _update_shapes(tensor, adapter)
+    ]
+    saved = [
+        (one.shape, _is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
+    ]
     if facts.tie_word_embeddings and HEAD in adapter.modules_to_save and not _saves_embedding(tensors, adapter):
-        whole += facts.vocab_size * facts.hidden_size  # a tied head is saved together with the embedding
+        # a tied head is saved together with the embedding
+        saved.append(((facts.vocab_size, facts.hidden_size), False, 1))
+    low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
     modules = sum(len(names) for names in touched.values())
     kinds = sorted({tensor.module.rpartition(".")[2] for tensor in touched})
     reason = f"LoRA of rank {adapter.rank} on {modules} modules ({', '.join(kinds)})"
@@ -64,10 +91,15 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     if whole:
         reason += f"; {', '.join(adapter.modules_to_save)} in full"
     if not facts.tensors:
-        reason += f"; estimated, {facts.model_type} is not described"
+        reason += "; estimated from the sizes of a Llama"
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
     outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if adapter.use_dora else 0
-    return Adapted(Choice(low_rank + whole, reason), low_rank, whole, inputs, outputs)
+    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs)
+
+
+def _is_hidden(tensor: Tensor) -> bool:
+    """Whether it is a matrix between embedding and output layer."""
+    return len(tensor.shape) == 2 and tensor.kind != "embedding" and tensor.module != HEAD
 
 
 def _targets(tensor: Tensor, adapter: LoraAdapter) -> list[str]:
@@ -76,13 +108,18 @@ def _targets(tensor: Tensor, adapter: LoraAdapter) -> list[str]:
     if tensor.kind == "parameter":
         return []
     if target == "all-linear":
-        return list(tensor.modules()) if tensor.kind == "linear" and tensor.module != HEAD else []
+        return list(tensor.modules()) if tensor.kind == "linear" else []
     if isinstance(target, str):
         try:
             return [name for name in tensor.modules() if re.fullmatch(target, name)]
         except re.error as error:
             what = f"{target!r} is not a regular expression: {error}"
-            raise PlanError(what, where="adapter.target_modules", remedy="all-linear, or a list of names") from error
+            raise PlanError(
+                what,
+                where="adapter.target_modules",
+                remedy="all-linear, or a list of names",
+                code="config.bad_target_modules",
+            ) from error
     return [name for name in tensor.modules() if _ends_with(name, target)]
 
 
@@ -98,11 +135,11 @@ def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
-def _update_size(tensor: Tensor, adapter: LoraAdapter) -> int:
+def _update_shapes(tensor: Tensor, adapter: LoraAdapter) -> list[tuple[int, ...]]:
+    """Shapes of A, of B, and of DoRA's magnitudes."""
     rows, columns = tensor.shape
-    if not adapter.use_dora:
-        return adapter.rank * (rows + columns)
-    return adapter.rank * (rows + columns) + (rows if tensor.kind == "linear" else columns)
+    magnitudes = [(columns if tensor.kind == "embedding" else rows,)] if adapter.use_dora else []
+    return [(adapter.rank, columns), (rows, adapter.rank), *magnitudes]
 
 
 def _saves_embedding(tensors: tuple[Tensor, ...], adapter: LoraAdapter) -> bool:
@@ -116,12 +153,13 @@ def _check_targets(tensors: tuple[Tensor, ...], adapter: LoraAdapter, *, found: 
     targets, where = adapter.target_modules, "adapter.target_modules"
     for name in targets if isinstance(targets, tuple) else ():
         if not any(_ends_with(module, (name,)) for module in modules):
-            raise PlanError(f"no linear layer is named {name!r}", where=where, remedy=did_you_mean(name, known))
+            what = f"no linear layer is named {name!r}"
+            raise PlanError(what, where=where, remedy=did_you_mean(name, known), code="config.bad_target_modules")
     if not found:
         remedy = f"the model's linear layers: {', '.join(known)}; a regular expression must match a whole name"
         if targets in known:
             remedy = f"write it as a list: [{targets}]"
-        raise PlanError(f"no module matches {targets!r}", where=where, remedy=remedy)
+        raise PlanError(f"no module matches {targets!r}", where=where, remedy=remedy, code="config.bad_target_modules")
 
 
 def _check_saved(facts: ModelFacts, adapter: LoraAdapter) -> None:
@@ -129,13 +167,14 @@ def _check_saved(facts: ModelFacts, adapter: LoraAdapter) -> None:
         if name != HEAD and not any(_matching(tensor, (name,)) for tensor in facts.tensors):
             known = {part for tensor in facts.tensors for part in tensor.module.split(".") if part != "*"} | {HEAD}
             remedy = did_you_mean(name, known)
-            raise PlanError(f"no module is named {name!r}", where="adapter.modules_to_save", remedy=remedy)
+            what = f"no module is named {name!r}"
+            raise PlanError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
 
 
 def _check_dora(facts: ModelFacts, adapter: LoraAdapter, kinds: list[str]) -> None:
-    lost = [kind for kind in kinds if kind in _EXPERTS.get(facts.model_type, ())]
+    lost = [kind for kind in kinds if kind in facts.family.expert_names]
     if adapter.use_dora and lost:
         what = f"DoRA on {', '.join(lost)} of {facts.model_type}: peft takes these names for experts and has none there"
         others = ", ".join(kind for kind in kinds if kind not in lost)
         remedy = f"adapter.use_dora: false, or adapter.target_modules: [{others}]"
-        raise PlanError(what, where="adapter.use_dora", remedy=remedy)
+        raise PlanError(what, where="adapter.use_dora", remedy=remedy, code="plan.dora_on_experts")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from halftune.attention.plan import AttentionPlan
 from halftune.core.choice import Choice
@@ -11,7 +12,24 @@ from halftune.precision.plan import PrecisionPlan
 
 RANDOM = Choice(False, "batches of random samples")
 UNFUSED = Choice(False, "the model's own code")
+UNQUANTISED = Choice("none", "weights are not quantised")
 EACH = Choice(True, "a step has one forward pass")
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """What is learned, and what it is compared with.
+
+    Attributes:
+        name: type of the method.
+        reference: ``none`` or ``adapter off``: the model in training with its adapter switched off.
+    """
+
+    name: Choice[str]
+    reference: Choice[str]
+
+
+NO_REFERENCE = Choice("none", "the loss is that of the model alone")
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,19 @@ class ParallelPlan:
 
 
 @dataclass(frozen=True)
+class WeightsPlan:
+    """How frozen weights are stored.
+
+    Attributes:
+        format: a row of ``halftune.config.weight_formats``.
+        origin: whether the checkpoint has them so, or they are quantised on load.
+    """
+
+    format: Choice[str] = UNQUANTISED
+    origin: Literal["checkpoint", "on_load"] = "checkpoint"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that was decided about a run, each with its reason.
 
@@ -111,6 +142,9 @@ class Plan:
         num_parameters, num_trainable: weights, and those that are trained.
         warnings: full sentences that the user must see before training, those of the parts included.
         model, machine: what the plan is for, in words.
+        method: what is learned.
+        weights: whether and by whom they are quantised.
+        optimizer: by its name in ``training.optim``, and which weights it updates.
         towers: what becomes of a multimodal checkpoint's towers, ``kept | left out``; None without any.
     """
 
@@ -127,9 +161,6 @@ class Plan:
     machine: str = ""
     parallel: ParallelPlan | None = None
     towers: Choice[str] | None = None
-
-    def unpacked(self, reason: str) -> Plan:
-        """The same plan without packing, where a start-up check found that packed samples would mix."""
-        batch = replace(self.batch, packing=Choice(False, reason))
-        attention = replace(self.attention, varlen=Choice("none", "rows are not packed"))
-        return replace(self, batch=batch, attention=attention, warnings=(*self.warnings, f"Packing is off: {reason}."))
+    method: MethodPlan = MethodPlan(Choice("sft", "the labelled tokens of conversations"), NO_REFERENCE)
+    optimizer: Choice[str] | None = None
+    weights: WeightsPlan = WeightsPlan()

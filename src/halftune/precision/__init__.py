@@ -1,1 +1,1 @@
-"""Number formats: decided once (resolve), reported (report), kept at run time (guard)."""
+"""Number formats: decided once (resolve), reported (report), enforced at run time (guard)."""

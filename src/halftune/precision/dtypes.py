@@ -1,4 +1,4 @@
-"""Between the plan's names of number formats and torch's dtypes."""
+"""Conversions between the plan's number formats and torch's dtypes."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from halftune.precision.plan import PrecisionPlan
 _TORCH: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 CONFIG_NAMES: dict[Format, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""What ``config.json`` calls each format."""
+"""The formats' names in ``config.json``."""
 
 _WRAPPING = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|modules_to_save|default)(?=\.|$)")
 
-# Set on a parameter that the model's own code creates in fp32 whatever dtype is asked for (an ``A_log`` made with an
-# explicit dtype, transformers' _keep_in_fp32_modules): the author's choice, honoured like the plan's own patterns.
+# Set on parameters that the model's code creates in fp32 whatever dtype is requested (an ``A_log`` with an explicit
+# dtype, transformers' _keep_in_fp32_modules); treated like matches of the plan's patterns.
 _KEPT = "halftune_kept_fp32"
 
 
 def torch_dtype(name: Format) -> torch.dtype:
-    """``"bf16"`` → ``torch.bfloat16``, and so on."""
+    """Convert ``"bf16"`` to ``torch.bfloat16``, and so on."""
     return _TORCH[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """``torch.bfloat16`` → ``"bf16"``, and so on.
+    """Convert ``torch.bfloat16`` to ``"bf16"``, and so on.
 
     Raises:
-        DtypeContractError: no format of ours, e.g. float64.
+        DtypeContractError: another dtype, e.g. float64.
     """
     if dtype not in _NAMES:
-        raise DtypeContractError(f"{dtype} is none of bf16, fp16, fp32")
+        raise DtypeContractError(f"expected bf16, fp16 or fp32, got {dtype}", code="precision.unsupported_dtype")
     return _NAMES[dtype]
 
 
 def autocast(plan: PrecisionPlan, device: torch.device) -> torch.autocast:
-    """The plan's autocast as a context manager; one that does nothing where the plan has autocast off.
+    """Return the plan's autocast context for training, evaluation and ``generate``.
 
-    It is entered around forward, evaluation and ``generate`` alike. Off is explicit too: an outer autocast does not
-    reach in.
+    If the plan has autocast off, the context disables an outer autocast.
     """
     if not plan.autocast.value:
         return torch.autocast(device.type, enabled=False)
@@ -51,23 +50,23 @@ def autocast(plan: PrecisionPlan, device: torch.device) -> torch.autocast:
 
 
 def mark_kept(parameter: torch.Tensor) -> None:
-    """Notes that the model's own code keeps this parameter in fp32."""
+    """Mark a parameter that the model's code keeps in fp32."""
     setattr(parameter, _KEPT, True)
 
 
 def stays_fp32(name: str, parameter: torch.Tensor | None, patterns: Iterable[str]) -> bool:
-    """Whether a parameter stays fp32: by the plan's patterns (searched in its name), or by the model's own code."""
+    """Whether a parameter stays fp32: its name matches a pattern of the plan, or the model's code keeps it in fp32."""
     plain = plain_name(name)
     return hasattr(parameter, _KEPT) or any(re.search(pattern, plain) for pattern in patterns)
 
 
 def kept_names(model: torch.nn.Module, patterns: Iterable[str]) -> frozenset[str]:
-    """Plain names of all parameters and buffers that stay fp32."""
+    """Return the plain names of all parameters and buffers that stay fp32."""
     chosen = tuple(patterns)
     tensors = (*model.named_parameters(), *model.named_buffers())
     return frozenset(plain_name(name) for name, tensor in tensors if stays_fp32(name, tensor, chosen))
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as the model itself has it, without what peft wraps around it."""
+    """Return a parameter's name in the model, without peft's prefixes and wrappers."""
     return _WRAPPING.sub("", name)

@@ -1,4 +1,4 @@
-"""Keeps the plan's number format at every attention call: operands that left it are cast and counted, or refused."""
+"""Enforces the plan's number format at every attention call: other operands are cast and counted, or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import plain_name, torch_dtype
 from halftune.precision.in_graph import OF_A_GRAPH, note, number_of
-from halftune.precision.trace.recorder import Recorder, credit
+from halftune.precision.trace.recorder import Recorder, copy_record
 from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.steps import first_promotion, shown
 
@@ -35,15 +35,15 @@ _OPERANDS = (("query", "q"), ("key", "k"), ("value", "v"))
 
 @dataclass
 class Site:
-    """One place where operands arrived in another dtype than they are computed in.
+    """A call site whose operands had another dtype than the compute dtype.
 
     Attributes:
         casts: calls in which at least one operand was cast; in compiled code, graphs. Recomputation under gradient
             checkpointing counts again.
-        arrived: what arrived the first time, e.g. ``query fp32, key fp32, value bf16``.
-        cast_to: what it was cast to.
-        promoted: the source line and call that first left the computing dtype, of each operand where they differ; empty
-            where it was not seen.
+        arrived: the operands of the first call, e.g. ``query fp32, key fp32, value bf16``.
+        cast_to: the dtype they were cast to.
+        promoted: the source line and call that first left the compute dtype, per operand if they differ; empty if
+            unknown.
     """
 
     casts: int
@@ -53,14 +53,13 @@ class Site:
 
 
 class Guard:
-    """Stands in front of attention callables.
+    """Wraps attention functions.
 
-    The dtype that a call computes in is the autocast dtype of its operands' device where autocast is on, else the one
-    half dtype among the operands, else the plan's compute dtype. Operands in it pass untouched.
+    The compute dtype of a call is the autocast dtype if autocast is enabled, else the one half dtype among the
+    operands, else the plan's compute dtype. Operands with this dtype are not changed.
 
     Args:
-        mode: ``cast`` casts and logs the first time at each site; ``strict`` raises with the same facts; ``off`` does
-            nothing at all.
+        mode: ``cast`` casts and logs the first cast at each site; ``strict`` raises instead; ``off`` does nothing.
         compute: the plan's compute format.
     """
 
@@ -71,20 +70,19 @@ class Guard:
         self._logged: set[tuple[str, str, str]] = set()
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._recorder: Recorder | None = None
-        self._watched: Callable[[], nn.Module | None] | None = None  # until its recording is asked for
+        self._watched: Callable[[], nn.Module | None] | None = None  # until a recording is requested
         self._pending = False  # the watched model's next forward pass will be recorded
-        self._untold: dict[str, str] = {}  # sites that wait for it, and where their operands were going
-        self._rehearsing = False
-        self._folder = ""  # where the model's own code is, as the user knows it
+        self._unreported: dict[str, str] = {}  # site → kind of call, for sites that wait for the recording
+        self._probing = False
+        self._folder = ""  # name_or_path of the model, for source locations
         self._refused: DtypeContractError | None = None
         self._number = number_of(self)
 
     def watch(self, model: nn.Module) -> None:
-        """Learns the paths of a model's modules, so that sites are named by them. Not needed for the casts.
+        """Use a model's module paths as names of sites, and record a forward pass if there are casts.
 
-        Once an operand has strayed, the model's next forward pass is recorded, so that the report names the line that
-        promoted it; a model that keeps to its plan is never recorded. In ``strict``, where there is no next pass, the
-        first one is.
+        After the first cast, the model's next forward pass is recorded to find the line that promoted the operand. In
+        ``strict`` mode, which has no next pass, the first one is recorded.
         """
         self._paths.update({module: plain_name(name) for name, module in model.named_modules() if name})
         named = (vars(module)["name_or_path"] for module in model.modules() if "name_or_path" in vars(module))
@@ -95,24 +93,24 @@ class Guard:
             self._record_next()
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """For a pass that only looks at a model: strays are cast and neither noted nor refused, as the next will do."""
-        self._rehearsing = True
+    def probe_pass(self) -> Iterator[None]:
+        """Inside, operands are cast without being counted or refused, for a pass that only inspects a model."""
+        self._probing = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._probing = False
 
     def _record_next(self) -> bool:
-        """Sees to it, once, that a forward pass is recorded; says whether that is still to come."""
+        """Record the next forward pass, once; return whether a recording is pending."""
         model = self._watched() if self._watched is not None else None
         self._watched = None
-        if model is not None and model._compiled_call_impl is None:  # a compiled graph would be rebuilt
+        if model is not None and model._compiled_call_impl is None:  # a compiled graph would be recompiled
             self._record_once(model)
         return self._pending
 
     def _record_once(self, model: nn.Module) -> None:
-        """Puts a recorder around the next call of ``model.forward``."""
+        """Record the next call of ``model.forward``."""
         forward: Callable[..., Any] = model.forward
         before = {name: value for name, value in vars(model).items() if name == "forward"}
         self._pending = True
@@ -126,7 +124,7 @@ class Guard:
                 return forward(*args, **kwargs)
             try:
                 self._pending = False
-                with _parts_uncompiled(), Recorder(model) as self._recorder:
+                with _run_eagerly(), Recorder(model) as self._recorder:
                     return forward(*args, **kwargs)
             finally:
                 self._recorder = None
@@ -134,26 +132,25 @@ class Guard:
         model.forward = recorded
 
     def attention(self, fn: F, operands: Sequence[str] | None = None) -> F:
-        """``fn`` behind the guard, with its own signature.
+        """Wrap ``fn`` with the guard; the signature does not change.
 
-        ``fn`` takes query, key and value (or q, k and v), or the parameters that ``operands`` names (``q, kv``), by
-        position or by name, and returns the output, or a tuple that begins with it. Where its first parameter is
-        ``module``, that names the site.
+        ``fn`` takes query, key and value (or q, k and v), or the parameters in ``operands`` (``q, kv``), by position or
+        by name, and returns the output, or a tuple that begins with it. A first parameter ``module`` names the site.
 
-        The output comes back as computed. Only where no autocast is on and no operand arrived in the computing dtype
-        are the layers around not in it either: then the output takes the dtype in which the query arrived.
+        The output keeps the compute dtype. Only without autocast, and if no operand had the compute dtype, is it cast
+        to the query's dtype, since then the surrounding layers do not use the compute dtype either.
 
         Raises, when called:
-            DtypeContractError: two half dtypes among the operands without autocast; in ``strict``, any cast needed.
+            DtypeContractError: two half dtypes among the operands without autocast; in ``strict`` mode, any cast.
         """
         spellings = _OPERANDS if operands is None else tuple((name,) for name in operands)
         return self._wrap(fn, spellings, "attention", lambda operands: computing_dtype(operands, self._dtype))
 
     def operator(self, fn: F, operands: Sequence[str] = ("q", "k", "v")) -> F:
-        """``fn`` of linear attention behind the guard: the named operands share one half dtype.
+        """Wrap a linear-attention function: the named operands must share one half dtype.
 
-        Decays and states keep their own. All in fp32 without autocast is legal there. A single operand may hold
-        several (``qkv``).
+        Decays and states keep their dtypes. All fp32 without autocast is allowed. An operand may combine several
+        (``qkv``).
 
         Raises, when called:
             DtypeContractError: as ``attention``.
@@ -165,27 +162,27 @@ class Guard:
         return self._wrap(fn, tuple((name,) for name in operands), "linear attention", dtype_of)
 
     def rotary(self, fn: F) -> F:
-        """``fn(x, cos, sin, …)`` behind the guard: the tables take the dtype of ``x``, so that ``x`` keeps its own."""
+        """Wrap ``fn(x, cos, sin, …)``: the tables are cast to the dtype of ``x``, so that ``x`` keeps it."""
         return self._wrap(fn, (("x",), ("cos",), ("sin",)), "rotary", lambda operands: operands[0].dtype)
 
     def note_cast(self, fn: Callable[..., Any], operands: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-        """Counts a cast of operands of ``fn`` to ``dtype``, which the caller makes.
+        """Count a cast of operands of ``fn`` to ``dtype``, which the caller performs.
 
         Raises:
-            DtypeContractError: in ``strict``.
+            DtypeContractError: in ``strict`` mode.
         """
-        self._settle(self._site(fn, None), "attention", operands, dtype)
+        self._handle_cast(self._site(fn, None), "attention", operands, dtype)
 
     def refuse_caches(self, fn: Callable[..., Any], operands: dict[str, torch.Tensor]) -> None:
-        """Stops a call whose caches cannot be cast.
+        """Raise the error for a call whose caches cannot be cast.
 
         Raises:
             DtypeContractError: always.
         """
         arrived = ", ".join(f"{name} {shown(operand.dtype)}" for name, operand in operands.items())
-        what = f"{arrived}: {fn.__name__} writes into its caches, and a cast would copy them"
-        remedy = f"make both caches in {self.compute}, where the model's code allocates them"
-        raise self._refusal(what, self._site(fn, None), remedy)
+        what = f"{fn.__name__} got {arrived}: caches are written in place and cannot be cast"
+        remedy = f"allocate both caches in {self.compute} in the model's code"
+        raise self._refusal(what, self._site(fn, None), remedy, code="precision.cache_dtype")
 
     def _wrap(
         self,
@@ -208,7 +205,7 @@ class Guard:
                 return fn(*args, **kwargs)
             site = self._site(fn, args[0] if has_module and args else kwargs.get("module"))
             named = dict(zip([spelling[0] for spelling in spellings], operands, strict=True))
-            dtype = self._settle(site, target, named, dtype)
+            dtype = self._handle_cast(site, target, named, dtype)
             args_list = list(args)
             for (at, name), operand in zip(places, operands, strict=True):
                 if at < len(args_list):
@@ -222,93 +219,91 @@ class Guard:
 
     @property
     def casts(self) -> int:
-        """Calls so far in which at least one operand was cast."""
+        """Number of calls in which at least one operand was cast."""
         return sum(site.casts for site in self._sites.values())
 
     def report(self) -> dict[str, Any]:
-        """Counters as JSON data: mode, compute, number of casts, one entry for each site. A healthy run has none.
+        """Return counters as JSON data: mode, compute, number of casts, one entry per site.
 
-        Sites that still wait for the line that promotes are logged without it.
+        Sites that still wait for their promoting line are logged without it.
         """
-        for name, target in self._untold.items():
-            self._tell(name, target)
-        self._untold.clear()
+        for name, target in self._unreported.items():
+            self._log_site(name, target)
+        self._unreported.clear()
         sites = [{"site": name, **vars(site)} for name, site in self._sites.items()]
         return {"mode": self.mode, "compute": self.compute, "casts": self.casts, "sites": sites}
 
-    def _settle(
+    def _handle_cast(
         self, site: str, target: str, operands: dict[str, torch.Tensor], dtype: torch.dtype | None
     ) -> torch.dtype:
-        """Notes a cast, or refuses it."""
+        """Count a cast, or refuse it; returns the compute dtype."""
         if torch.compiler.is_compiling() and dtype is not None and self.mode == "cast":
             strays = ", ".join([f"{name} {operand.dtype}" for name, operand in operands.items()])
             note(self._number, target, strays, str(dtype))
             return dtype
         arrived = ", ".join(f"{name} {shown(operand.dtype)}" for name, operand in operands.items())
         if dtype is None:
-            raise self._refusal(
-                f"{arrived}: two half formats on the way into {target}",
-                site,
-                "find the module that is in the other format: dtypes.json in the run folder lists them",
-            )
-        if self._rehearsing:
+            what = f"{target} got two half formats: {arrived}"
+            remedy = "find the module with the other format in dtypes.json in the run folder"
+            raise self._refusal(what, site, remedy, code="precision.mixed_dtypes")
+        if self._probing:
             return dtype
         promoted = self._explain({name: tensor for name, tensor in operands.items() if tensor.dtype is not dtype})
         if self.mode == "strict":
             since = f"; {promoted}" if promoted else ""
-            raise self._refusal(
-                f"{arrived} on the way into {target}, which computes in {shown(dtype)}{since}",
-                site,
-                "attention.guard: cast brings it back; `halftune doctor` names every line that promotes",
-            )
+            what = f"{target} computes in {shown(dtype)} but got {arrived}{since}"
+            remedy = "set attention.guard: cast, or fix the lines that `halftune doctor` lists"
+            raise self._refusal(what, site, remedy, code="precision.promoted")
         if site in self._sites:
             self._sites[site].casts += 1
         else:
             self._sites[site] = Site(1, arrived, shown(dtype))
         if promoted and not self._sites[site].promoted:
             self._sites[site].promoted = promoted
-        if self._sites[site].casts == 1 or site in self._untold:
+        if self._sites[site].casts == 1 or site in self._unreported:
             if not promoted and self._record_next():
-                self._untold[site] = target
+                self._unreported[site] = target
             else:
-                self._untold.pop(site, None)
-                self._tell(site, target)
+                self._unreported.pop(site, None)
+                self._log_site(site, target)
         return dtype
 
-    def noted_in_graph(self, file: str, line: int, target: str, arrived: str, dtype: str) -> None:
-        """Notes a cast in a compiled graph by the line that calls, once for each graph."""
+    def count_graph_cast(self, file: str, line: int, target: str, arrived: str, dtype: str) -> None:
+        """Count a cast in a compiled graph, once per graph; the site is the calling line."""
         name = f"{written_in(file, self._folder)}:{line}"
         site = self._sites.setdefault(name, Site(0, arrived, dtype, OF_A_GRAPH))
         site.casts += 1
         if site.casts == 1:
-            self._tell(name, target)
+            self._log_site(name, target)
 
-    def _tell(self, name: str, target: str) -> None:
-        """One line for each site; the first of many equal layers is news, the others are for whoever looks."""
+    def _log_site(self, name: str, target: str) -> None:
+        """Log a site; of equal layers, only the first as a warning, the others as debug messages."""
         site = self._sites[name]
         kind = (site.arrived, site.cast_to, _LAYER.sub(".*", site.promoted))
         say = log.debug if kind in self._logged else log.warning
         self._logged.add(kind)
         since = f"; {site.promoted}" if site.promoted else ""
-        say("%s: %s arrive at %s; cast to %s%s", name, site.arrived, target, site.cast_to, since)
+        say("%s: %s got %s; cast to %s%s", name, target, site.arrived, site.cast_to, since)
 
-    def _refusal(self, what: str, site: str, remedy: str) -> DtypeContractError:
-        error = DtypeContractError(what, where=site, remedy=remedy)
+    def _refusal(self, what: str, site: str, remedy: str, *, code: str) -> DtypeContractError:
+        error = DtypeContractError(what, where=site, remedy=remedy, code=code)
         self._refused = self._refused or error
         return error
 
     def check(self) -> None:
-        """For after a step: a model that catches exceptions computes on without attention's result.
+        """Check after a step that the model's code did not catch the guard's error and continue.
 
         Raises:
-            DtypeContractError: a call was refused, and nobody has seen it.
+            DtypeContractError: a call was refused, and the error was caught.
         """
         if self._refused is not None:
-            what = f"{self._refused.what}; the model's own code caught this error and computed something else"
-            raise DtypeContractError(what, where=self._refused.where, remedy=self._refused.remedy)
+            what = f"{self._refused.what}; the model's code caught this error and continued without attention's result"
+            raise DtypeContractError(
+                what, where=self._refused.where, remedy=self._refused.remedy, code=self._refused.code
+            )
 
     def _explain(self, strays: dict[str, torch.Tensor]) -> str:
-        """``fp32 since file:line …``, where the forward pass is being recorded; by operand where they differ."""
+        """``fp32 since file:line …`` if the forward pass is recorded; per operand if they differ."""
         lines: dict[str, list[str]] = {}
         for name, stray in strays.items():
             step = self._recorder.step_of(stray) if self._recorder is not None else None
@@ -332,7 +327,7 @@ class Guard:
         return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
 
     def _caller(self) -> str:
-        """Path of the innermost watched module that is running; empty where none is."""
+        """Path of the innermost running module of the watched model; empty if there is none."""
         frame = sys._getframe(2) if not torch.compiler.is_compiling() else None
         while frame is not None:
             module = frame.f_locals.get("self")
@@ -343,9 +338,9 @@ class Guard:
 
 
 @contextmanager
-def _parts_uncompiled() -> Iterator[None]:
-    """Inside, functions and layers that somebody compiled run as written; compiled ones cannot be recorded."""
-    if "torch._dynamo" not in sys.modules:  # nobody has, and importing it takes seconds
+def _run_eagerly() -> Iterator[None]:
+    """Inside, compiled functions and layers run eagerly, since compiled ones cannot be recorded."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -353,9 +348,9 @@ def _parts_uncompiled() -> Iterator[None]:
 
 
 def computing_dtype(operands: Sequence[torch.Tensor], planned: torch.dtype) -> torch.dtype | None:
-    """The dtype that a call computes in: autocast's, else the one half dtype among the operands, else the plan's.
+    """Return the compute dtype of a call: autocast's, else the one half dtype among the operands, else the plan's.
 
-    None where two half dtypes contradict each other.
+    None if the operands have two half dtypes.
     """
     if _autocast(operands[0]):
         return torch.get_autocast_dtype(operands[0].device.type)
@@ -367,12 +362,12 @@ def computing_dtype(operands: Sequence[torch.Tensor], planned: torch.dtype) -> t
             found = operand.dtype
     small = operands[0].dtype
     if small.itemsize == 1 and all(operand.dtype is small for operand in operands):
-        return small  # fp8, which flash-attn 3 takes
+        return small  # fp8, supported by flash-attn 3
     return found or planned
 
 
 def _autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast is on where the tensor lives; the meta device knows no autocast."""
+    """Whether autocast is enabled on the tensor's device; the meta device has no autocast."""
     kind = tensor.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
@@ -381,19 +376,19 @@ def _place(names: list[str], spellings: tuple[str, ...]) -> tuple[int, str]:
     for name in spellings:
         if name in names:
             return names.index(name), name
-    raise TypeError(f"an attention callable takes {spellings[0]}, but its parameters are {names}")
+    raise TypeError(f"the attention function has no parameter {spellings[0]}; its parameters: {names}")
 
 
 def returned(result: Any, operands: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
-    """The output in the dtype that the layers around work in.
+    """Return the output in the dtype of the surrounding layers.
 
-    A half operand never comes about by accident, a fp32 one does: one operand in ``dtype`` shows that the weights are
-    in it. Under autocast the next layer casts for itself.
+    Promotion produces fp32, never a half dtype, so one operand in ``dtype`` shows that the weights have it. Under
+    autocast the next layer casts its input.
     """
     if _autocast(operands[0]) or any(operand.dtype is dtype for operand in operands):
         return result
     out = result[0] if isinstance(result, tuple) else result
     back = out.to(operands[0].dtype)
     if not torch.compiler.is_compiling():
-        credit(back, operands[0])  # who looks for the line that promoted must not stop at this cast of ours
+        copy_record(back, operands[0])  # the search for the promoting line must skip this cast
     return (back, *result[1:]) if isinstance(result, tuple) else back

@@ -1,4 +1,4 @@
-"""Casts of the guard inside a compiled graph: noted while the graph is made, since its calls cannot be counted."""
+"""Counts the guard's casts in a compiled graph at compile time, since calls cannot be counted."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from typing import Protocol
 import torch
 from torch._guards import TracingContext
 
-OF_A_GRAPH = "within a compiled graph, counted once for each; `halftune doctor` names the line that promotes"
+OF_A_GRAPH = "in a compiled graph, counted once per graph; `halftune doctor` names the promoting line"
 _HERE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _SHORT = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 class Noting(Protocol):
-    """A guard."""
+    """A guard that counts casts in graphs."""
 
-    def noted_in_graph(self, file: str, line: int, target: str, arrived: str, dtype: str) -> None: ...
+    def count_graph_cast(self, file: str, line: int, target: str, arrived: str, dtype: str) -> None: ...
 
 
-_guards: list[weakref.ref[Noting]] = []  # by number: what a graph is made of can be numbers and texts, not objects
+_guards: list[weakref.ref[Noting]] = []  # by number: constants in a graph can be numbers and strings, not objects
 
 
 def number_of(guard: Noting) -> int:
-    """A number for a guard, for the life of the process."""
+    """Return a number for a guard, valid for the life of the process."""
     _guards.append(weakref.ref(guard))
     return len(_guards) - 1
 
 
 def note(number: int, target: str, arrived: str, dtype: str) -> None:
-    """Tells a guard of a cast in the graph that is being made; its site is the line of the model that calls.
+    """Count a cast in the graph being compiled; its site is the calling line of the model.
 
-    torch runs it while it makes a graph, as it does what ``torch.compiler.assume_constant_result`` marks.
+    torch runs this while it compiles, as functions marked by ``torch.compiler.assume_constant_result``.
 
     Args:
-        number: of the guard.
-        target: where the operands were going.
-        arrived: operands and dtypes as torch writes them.
-        dtype: what they are cast to.
+        number: the guard's number.
+        target: the kind of call.
+        arrived: operands with torch's dtype names.
+        dtype: torch's name of the dtype they are cast to.
     """
     guard = _guards[number]()
     frames = [frame for frame in TracingContext.extract_stack() if not frame.filename.startswith(_HERE)]
     if guard is not None:
         place = (frames[-1].filename, frames[-1].lineno or 0) if frames else _caller()
-        guard.noted_in_graph(*place, target, _named(arrived), _named(dtype))
+        guard.count_graph_cast(*place, target, _named(arrived), _named(dtype))
 
 
 note._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the decorator would import torch._dynamo: seconds
 
 
 def _caller() -> tuple[str, int]:
-    """File and line that call a function which is compiled by itself."""
+    """File and line that called a compiled function."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith((*_HERE, "<")):
         frame = frame.f_back

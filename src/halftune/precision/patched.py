@@ -1,4 +1,4 @@
-"""The guard in front of functions that models import by hand: flash_attn's, torch's flex, flash-linear-attention's."""
+"""Guards functions that models import directly: flash_attn's, torch's flex attention, flash-linear-attention's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from halftune.precision.cached import guard_cached
 from halftune.precision.guard import Guard
 from halftune.precision.rebind import EntryPoint, Function, Scope, fla_operators, installed
 
-Refusal = Callable[[torch.Tensor, float], None]  # of the first operand and the dropout; raises where it must not be
-# Packages whose modules take attention from a registry, or from nowhere: they are guarded by their model's forward.
+Refusal = Callable[[torch.Tensor, float], None]  # (first operand, dropout); raises for unsupported calls
+# Packages whose modules do not import attention functions directly: their model's forward opens the scope.
 _NO_CODE_OF_ITS_OWN = ("torch", "transformers", "peft", "halftune")
 
 
@@ -27,26 +27,26 @@ def patched(
     refuse: Refusal | None = None,
     instead: Mapping[str, Function] | None = None,
 ) -> Scope:
-    """While the scope is open, the packages' functions are guarded wherever a loaded module knows them.
+    """Return a scope that guards the packages' functions in all loaded modules while it is open.
 
-    Also the operators of flash-linear-attention that layers call, where it is loaded.
+    Includes flash-linear-attention's operators if it is loaded.
 
     Args:
-        guard: stands in front; one that is off changes nothing.
-        functions: attention functions, by module and name. Boundaries of packed rows in int64 become int32.
-        rotary: rotary helpers.
-        refuse: asked before every call with dropout that gradients may flow through.
-        instead: by name, what is called in the place of an attention function of flash-attn 2.
+        guard: the guard; with mode ``off`` nothing is patched.
+        functions: attention functions. int64 boundaries of packed rows are cast to int32.
+        rotary: rotary functions.
+        refuse: called before every call with dropout and gradients enabled.
+        instead: replacements of flash-attn 2's attention functions, by name.
     """
     return Scope(_guarded(guard, functions, rotary, refuse, instead or {}))
 
 
 def hold_while_running(scope: Scope, model: nn.Module) -> None:
-    """Opens a scope whenever ``model`` runs, and at no other time.
+    """Open a scope only while ``model`` runs.
 
-    That is in its forward, in parts of its own code that are called by themselves, and in the backward pass, where
-    gradient checkpointing computes again. Code that torch compiles keeps what it was compiled with: the scope is then
-    open from the first such call for as long as the model lives.
+    That is in its forward, in submodules with their own code that are called directly, and in the backward pass, where
+    gradient checkpointing recomputes. Compiled code keeps the functions it was compiled with: the scope then stays open
+    from the first such call for the model's lifetime.
     """
     if not scope.replaces:
         return
@@ -56,7 +56,7 @@ def hold_while_running(scope: Scope, model: nn.Module) -> None:
     @functools.wraps(forward)
     def scoped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _stay(running.number)
+            _keep_open(running.number)
             return forward(*args, **kwargs)
         running.enter()
         try:
@@ -67,7 +67,7 @@ def hold_while_running(scope: Scope, model: nn.Module) -> None:
         return output
 
     model.forward = scoped
-    # By hooks: a part may be copied (peft), and its copy must not call the original. A part without parts is a norm.
+    # Hooks, since a copied module (peft) must not call the original's forward. Modules without children are norms.
     parts = [part for part in model.modules() if part is not model and next(part.children(), None) is not None]
     for part in parts:
         if type(part).__module__.partition(".")[0] not in _NO_CODE_OF_ITS_OWN:
@@ -80,13 +80,13 @@ class _Running:
 
     def __init__(self, scope: Scope, model: nn.Module) -> None:
         self.scope, self._model = scope, weakref.ref(model)
-        self._backward = False  # open until the backward pass ends
-        self._stays = False
+        self._backward = False  # whether it is open for a backward pass
+        self._kept_open = False
         self.number = len(_models)
         _models.append(weakref.ref(self))
 
     def enter(self) -> None:
-        if self._backward and torch._C._current_graph_task_id() < 0:  # a backward pass that failed told nobody
+        if self._backward and torch._C._current_graph_task_id() < 0:  # a failed backward pass runs no callback
             self._end_backward()
         self.scope.__enter__()
 
@@ -103,17 +103,17 @@ class _Running:
             self.follow(output)
 
     def follow(self, output: Any) -> None:
-        """Opens the scope once a backward pass reaches what the model returned, until that pass is over."""
+        """Open the scope when a backward pass reaches ``output``, until the pass ends."""
         if self.scope.is_open or not torch.is_grad_enabled():
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
 
-    def stay(self) -> None:
+    def keep_open(self) -> None:
         model = self._model()
-        if model is not None and not self._stays:
-            self._stays = True
+        if model is not None and not self._kept_open:
+            self._kept_open = True
             self.scope.__enter__()
             weakref.finalize(model, self.scope.__exit__).atexit = False
 
@@ -129,17 +129,17 @@ class _Running:
             self.scope.__exit__()
 
 
-_models: list[weakref.ref[_Running]] = []  # by number: what a graph is made of can be numbers, not objects
+_models: list[weakref.ref[_Running]] = []  # by number: constants in a graph can be numbers, not objects
 
 
-def _stay(number: int) -> None:
-    """Opens a model's scope for good; torch runs it while it makes a graph."""
+def _keep_open(number: int) -> None:
+    """Keep a model's scope open; torch runs this while it compiles a graph."""
     running = _models[number]()
     if running is not None:
-        running.stay()
+        running.keep_open()
 
 
-_stay._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the decorator would import torch._dynamo: seconds
+_keep_open._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the decorator would import torch._dynamo: seconds
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -178,31 +178,31 @@ def _guarded(
 
 
 def _checked(function: Callable[..., Any], first: str, refuse: Refusal) -> Callable[..., Any]:
-    """``function``, which asks ``refuse`` where it is called with dropout and gradients are wanted."""
+    """Wrap ``function`` to call ``refuse`` first if dropout and gradients are enabled."""
     signature = inspect.signature(function)
     if "dropout_p" not in signature.parameters:
         return function
     at, operand = (list(signature.parameters).index(name) for name in ("dropout_p", first))
 
     @functools.wraps(function)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         dropout = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
         if dropout and torch.is_grad_enabled():
             refuse(args[operand] if operand < len(args) else kwargs[first], dropout)
         return function(*args, **kwargs)
 
-    return asked
+    return checked
 
 
 def _int32_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with its ``cu_seqlens…`` in the int32 that the kernel wants."""
+    """Wrap ``function`` to cast its ``cu_seqlens…`` to int32, which the kernel requires."""
     names = list(inspect.signature(function).parameters)
     places = [(at, name) for at, name in enumerate(names) if name.startswith("cu_seqlens")]
     if not places:
         return function
 
     @functools.wraps(function)
-    def brought(*args: Any, **kwargs: Any) -> Any:
+    def with_int32(*args: Any, **kwargs: Any) -> Any:
         args_list = list(args)
         for at, name in places:
             if at < len(args_list) and args_list[at].dtype is not torch.int32:
@@ -211,4 +211,4 @@ def _int32_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs[name] = kwargs[name].to(torch.int32)
         return function(*args_list, **kwargs)
 
-    return brought
+    return with_int32

@@ -1,4 +1,4 @@
-"""Replaces functions under every name that a loaded module knows them by, and puts them back."""
+"""Monkey-patches functions under every name in loaded modules, reversibly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 
 class EntryPoint(Protocol):
-    """A function that models call by hand: its module (empty: whichever knows the name), and operands of one dtype."""
+    """A function that models import directly: module (empty: any), name, and operands that must share one dtype."""
 
     @property
     def module(self) -> str: ...
@@ -28,32 +28,32 @@ class EntryPoint(Protocol):
 
 
 def installed(entry: EntryPoint) -> Function | None:
-    """The function itself, whatever stands before it; None where its package, or the function in it, is not there."""
+    """Return the original function, even if patched; None if the package or function is missing."""
     try:
         function = vars(importlib.import_module(entry.module)).get(entry.name)
     except ImportError:
         return None
-    return None if function is None else _behind(function)
+    return None if function is None else unpatched(function)
 
 
-def _behind(function: Function) -> Function:
-    """The function that a gate stands before; any other as it is."""
-    return next((original for original, gate in _gates.items() if gate.through is function), function)
+def unpatched(function: Function) -> Function:
+    """Return the original of a patched function; any other function unchanged."""
+    return next((original for original, patch in _patches.items() if patch.wrapper is function), function)
 
 
 _FLA, _FLA_OPERATORS = "fla", "fla.ops."
-# Parameters of flash-linear-attention's operators that its kernels multiply with each other and want in one format;
-# decays, gates and states keep their own.
+# Parameters of flash-linear-attention's operators that its kernels multiply and that must share one dtype;
+# decays, gates and states keep theirs.
 _FLA_OPERANDS = ("q", "r", "k", "v", "kk", "a", "b")
-# Whole passes over a row, or the step of one token; helpers that work by element take any formats.
+# Full passes over a row or single-token steps; elementwise functions accept mixed dtypes.
 _FLA_NAMES = re.compile(r"chunk|recurrent|parallel|attn|decod")
 
 
 def fla_operators() -> Iterator[tuple[Function, tuple[str, ...]]]:
-    """The operators of flash-linear-attention that a loaded module outside of it, or one of its layers, knows.
+    """Yield flash-linear-attention's operators that loaded modules outside ``fla.ops`` have imported.
 
     Yields:
-        The function itself, and which of its parameters want one dtype.
+        The original function, and its parameters that must share one dtype.
     """
     if _FLA not in sys.modules:
         return
@@ -61,50 +61,52 @@ def fla_operators() -> Iterator[tuple[Function, tuple[str, ...]]]:
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         if not module.__name__.startswith((_FLA_OPERATORS, "transformers.")):
             values = [value for value in list(vars(module).values()) if type(value) is FunctionType]
-            found |= dict.fromkeys(_behind(one) for one in values if str(one.__module__).startswith(_FLA_OPERATORS))
+            found |= dict.fromkeys(unpatched(one) for one in values if str(one.__module__).startswith(_FLA_OPERATORS))
     for function in found:
         parameters = inspect.signature(function).parameters
-        operands = [name for name in _FLA_OPERANDS if name in parameters and _is_asked_for(parameters[name])]
+        operands = [name for name in _FLA_OPERANDS if name in parameters and _is_required(parameters[name])]
         if _FLA_NAMES.search(function.__name__) and "v" in operands and len(operands) > 1:
             yield function, tuple(operands)
 
 
-def _is_asked_for(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty
 
 
 @dataclass
-class _Gate:
-    """What stands where a function was: ``through`` calls ``target``, which can change."""
+class _Patch:
+    """The replacement of a function: ``wrapper`` calls ``target``, which can change."""
 
-    through: Function
+    wrapper: Function
     target: Function
 
 
-_gates: dict[Function, _Gate] = {}  # by the original
-_open: list[Scope] = []  # the latest last: it decides
+_patches: dict[Function, _Patch] = {}  # by original function
+_open: list[Scope] = []  # open scopes; the last takes precedence
 
 
 class Scope:
-    """Functions that are replaced while the scope is open, under every name that a loaded module knows them by.
+    """Replaces functions while it is open, under every name in loaded modules.
 
-    A context manager that may be entered again, also inside itself. What stands under a name is a gate: where a model
-    keeps it in a partial, a dict, a default argument or an attribute, it calls the replacement while the scope is open,
-    and the function itself at any other time. On exit every name is as it was, also in modules loaded meanwhile.
+    A reentrant context manager. Names are bound to a wrapper: a model that keeps it in a partial, a dict, a default
+    argument or an attribute calls the replacement while the scope is open, and the original otherwise. On exit all
+    names are restored, also in modules loaded meanwhile.
 
     Args:
-        replacements: by the function that they stand for.
+        replacements: replacement by original function.
+        within: modules to patch; default all loaded modules.
     """
 
-    def __init__(self, replacements: Mapping[Function, Function]) -> None:
+    def __init__(self, replacements: Mapping[Function, Function], within: Sequence[ModuleType] | None = None) -> None:
         self._replacements = dict(replacements)
+        self._within = within
         self._names: list[tuple[ModuleType, str, Function]] = []
-        self._modules = 0  # how many were loaded when names were looked for
+        self._modules = 0  # number of loaded modules at the last search
         self._depth = 0
 
     @property
     def names(self) -> list[str]:
-        """``module.name`` of each place."""
+        """``module.name`` of each patched name."""
         return [f"{module.__name__}.{name}" for module, name, _ in self._names]
 
     @property
@@ -114,43 +116,46 @@ class Scope:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody has entered it."""
+        """Whether the scope has been entered."""
         return self._depth > 0
 
     def __enter__(self) -> Scope:
         self._depth += 1
         if self._depth == 1 and self._replacements:
             _open.append(self)
-            self._settle()
+            self._apply()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0 and self._replacements:
             _open.remove(self)
-            self._settle()
+            self._apply()
 
-    def _settle(self) -> None:
-        """Gives every gate its target, and every name what belongs there now."""
+    def _apply(self) -> None:
+        """Update the wrappers' targets, and bind or restore names."""
         if self._modules != len(sys.modules):
-            self._look()
+            self._find_names()
         held = {original for scope in _open for original in scope._replacements}
         for original in self._replacements:
             targets = (scope._replacements[original] for scope in _open[::-1] if original in scope._replacements)
-            _gates[original].target = next(targets, original)
+            _patches[original].target = next(targets, original)
         for module, name, original in self._names:
-            stands, gate = vars(module).get(name), _gates[original].through
-            if stands is original or stands is gate:  # nobody else has put something there
-                setattr(module, name, gate if original in held else original)
+            bound, wrapper = vars(module).get(name), _patches[original].wrapper
+            if bound is original or bound is wrapper:  # not rebound by others
+                setattr(module, name, wrapper if original in held else original)
 
-    def _look(self) -> None:
-        gates = {original: _gate(original) for original in self._replacements}
-        known = {id(function): original for original, gate in gates.items() for function in (original, gate.through)}
+    def _find_names(self) -> None:
+        patches = {original: _patch(original) for original in self._replacements}
+        known = {
+            id(function): original for original, patch in patches.items() for function in (original, patch.wrapper)
+        }
         self._modules = len(sys.modules)
         found = {(id(module), name): (module, name, original) for module, name, original in self._names}
-        for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        modules = list(sys.modules.values()) if self._within is None else self._within
+        for module in [module for module in modules if isinstance(module, ModuleType)]:
             values = list(vars(module).items())
-            if known.keys().isdisjoint([id(value) for _, value in values]):  # thousands of modules know none of them
+            if known.keys().isdisjoint([id(value) for _, value in values]):  # as in almost all modules
                 continue
             found |= {
                 (id(module), name): (module, name, known[id(value)]) for name, value in values if id(value) in known
@@ -160,25 +165,25 @@ class Scope:
 
 @contextmanager
 def as_installed() -> Iterator[None]:
-    """Inside, no scope is open: who takes a function from its package gets the function itself."""
+    """Inside, no scope is open: imported functions are the originals."""
     held = _open[:]
     _open.clear()
     for scope in held:
-        scope._settle()
+        scope._apply()
     try:
         yield
     finally:
         _open[:] = held
         for scope in held:
-            scope._settle()
+            scope._apply()
 
 
-def _gate(function: Function) -> _Gate:
-    if function not in _gates:
+def _patch(function: Function) -> _Patch:
+    if function not in _patches:
 
         @functools.wraps(function)
-        def through(*args: Any, **kwargs: Any) -> Any:
-            return gate.target(*args, **kwargs)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return patch.target(*args, **kwargs)
 
-        _gates[function] = gate = _Gate(through, function)
-    return _gates[function]
+        _patches[function] = patch = _Patch(wrapper, function)
+    return _patches[function]

@@ -1,4 +1,4 @@
-"""What every module of a loaded model really has, as a table, checked against the plan."""
+"""The dtypes of a loaded model as a table, checked against the plan."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter's name (peft's naming) says that it belongs to an adapter, not to the base model."""
+    """Whether a parameter belongs to an adapter, by peft's naming."""
     return _ADAPTER.search(name) is not None
 
 
 @dataclass(frozen=True)
 class DtypeRow:
-    """Tensors of equal role: the same name but for layer numbers, the same dtype.
+    """Tensors with the same name except for layer numbers, role and dtype.
 
     Attributes:
-        name: their name, layer numbers written as ``*``.
+        name: their name, with layer numbers replaced by ``*``.
         role: ``trained``, ``adapter`` (not trained now), ``frozen``, ``kept fp32``, ``rotary`` or ``buffer``.
-        dtype: torch's name for it, without ``torch.``.
-        planned: what the plan says, or empty where it says nothing (integers, other buffers).
-        tensors: how many.
-        elements: numbers in all of them.
+        dtype: torch's name without ``torch.``.
+        planned: the plan's dtype; empty if it has none (integers, other buffers).
+        tensors: number of tensors.
+        elements: total number of elements.
     """
 
     name: str
@@ -48,22 +48,22 @@ class DtypeRow:
 
     @property
     def as_planned(self) -> bool:
-        """Whether dtype and plan agree."""
+        """Whether the dtype matches the plan."""
         return self.planned in ("", self.dtype)
 
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """The dtype of every tensor of a model, equal layers in one row."""
+    """The dtype of every tensor of a model; equal layers share a row."""
 
     rows: tuple[DtypeRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The rows as plain data, for ``dtypes.json``."""
+        """Return the rows as JSON data, for ``dtypes.json``."""
         return {"rows": [{**asdict(row), "as_planned": row.as_planned} for row in self.rows]}
 
     def render(self, width: int = 120) -> str:
-        """The rows as a table for a terminal."""
+        """Return the rows as a table for a terminal."""
         table = Table(title="dtypes after loading", title_justify="left")
         for column in ("module", "role", "dtype", "planned"):
             table.add_column(column)
@@ -79,7 +79,7 @@ class DtypeReport:
 
 
 def dtype_report(model: torch.nn.Module, plan: PrecisionPlan) -> DtypeReport:
-    """The dtype of every parameter and buffer, grouped, each beside what the plan says."""
+    """Return the dtype and the planned dtype of every parameter and buffer, grouped."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for name, tensor, role, planned in _tensors(model, plan):
         key = (_INDEX.sub("*", plain_name(name)), role, str(tensor.dtype).removeprefix("torch."), planned)
@@ -90,10 +90,10 @@ def dtype_report(model: torch.nn.Module, plan: PrecisionPlan) -> DtypeReport:
 
 
 def check_dtypes(model: torch.nn.Module, plan: PrecisionPlan) -> None:
-    """Compares a loaded model with the plan: frozen, trained, adapter and kept weights, and rotary tables.
+    """Check the dtypes of a loaded model: frozen, trained, adapter and kept weights, and rotary tables.
 
     Raises:
-        DtypeContractError: a tensor has another dtype; names the first, and how many there are.
+        DtypeContractError: a tensor has another dtype; names the first and the number of others.
     """
     wrong = [
         (name, str(tensor.dtype).removeprefix("torch."), role, planned)
@@ -103,11 +103,11 @@ def check_dtypes(model: torch.nn.Module, plan: PrecisionPlan) -> None:
     if wrong:
         name, dtype, role, planned = wrong[0]
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        what = f"{role} weight is {dtype}, the plan says {planned}{others}"
+        what = f"{role} weight is {dtype}; planned: {planned}{others}"
         if role == "rotary":
-            what = f"rotary table is {dtype}, it must be {planned}: positions would be rounded{others}"
-        remedy = "something cast the model after loading; cast parameters, never the whole module"
-        raise DtypeContractError(what, where=name, remedy=remedy)
+            what = f"rotary table is {dtype}; must be {planned}, or positions are rounded{others}"
+        remedy = "find what cast the model after loading (cast parameters, never the whole module)"
+        raise DtypeContractError(what, where=name, remedy=remedy, code="precision.contract_broken")
 
 
 def _tensors(model: torch.nn.Module, plan: PrecisionPlan) -> Iterator[tuple[str, torch.Tensor, str, str]]:

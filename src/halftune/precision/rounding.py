@@ -1,4 +1,4 @@
-"""What loading a checkpoint rounds, told by the formats that its tensors are stored in; no torch, no weights."""
+"""Tensors that loading a checkpoint rounds, from their stored formats; without torch or weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-_WIDENED = {("bf16", "fp32"), ("fp16", "fp32")}  # every number stays what it was
+_WIDENED = {("bf16", "fp32"), ("fp16", "fp32")}  # conversions without loss
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Tensors of a checkpoint that lose bits on load.
+    """Tensors of a checkpoint that are rounded on load.
 
     Attributes:
         source, target: formats, ``bf16 | fp16 | fp32 | fp64``.
-        names: of all of them, in the order of the files.
+        names: of all these tensors, in the order of the files.
     """
 
     source: str
@@ -25,17 +25,17 @@ class Rounding:
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """The names with layer numbers as ``*``, each once."""
+        """The distinct names with layer numbers replaced by ``*``."""
         return tuple(dict.fromkeys(_INDEX.sub("*", name) for name in self.names))
 
 
 def roundings(stored: Mapping[str, str], target: str, keep_fp32: Iterable[str]) -> tuple[Rounding, ...]:
-    """Which of a checkpoint's tensors are rounded when it is loaded (or exported) in ``target``, by their format.
+    """Return the tensors that are rounded when a checkpoint is loaded or exported in ``target``, by format.
 
     Args:
         stored: tensor name → format.
-        target: format of all but those that ``keep_fp32`` (patterns of names) finds.
-        keep_fp32: as in the plan.
+        target: format of all tensors whose names do not match ``keep_fp32``.
+        keep_fp32: the plan's patterns.
     """
     patterns = tuple(keep_fp32)
     found: dict[tuple[str, str], list[str]] = {}

@@ -1,6 +1,6 @@
-"""What each kind of device does with bf16 and fp16: one row per kind, decided from facts, never from a torch probe.
+"""Support of bf16 and fp16, one row per kind of device, from facts instead of torch's checks.
 
-``torch.cuda.is_bf16_supported()`` answers True on a T4, because it counts emulation: the compute capability decides.
+``torch.cuda.is_bf16_supported()`` returns True on a T4, since it includes emulation: the compute capability decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Answer = Literal["yes", "warn", "no"]
 
 @dataclass(frozen=True)
 class Request:
-    """What a row answers to one asked-for format. ``reason`` is a template over ``{device}``."""
+    """A row's answer to an explicitly requested format. ``reason`` is a format string with ``{device}``."""
 
     answer: Answer
     reason: str
@@ -26,14 +26,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of device.
+    """A kind of device.
 
     Attributes:
-        name: of the row, for tests and documentation.
-        rank: order of weakness among devices of one kind; the lowest decides for several.
+        name: the row's name, for tests and documentation.
+        rank: of several devices, the one with the lowest rank decides.
         matches: whether a device is of this kind.
-        auto: what ``auto`` takes, for LoRA and for full fine-tuning.
-        auto_reason: why; a template over ``{device}``.
+        auto, auto_full: the choice of ``auto`` for LoRA and for full fine-tuning.
+        auto_reason: the reason; a format string with ``{device}``.
         bf16, fp16: answers to explicit requests.
     """
 
@@ -55,8 +55,8 @@ def _rocm(*prefixes: str) -> Callable[[Device], bool]:
     return lambda device: device.kind == "rocm" and device.arch.startswith(prefixes)
 
 
-# Chips with two fp16 operations for one of fp32 and no tensor cores: GP100, the Tegra X1 and X2, and TU116 and TU117,
-# which share their compute capability with the T4 and are told from it by name (GTX 16, MX450, T400 to T2000).
+# Chips with double-rate fp16 and no tensor cores: GP100, Tegra X1 and X2, and TU116 and TU117,
+# which have the T4's compute capability and are recognised by name (GTX 16, MX450, T400 to T2000).
 _DOUBLE_FP16 = ((5, 3), (6, 0), (6, 2))
 _SMALL_TURING = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
 
@@ -72,10 +72,10 @@ def _kind(kind: str, *features: str) -> Callable[[Device], bool]:
 
 _CPU_FP16 = Request(
     "no",
-    "{device} is a CPU, where fp16 is not fast, and accelerate would silently run fp32",
+    "{device} is a CPU: fp16 is slow there, and accelerate would silently use fp32",
 )
 _FP16 = Request("yes", "{device} does fp16 at full speed; asked for")
-_NO_BF16 = Request("no", "{device} has no bf16 units (they need 8.0): torch would emulate bf16, slowly")
+_NO_BF16 = Request("no", "{device} has no bf16 units (require 8.0): torch would emulate bf16 slowly")
 _BF16 = Request("yes", "{device} does bf16 at full speed; asked for")
 
 TRUTH_TABLE: tuple[Row, ...] = (
@@ -105,7 +105,7 @@ TRUTH_TABLE: tuple[Row, ...] = (
         _cuda((7, 0), (8, 0)),
         "fp16",
         "fp16",
-        "{device} has fp16 tensor cores and no bf16 units (they need 8.0)",
+        "{device} has fp16 tensor cores and no bf16 units (require 8.0)",
         _NO_BF16,
         _FP16,
     ),
@@ -115,9 +115,9 @@ TRUTH_TABLE: tuple[Row, ...] = (
         _cuda((0, 0), (7, 0)),
         "fp32",
         "fp32",
-        "{device} has no tensor cores (they need 7.0)",
+        "{device} has no tensor cores (require 7.0)",
         _NO_BF16,
-        Request("no", "{device} has no fast fp16 (tensor cores need 7.0)"),
+        Request("no", "{device} has no fast fp16 (tensor cores require 7.0)"),
     ),
     Row(
         "ROCm gfx90a, gfx94x, gfx95x",
@@ -165,7 +165,7 @@ TRUTH_TABLE: tuple[Row, ...] = (
         _kind("mps", "macos14"),
         "bf16",
         "bf16",
-        "{device} does bf16 from macOS 14 on",
+        "{device} supports bf16 since macOS 14",
         _BF16,
         _FP16,
     ),
@@ -218,19 +218,19 @@ TRUTH_TABLE: tuple[Row, ...] = (
         "fp32",
         "fp32",
         "{device} has no bf16 units",
-        Request("warn", "{device} has no bf16 units: bf16 is emulated there, slowly; asked for"),
+        Request("warn", "{device} has no bf16 units: bf16 is emulated slowly; asked for"),
         _CPU_FP16,
     ),
 )
 
 
 def row_of(device: Device) -> Row:
-    """The row that a device falls under (the first that matches)."""
+    """Return a device's row (the first that matches)."""
     return next(row for row in TRUTH_TABLE if row.matches(device))
 
 
 def describe(device: Device) -> str:
-    """The device with the fact that decides, e.g. ``Tesla T4 (compute capability 7.5)``."""
+    """Return the device's name with the deciding fact, e.g. ``Tesla T4 (compute capability 7.5)``."""
     if device.capability is not None:
         return f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
     if device.kind == "rocm":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -19,70 +19,89 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from halftune.core import alive
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
+from halftune.core.log import get_logger
 from halftune.core.manifest import seal
 from halftune.model.state import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
+from halftune.train.folder import check_exists
+from halftune.train.numeric_environment import numeric_environment
+from halftune.train.parallel.saving import write_together
 from halftune.train.parallel.shards import Stored, stored
+from halftune.train.state import TrainState
 
-
-@dataclass
-class Trained:
-    """The objects whose state a checkpoint holds."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    schedule: LRScheduler
-    scaler: torch.amp.GradScaler
+log = get_logger(__name__)
 
 
 Files = Mapping[str, Mapping[str, torch.Tensor]]
-Writer = Callable[[Path, Files], dict[str, dict[str, Any]]]
-"""Puts files of tensors into a folder and returns what the manifest is to say of those that need not be read again."""
 
 
-def save_checkpoint(
-    folder: Path, step: int, trained: Trained, facts: dict[str, Any], write: Writer | None = None
-) -> Path:
-    """Writes ``folder/checkpoint-<step>`` completely or not at all; on the main process.
+def save_checkpoint(run: TrainState, randoms: list[dict[str, Any]], callbacks: dict[str, Any]) -> Path | None:
+    """Writes ``checkpoint-<step>`` of a run completely or not at all; called by all processes where they share weights.
 
     Args:
-        folder: the run folder.
-        step: optimizer steps done.
-        trained: what is saved.
-        facts: JSON-able: what else the trainer wants back (position in the data, random states, callbacks' states …).
-        write: how tensors are written, where processes hold shares of them.
+        run: its state is saved.
+        randoms: random states of all processes, by rank.
+        callbacks: states of the callbacks.
+
+    Returns:
+        the checkpoint; None on other processes than the main one.
 
     Raises:
         TrainingError: the disk is full or gone, or the folder cannot be written; earlier checkpoints are untouched and
-            nothing half-written is left.
+            nothing half-written is left; or the optimizer's state cannot be saved.
     """
-    final = folder / f"{PREFIX}{step}"
-    files, numbers = tensors_of(trained)
+    files, numbers = tensors_of(run)
+    if not run.is_main:
+        if run.sharded:
+            _write_shared(run, None, files)
+        return None
+    check_exists(run.folder)
+    final = run.folder / f"{PREFIX}{run.step}"
     state = {
-        "step": step,
-        **facts,
-        "optimizer": numbers,
-        "schedule": trained.schedule.state_dict(),
-        "scaler": trained.scaler.state_dict(),
+        "step": run.step,
+        "epoch": run.epoch,
+        "best": run.best,
+        "evaluated": run.evaluated,
+        "position": run.position,
+        "micro_batch": [run.micro_batch, run.feed.batch.micro_batch],
+        "random": randoms,
+        "callbacks": callbacks,
+        "made_with": numeric_environment(run),
+        "made_of": run.inputs,
+        "total_steps": run.total_steps,
+        "began": run.began,
+        "optimizer": {"name": run.config.training.optim, **numbers},
+        "schedule": run.schedule.state_dict(),
+        "scaler": run.scaler.state_dict(),
     }
     try:
         with whole_folder(final) as beside:
-            known = (write or write_plain)(beside, files)
+            known = _write_shared(run, beside, files) if run.sharded else write_plain(beside, files)
             (beside / STATE).write_text(json.dumps(state), encoding="utf-8")
             seal(beside, known=known)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise TrainingError(
-            f"cannot write the checkpoint of step {step}: {error}",
+            f"cannot write the checkpoint of step {run.step}: {error}",
             where=str(final),
             remedy=f"{first_aid(error)} and run the same command again; earlier checkpoints are intact",
+            code="core.cannot_write",
         ) from error
     return final
 
 
-def tensors_of(trained: Trained) -> tuple[Files, dict[str, Any]]:
-    """A checkpoint's files of tensors, not copied, and the numbers beside them that the optimizer has."""
-    tensors, numbers = _flatten_optimizer(trained.optimizer)
-    return {TRAINABLE: trainable_state(trained.model), OPTIMIZER: tensors}, numbers
+def tensors_of(run: TrainState) -> tuple[Files, dict[str, Any]]:
+    """A checkpoint's files of tensors, not copied, and the numbers beside them that the optimizer has.
+
+    Raises:
+        TrainingError: the optimizer keeps state that a checkpoint would not hold.
+    """
+    _check_saveable(run.optimizer)
+    tensors, numbers = _flatten_optimizer(run.optimizer)
+    return {TRAINABLE: trainable_state(run.model), OPTIMIZER: tensors}, numbers
+
+
+def _write_shared(run: TrainState, folder: Path | None, files: Files) -> dict[str, dict[str, Any]]:
+    return write_together(run.strategy, folder, files, plain=isinstance(run.model, PeftModel))
 
 
 def write_plain(folder: Path, files: Files) -> dict[str, dict[str, Any]]:
@@ -97,26 +116,44 @@ def write_plain(folder: Path, files: Files) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def load_checkpoint(checkpoint: Path, trained: Trained) -> dict[str, Any]:
-    """Restores weights, optimizer, schedule and scaler; returns ``step`` and the facts that were saved with them.
+def load_checkpoint(checkpoint: Path, run: TrainState) -> dict[str, Any]:
+    """Restores weights, optimizer, schedule, scaler and counters; returns everything that the checkpoint says.
 
-    A process reads its own share of weights and moments only, whoever wrote them.
+    A process reads its own share of weights and moments only, whoever wrote them. The best evaluation counts where
+    base model and data are the same, and no more where it is to be loaded and is not there.
 
     Raises:
-        TrainingError: the folder cannot be read.
+        TrainingError: the folder cannot be read, or it holds the state of another optimizer.
         ModelError: it is a checkpoint of another model.
     """
-    state = read_state(checkpoint)
-    load_weights(checkpoint, trained.model)
-    weights = [weight for group in trained.optimizer.param_groups for weight in group["params"]]
+    state, training = read_state(checkpoint), run.config.training
+    if (saved_name := state["optimizer"].get("name", training.optim)) != training.optim:
+        raise TrainingError(
+            f"the checkpoint holds the state of {saved_name}, and training.optim is {training.optim}",
+            where=str(checkpoint),
+            remedy=f"training.optim: {saved_name}, or training.resume: never with another output_dir",
+            code="train.checkpoint_mismatch",
+        )
+    load_weights(checkpoint, run.model)
+    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     indices = [index for group in state["optimizer"]["groups"] for index in group["params"]]
     owners = dict(zip(map(str, indices), weights, strict=False))
-    with _readable(checkpoint), stored(checkpoint, OPTIMIZER) as saved:
+    with readable(checkpoint), stored(checkpoint, OPTIMIZER) as saved:
         tensors = {key: saved.share(key, owners.get(key.partition(".")[0])) for key in saved.shapes}
-    trained.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
-    trained.schedule.load_state_dict(state["schedule"])
-    _refresh_rates(trained.schedule)
-    trained.scaler.load_state_dict(state["scaler"])
+    with readable(checkpoint):
+        run.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
+        run.schedule.load_state_dict(state["schedule"])
+        _refresh_rates(run.schedule)
+        run.scaler.load_state_dict(state["scaler"])
+    run.step, run.epoch, run.saved = state["step"], state["epoch"], state["step"]
+    run.began = state["began"] if training.resume in ("auto", "never") else str(Path(training.resume).resolve())
+    if run.changes.parts:
+        return state
+    run.evaluated, best = state["evaluated"], state["best"]
+    if best is not None and training.load_best and not (run.folder / f"{PREFIX}{best[0]}").is_dir():
+        log.warning("the best evaluation so far (step %d) was not saved: it does not count for load_best", best[0])
+    elif best is not None:
+        run.best = best[0], best[1]
     return state
 
 
@@ -136,7 +173,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         TrainingError: the folder cannot be read, or something is not in there that this version writes.
     """
-    with _readable(checkpoint):
+    with readable(checkpoint):
         return state_of(checkpoint)
 
 
@@ -148,7 +185,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
         ModelError: they are another model's.
     """
     own = trainable_state(model)
-    with _readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
+    with readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
         tensors = {name: saved.share(name, own.get(name)) for name in saved.shapes}
     load_trainable_state(model, tensors)
 
@@ -160,19 +197,54 @@ def opened(checkpoint: Path) -> Iterator[Stored]:
     Raises:
         TrainingError: the folder cannot be read.
     """
-    with _readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
+    with ExitStack() as stack:
+        with readable(checkpoint):  # not around what is done with it
+            saved = stack.enter_context(stored(checkpoint, TRAINABLE))
         yield saved
 
 
 @contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
-    """Turns what reading a damaged file raises into an error that names the checkpoint."""
+def readable(checkpoint: Path) -> Iterator[None]:
+    """Turns what reading a file raises, or what its content cannot be restored from, into an error.
+
+    Raises:
+        TrainingError: names the checkpoint.
+    """
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise TrainingError(
-            f"cannot read this checkpoint: {error}", where=str(checkpoint), remedy="choose another with resume: PATH"
+            f"cannot read this checkpoint: {error or type(error).__name__}",
+            where=str(checkpoint),
+            remedy="choose another with resume: PATH",
+            code="train.checkpoint_damaged",
         ) from error
+
+
+def _check_saveable(optimizer: Optimizer) -> None:
+    """Makes sure that ``state_dict`` holds all state, as tensors and plain numbers: what it lacks is lost on resume.
+
+    Raises:
+        TrainingError: names what a checkpoint would not hold.
+    """
+    lost = [
+        f"{name} of parameter {index} ({type(value).__name__})"
+        for index, entry in optimizer.state_dict()["state"].items()
+        for name, value in entry.items()
+        if not (torch.is_tensor(value) or value is None or isinstance(value, bool | int | float | str))
+    ]
+    for name, value in vars(optimizer).items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            hidden = isinstance(one, Optimizer) and one.state is not optimizer.state
+            lost += [f"attribute {name} ({type(one).__name__})"] if hidden or torch.is_tensor(one) else []
+    if lost:
+        raise TrainingError(
+            f"a checkpoint cannot hold the state of {type(optimizer).__name__}: {lost[0]} is not in its state_dict()",
+            remedy="choose another training.optim",
+            code="train.optimizer_not_saved",
+        )
 
 
 def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
+
 from halftune.core.atomic import WRITING, remove_folder
 from halftune.core.errors import TrainingError
+from halftune.core.files import read_json
 from halftune.core.log import get_logger
 from halftune.core.manifest import MARKER, damage
 
@@ -17,11 +19,44 @@ log = get_logger(__name__)
 
 PREFIX = "checkpoint-"
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
-# What the trainer saves beside weights and optimizer, and asks for when it goes on.
-FACTS = ("epoch", "best", "evaluated", "position", "micro_batch", "random", "callbacks")
-EXPECTED = ("step", "optimizer", "schedule", "scaler", *FACTS)
+MOST_STATE = 1 << 30  # bytes of state.json: random states take some 30 kB a process
 # Facts that an older version did not write.
 YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None, "made_of": None}
+
+
+class _Position(BaseModel):
+    rows_per_step: PositiveInt
+    data: str
+    order: str
+    steps_in_epoch: PositiveInt
+
+
+class _Group(BaseModel):
+    params: list[int]
+
+
+class _Optimizer(BaseModel):
+    numbers: dict[str, Any]
+    groups: list[_Group]
+
+
+class _State(BaseModel):
+    """What is asked of ``state.json`` by name; what callbacks and libraries wrote in there is theirs to read."""
+
+    step: NonNegativeInt
+    epoch: float
+    best: tuple[int, float] | None
+    evaluated: int
+    position: _Position
+    micro_batch: tuple[PositiveInt, PositiveInt]
+    random: list[dict[str, Any]]
+    callbacks: dict[str, dict[str, Any]]
+    optimizer: _Optimizer
+    schedule: dict[str, Any]
+    scaler: dict[str, Any]
+    made_with: dict[str, Any]
+    total_steps: int | None
+    began: str | None
 
 
 def part_name(name: str, rank: int, processes: int) -> str:
@@ -80,35 +115,53 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON object, or something is not in there that this version writes.
+        ValueError: it is no JSON object, or something that this version writes is missing or of another kind.
     """
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    state = read_json(checkpoint / STATE, MOST_STATE)
     if not isinstance(state, dict):
         raise ValueError(f"{STATE} holds no object")
-    if missing := [name for name in EXPECTED if name not in state]:
-        raise ValueError(f"{STATE} has no {missing[0]!r}: another version of halftune wrote it, or a hand")
-    return YOUNGER | state
+    state = YOUNGER | state
+    try:
+        _State.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        what = f"has no {key!r}" if first["type"] == "missing" else f"has a wrong value at {key!r}"
+        raise ValueError(f"{STATE} {what}: it was written by another version of halftune, or edited") from None
+    return state
 
 
-def newest_valid(folder: Path) -> Path | None:
+def _whole(checkpoint: Path) -> str:
+    return flaw(checkpoint, thorough=True)
+
+
+def newest_valid(
+    folder: Path, found: Sequence[Path] | None = None, wrong_with: Callable[[Path], str] = _whole
+) -> Path | None:
     """The newest checkpoint whose every byte is as it was written; None where there is none at all.
 
     Folders that are none are ignored, and a warning says why.
 
+    Args:
+        folder: the run folder.
+        found: checkpoints to choose from, the newest last; by default all in the run folder.
+        wrong_with: what is wrong with one, as a clause; by default as :func:`flaw` says after reading all of it.
+
     Raises:
         TrainingError: there are checkpoints, and all of them are damaged.
     """
-    found = folders(folder)
-    sealed = [path for path in found if (path / MARKER).exists()]
-    for path in reversed(found):
-        if not (wrong := flaw(path, thorough=True)):
+    damaged: list[str] = []  # the newest first
+    for path in reversed(folders(folder) if found is None else found):
+        if not (wrong := wrong_with(path)):
             return path
         log.warning("%s is no valid checkpoint and is ignored: %s", path, wrong)
-    if sealed:
+        damaged += [wrong] if (path / MARKER).exists() else []
+    if damaged:
         raise TrainingError(
-            f"all checkpoints are damaged, the newest: {flaw(sealed[-1], thorough=True)}",
+            f"all checkpoints are damaged, the newest: {damaged[0]}",
             where=str(folder),
-            remedy="put them back from a copy, or delete them to begin anew",
+            remedy="restore them from a copy, or delete them to start again",
+            code="train.checkpoint_damaged",
         )
     return None
 
@@ -132,4 +185,4 @@ def rotate(folder: Path, limit: int | None, needed: Collection[Path]) -> None:
         try:
             remove_folder(path)
         except OSError as error:
-            log.warning("cannot remove %s, which training.save_total_limit spares no place: %s", path, error.strerror)
+            log.warning("cannot remove %s (training.save_total_limit): %s", path, error.strerror)

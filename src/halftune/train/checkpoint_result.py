@@ -4,58 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from halftune.config.run import RunConfig
 from halftune.core.errors import TrainingError
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.completed_run import CompletedRun
+from halftune.model.identity import check_base
+from halftune.model.lazy_weights import LazyWeights, why_not
 from halftune.model.load import load_model
+from halftune.model.result import BASE
 from halftune.model.save import save_final
 from halftune.model.state import check_same
 from halftune.model.tokenizer import load_tokenizer
-from halftune.model.unread import Unread, why_not
-from halftune.plan import Plan
-from halftune.train.checkpoint import load_weights, opened
+from halftune.train.checkpoint import load_weights, opened, read_state, readable
 from halftune.train.checkpoint_list import flaw
 from halftune.train.parallel.shards import Stored
 
 
-def write_result(checkpoint: Path, config: RunConfig, plan: Plan, folder: Path) -> None:
+def write_result(checkpoint: Path, run: CompletedRun) -> None:
     """Writes the adapter or model of a checkpoint, as the final save would have; a model tensor by tensor.
 
     Args:
         checkpoint: written by any number of processes.
-        config, plan: of its run, on this machine.
-        folder: is made.
+        run: of :func:`~halftune.model.completed_run.open_checkpoint`; its ``final`` is made.
 
     Raises:
         TrainingError: the checkpoint is damaged; says how.
         ModelError: base model and checkpoint do not belong together, or the folder cannot be written.
     """
+    config, plan, folder = run.loaded.run, run.plan, run.final
     if wrong := flaw(checkpoint, thorough=True):
         raise TrainingError(
-            f"this is no valid checkpoint: {wrong}", where=str(checkpoint), remedy="export another one, or the run"
+            f"this is no valid checkpoint: {wrong}",
+            where=str(checkpoint),
+            remedy="export another one, or the run",
+            code="train.checkpoint_damaged",
         )
+    base = base_of_checkpoint(checkpoint)
+    check_base(base, config.model, allowed=run.any_base)
+    facts = {BASE: base}
     tokenizer = load_tokenizer(config.model)
     if config.adapter.type == "none":
-        model = load_model(config.model, plan, unread=None if why_not() else Unread())  # all come from the checkpoint
+        model = load_model(
+            config.model, plan, lazy=None if why_not() else LazyWeights()
+        )  # all come from the checkpoint
         model = attach_adapter(model, config.adapter, plan, config.training.seed)
         with opened(checkpoint) as saved:
-            save_final(model, tokenizer, plan, folder, _trained(model, saved))
+            save_final(model, tokenizer, plan, folder, _trained(model, saved, checkpoint), facts)
         return
     model = load_model(config.model, plan)
     model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
     load_weights(checkpoint, model)
-    save_final(model, tokenizer, plan, folder)
+    save_final(model, tokenizer, plan, folder, facts=facts)
 
 
-def _trained(model: nn.Module, saved: Stored) -> Iterator[tuple[str, torch.Tensor]]:
+def base_of_checkpoint(checkpoint: Path) -> Any:
+    """The identity of the base model that a checkpoint was trained from; None where an older version wrote none.
+
+    Raises:
+        TrainingError: the checkpoint cannot be read.
+    """
+    made = read_state(checkpoint)["made_of"]
+    return made.get("model") if isinstance(made, dict) else None
+
+
+def _trained(model: nn.Module, saved: Stored, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """A full model's tensors, read from its checkpoint one after the other; buffers are the model's own.
 
     Raises:
         ModelError: model and checkpoint do not belong together.
+        TrainingError: a tensor cannot be read.
     """
     own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     check_same(own, saved.shapes)
@@ -63,4 +84,6 @@ def _trained(model: nn.Module, saved: Stored) -> Iterator[tuple[str, torch.Tenso
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in done:
             done.add(id(tensor))
-            yield name, saved.read(name) if name in own else tensor.detach()
+            with readable(checkpoint):
+                weight = saved.read(name) if name in own else tensor.detach()
+            yield name, weight

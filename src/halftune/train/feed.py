@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
+from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch
 from halftune.data.collate import collate
-from halftune.data.order import BatchRule, Row, Span, by_length, epoch_rows, packed_batches, padded_batches, round_up
+from halftune.data.example import NO_LABEL, Example
+from halftune.data.order import BatchRule, Row, Span, by_length, epoch_rows, packed_batches, padded_batches
 from halftune.data.pipeline import TokenizedSplit
-from halftune.data.sample import NO_LABEL, Sample
+from halftune.methods import Method
 from halftune.plan import BatchPlan
 from halftune.train.prefetch import prefetched
-
-# int64[K], one of a micro-batch's inputs: where a label of some row is predicted from. Found here, on the CPU: who asks
-# a GPU how many they are waits for it.
-LABEL_POSITIONS = "label_positions"
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward pass of one process.
-
-    Attributes:
-        inputs: what the collator made, and ``LABEL_POSITIONS``: tensors (on the GPU, where the feed has one), and ints.
-        tokens: fed tokens, padding included.
-        tokens_real: without padding.
-        tokens_trained: labels that are predicted (the first token of a row is predicted from nothing).
-        samples: which samples of the split it holds.
-    """
-
-    inputs: dict[str, torch.Tensor | int]
-    tokens: int
-    tokens_real: int
-    tokens_trained: int
-    samples: tuple[int, ...] = ()
-
-    def pinned(self) -> MicroBatch:
-        """The same in page-locked memory, from which a GPU copies without anybody waiting."""
-        return self._each(torch.Tensor.pin_memory)
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on ``device``; a copy from pinned memory is only begun here, and comes before what uses it."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        inputs = {name: change(value) if torch.is_tensor(value) else value for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -64,7 +31,8 @@ class Feed:
 
     Attributes:
         split: tokenised samples.
-        config, batch, packing: how rows are made.
+        config, batch: how rows are made.
+        method: weighs examples.
         pad_token_id: fills up rows of a padded batch.
         rank, world_size: which share of each global batch this process gets.
         device: a GPU that batches are made ahead for and copied to; None makes them when they are asked for.
@@ -74,7 +42,7 @@ class Feed:
     split: TokenizedSplit
     config: RunConfig
     batch: BatchPlan
-    packing: bool
+    method: Method
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
@@ -82,6 +50,11 @@ class Feed:
     evaluation: bool = False
     _known: dict[int, list[list[Row]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def packing(self) -> bool:
+        """Whether rows are packed."""
+        return self.batch.packing.value
 
     def for_evaluation(self, split: TokenizedSplit, rows: int | None) -> Feed:
         """A feed of an evaluation split; ``rows`` of a forward pass, or as in training."""
@@ -100,23 +73,22 @@ class Feed:
         return self._known[epoch]
 
     def _batches(self, epoch: int) -> list[list[Row]]:
-        data, seed, lengths = self.config.data, self.config.training.seed, self.split.lengths
+        data, seed, segments = self.config.data, self.config.training.seed, self.config.method.segments
         if self.packing:
-            packing = data.packing
-            rows = epoch_rows(
-                lengths, epoch=epoch, seed=seed, packing=True, capacity=data.max_length, split=packing.split
-            )
+            capacity, split = data.max_length * segments, data.packing.split
+            lengths = self.split.lengths
+            rows = epoch_rows(lengths, epoch=epoch, seed=seed, packing=True, capacity=capacity, split=split)
             return packed_batches(rows, self.rows_per_step)
         if self.evaluation:
-            return by_length(lengths, self._rule)
-        return padded_batches(lengths, self._rule, epoch=epoch, seed=seed)
+            return by_length(self.split.longest, self._rule)
+        return padded_batches(self.split.longest, self._rule, epoch=epoch, seed=seed)
 
     @property
     def _rule(self) -> BatchRule:
-        tokens = self.batch.tokens_per_batch
+        tokens, segments = self.batch.tokens_per_batch, self.config.method.segments
         # Told by the rows, which stay when a run goes on with fewer tokens and more forward passes.
-        rows = 1 if tokens is None else max(1, tokens // self.config.data.max_length)
-        return BatchRule(self.rows_per_step, tokens, self.rows_per_step // rows, self.batch.grouped.value)
+        rows = 1 if tokens is None else max(1, tokens // (segments * self.config.data.max_length))
+        return BatchRule(self.rows_per_step, tokens, self.rows_per_step // rows, self.batch.grouped.value, segments)
 
     @property
     def rows_per_step(self) -> int:
@@ -126,8 +98,11 @@ class Feed:
     def fingerprint(self) -> str:
         """Identifies the samples: all lengths, all numbers of labels, and the tokens of 64 samples over the set."""
         digest = hashlib.sha256(self.split.lengths.tobytes() + self.split.trained.tobytes())
+        if self.config.method.segments > 1:
+            digest.update(self.split.longest.tobytes())
         for index in range(0, len(self.split), max(1, len(self.split) // 64)):
-            digest.update(self.split.sample(index).input_ids.tobytes())
+            for segment in self.split.example(index).segments:
+                digest.update(segment.input_ids.tobytes())
         return digest.hexdigest()
 
     def steps_in(self, epoch: int) -> int:
@@ -147,15 +122,15 @@ class Feed:
         steps = sum(self.steps_in(epoch) for epoch in range(whole))
         return max(1, steps + (math.ceil(self.steps_in(whole) * part) if part else 0))
 
-    def steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[MicroBatch]]]:
+    def steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[Batch]]]:
         """Yields, for each step, the epoch reached after it and this process's micro-batches."""
         return self._ahead(self._steps(first_step, total_steps))
 
-    def once(self) -> Iterator[list[MicroBatch]]:
+    def once(self) -> Iterator[list[Batch]]:
         """This process's micro-batches of the first epoch, one global batch after the other."""
         return (batches for _, batches in self._ahead((0.0, self.micro_batches(rows)) for rows in self.batches(0)))
 
-    def _ahead(self, made: Iterator[tuple[float, list[MicroBatch]]]) -> Iterator[tuple[float, list[MicroBatch]]]:
+    def _ahead(self, made: Iterator[tuple[float, list[Batch]]]) -> Iterator[tuple[float, list[Batch]]]:
         """Where there is a GPU: made by a thread while the batch before trains, and copied there."""
         if self.device is None:
             return made
@@ -163,7 +138,7 @@ class Feed:
         device = self.device
         return ((epoch, [batch.to(device) for batch in batches]) for epoch, batches in prefetched(ready))
 
-    def _steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[MicroBatch]]]:
+    def _steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[Batch]]]:
         step, epoch = 0, 0
         while step < total_steps:
             in_epoch = self.steps_in(epoch)
@@ -172,7 +147,7 @@ class Feed:
                 yield epoch + (position + 1) / in_epoch, self.micro_batches(self.batches(epoch)[position])
             step, epoch = step + in_epoch, epoch + 1
 
-    def micro_batches(self, rows: list[Row]) -> list[MicroBatch]:
+    def micro_batches(self, rows: list[Row]) -> list[Batch]:
         """This process's share of a global batch.
 
         Neighbours in length go to the same forward pass, and forward passes of like length to the processes at one
@@ -189,37 +164,46 @@ class Feed:
         if self.packing or self.batch.tokens_per_batch is None:
             return self.batch.micro_batch
         tokens = self.batch.tokens_per_batch * self._rule.forwards // (self.batch.accumulation * self.world_size)
-        return max(1, tokens // round_up(rows[0][0].stop))
+        return self._rule.rows_of(tokens, rows[0][0].stop)
 
-    def _collate(self, rows: list[Row], *, blank: bool = False) -> MicroBatch:
-        samples = [[self._part(span) for span in row] for row in rows]
-        inputs = collate(samples, self.pad_token_id, packed=self.packing)
-        ids, labels = inputs["input_ids"], inputs["labels"]
-        assert isinstance(ids, torch.Tensor)
-        assert isinstance(labels, torch.Tensor)
+    def _collate(self, rows: list[Row], *, blank: bool = False) -> Batch:
+        spans = [span for row in rows for span in row]
+        examples = [self._part(span) for span in spans]
+        made = collate(examples, self.pad_token_id, packed=self.packing)
+        labels = made.tokens["labels"]
+        weights = [0.0 if blank else self.method.weight(example) for example in examples]
+        names = examples[0].columns
+        columns = {name: torch.tensor([example.columns[name] for example in examples]) for name in names}
+        columns[WEIGHT] = torch.tensor(weights)
         if blank:
-            inputs["labels"] = torch.full_like(labels, NO_LABEL)
-            inputs[LABEL_POSITIONS] = torch.zeros(0, dtype=torch.int64)
-            return MicroBatch(inputs, 0, 0, 0)
+            tokens = {**made.tokens, "labels": torch.full_like(labels, NO_LABEL)}
+            extras = {**made.extras, LABEL_POSITIONS: torch.zeros(0, dtype=torch.int64)}
+            return replace(made, tokens=tokens, extras=extras, columns=columns)
         predicted = labels[:, 1:] != NO_LABEL
-        inputs[LABEL_POSITIONS] = predicted.any(dim=0).nonzero().squeeze(1)
-        real = sum(len(sample.input_ids) for row in samples for sample in row)
-        return MicroBatch(
-            inputs, ids.numel(), real, int(predicted.sum()), tuple(span.sample for row in rows for span in row)
+        return replace(
+            made,
+            extras={**made.extras, LABEL_POSITIONS: predicted.any(dim=0).nonzero().squeeze(1)},
+            columns=columns,
+            weight=sum(weights),
+            fed=labels.numel(),
+            real=sum(len(segment.input_ids) for example in examples for segment in example.segments),
+            trained=int(predicted.sum()),
+            examples=tuple(span.sample for span in spans),
         )
 
-    def where(self, batches: Sequence[MicroBatch]) -> str:
+    def where(self, batches: Sequence[Batch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""
-        return self.split.where(sample for batch in batches for sample in batch.samples)
+        return self.split.where(sample for batch in batches for sample in batch.examples)
 
-    def _part(self, span: Span) -> Sample:
+    def _part(self, span: Span) -> Example:
         try:
             return self.split.part(span)
         except (OSError, ValueError, IndexError) as error:
             raise DataError(
                 f"{self._named(span.sample)} can no longer be read: {error}",
                 where="the cache of tokenised data",
-                remedy="was it changed while the run went on? start the run again: it makes the cache anew",
+                remedy="start the run again; it tokenises the data anew",
+                code="data.changed_during_run",
             ) from error
 
     def _named(self, sample: int) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halftune.config.load import LoadedConfig
 from halftune.config.render.text import resolved_yaml
 from halftune.core.atomic import clear_leftovers, first_aid, write_text
 from halftune.core.errors import ConfigError, TrainingError
-from halftune.core.files import read_text
 from halftune.core.log import get_logger
-from halftune.core.manifest import MANIFEST, damage, entry
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import STARTED
+from halftune.model.result import FINAL, FINISHED, damage_of_result, finished_at
 from halftune.plan import Plan, to_dict
 from halftune.train.checkpoint_list import flaw, folders, newest_valid, state_of
 from halftune.train.lock import LOCK
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FINAL, FINISHED, ASIDE = "final", "finished.json", "set-aside"
+ASIDE = "set-aside"
 RESOLVED = "resolved.yaml"
 
 
@@ -40,12 +38,14 @@ class RunFolder:
         resume_from: the checkpoint to go on from, or None.
         finished: the run is there already, complete.
         damaged: it was finished, and its result is not what was written.
+        unverified: of several processes, checkpoints to choose from, the first choice last: they read them together.
     """
 
     path: Path
     resume_from: Path | None
     finished: bool
     damaged: bool = False
+    unverified: tuple[Path, ...] = ()
 
     @property
     def final(self) -> Path:
@@ -53,12 +53,13 @@ class RunFolder:
         return self.path / FINAL
 
 
-def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
+def open_folder(loaded: LoadedConfig, *, main: bool = True, several: bool = False) -> RunFolder:
     """Decides whether a run starts anew, goes on or is there already.
 
     Args:
         loaded: the configuration.
         main: tidy up after a process that was killed, and read checksums; not on several processes at once.
+        several: leave the choice of a checkpoint to all processes together, once they can talk.
 
     Raises:
         ConfigError: the folder holds another run (says what differs), or ``resume: never`` meets a used folder.
@@ -69,19 +70,25 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True) -> RunFolder:
     if main:
         clear_leftovers(path)
     if before is None:
-        return RunFolder(path, _named(resume, loaded), finished=False)
+        named = _named(resume, loaded, thorough=not several)
+        if several:
+            return RunFolder(path, None, finished=False, unverified=() if named is None else (named,))
+        return RunFolder(path, named, finished=False)
     if not (why := _left_to_do(path, before, now)):
         return RunFolder(path, None, finished=True)
-    log.info("the run goes on: %s", why)
+    log.info("resuming: %s", why)
     if changed := differences(before, now, harmless=True):
         log.info("changed since the run began, which is allowed: %s", "; ".join(changed))
+    damaged = main and bool(damage_of_result(path))
+    if several:
+        return RunFolder(path, None, finished=False, damaged=damaged, unverified=_candidates(path, resume))
     newest = newest_valid(path) if main and resume == "auto" else None
     if resume != "auto":
         named = _named(resume, loaded)
-        newest = _gone_on_from(path, named) if main and named is not None else named
+        newest = _newest_begun_from(path, named) if main and named is not None else named
     if newest is None and main:
-        log.info("%s has no checkpoint yet: the run begins anew", path)
-    return RunFolder(path, newest, finished=False, damaged=main and bool(_damage_of_result(path)))
+        log.info("%s has no checkpoint: training starts at step 0", path)
+    return RunFolder(path, newest, finished=False, damaged=damaged)
 
 
 def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
@@ -107,6 +114,7 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
             "the folder holds a run already and resume is 'never'",
             where=str(path),
             remedy="choose another training.output_dir, or delete that folder",
+            code="train.output_dir_taken",
         )
     before = recorded(path / RESOLVED)
     refuse_differences(before, flat(loaded.run.model_dump(mode="json")), path)
@@ -130,12 +138,12 @@ def already_finished(loaded: LoadedConfig) -> str:
     path, before = Path(loaded.run.training.output_dir), check_free(loaded)
     if before is None or _left_to_do(path, before, flat(loaded.run.model_dump(mode="json"))):
         return ""
-    return nothing_to_do(path)
+    return completed_message(path)
 
 
-def nothing_to_do(path: Path) -> str:
+def completed_message(path: Path) -> str:
     """What is said where a finished run is started again."""
-    return f"{path} is finished already ({finished_at(path)} steps): nothing to do"
+    return f"{path} is already complete ({finished_at(path)} steps)"
 
 
 def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -> str:
@@ -146,77 +154,55 @@ def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -
             and ``resume`` names a checkpoint that it was not begun from.
     """
     if finished_at(path) is None:
-        return "it has not come to its end"
+        return "it is not finished"
     why = ""
     if any(before.get(key) != now[key] for key in REOPENING):
         changed = "; ".join(differences(before, now, harmless=True))
-        why = f"it was finished and is asked for something else now ({changed})"
-    elif wrong := _damage_of_result(path):
+        why = f"it was finished, and its configuration changed ({changed})"
+    elif wrong := damage_of_result(path):
         why = f"it was finished and its result is damaged ({wrong})"
     elif now["training.resume"] not in ("auto", "never", before.get("training.resume")):
         raise ConfigError(
-            f"the run is finished, and resume names {now['training.resume']}: its result would be written over",
+            f"the run is finished, and resume names {now['training.resume']}: its result would be overwritten",
             where=str(path),
-            remedy="choose another training.output_dir to go on from there, or resume: auto",
+            remedy="choose another training.output_dir, or resume: auto",
+            code="train.run_finished",
         )
     if why and not folders(path):
         raise ConfigError(
-            f"the run cannot go on: {why}, and left no checkpoint to go on from (training.save_steps: end)",
+            f"cannot resume: {why}, and the folder has no checkpoint (training.save_steps: end)",
             where=str(path),
             remedy="choose another training.output_dir",
+            code="train.nothing_to_resume",
         )
     return why
 
 
-def finished_at(path: Path) -> int | None:
-    """The last step of a finished run in this folder; None where there is none."""
-    found = _finished(path)
-    return None if found is None else found[0]
-
-
-def write_finished(path: Path, step: int) -> None:
-    """Writes down that a run is finished, and which result it has.
+def check_exists(path: Path) -> None:
+    """Makes sure that a run's folder is still there before something is saved: under an unmounted disk is another one.
 
     Raises:
-        OSError: it cannot be written.
+        TrainingError: it has vanished.
     """
-    facts = {"step": step, "time": time.time(), "result": entry(path / FINAL / MANIFEST)["sha256"]}
-    write_text(path / FINISHED, json.dumps(facts))
-
-
-def _finished(path: Path) -> tuple[int, str | None] | None:
-    """The last step of a finished run, and the sha256 of its result's manifest; an older version wrote none."""
-    try:
-        facts = json.loads(read_text(path / FINISHED))
-        return int(facts["step"]), facts.get("result")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        log.warning("%s cannot be read: the run is taken as not finished", path / FINISHED)
-        return None
-
-
-def _damage_of_result(path: Path) -> str:
-    """What is wrong with the result of a finished run, as a clause; every byte of it is read."""
-    final, found = path / FINAL, _finished(path)
-    if found is None or (found[1] is None and final.is_dir()):
-        return ""
-    if not final.is_dir():
-        return f"{FINAL} is missing"
-    if wrong := damage(final, thorough=True, marker=MANIFEST):
-        return f"{FINAL}: {wrong}"
-    return "" if entry(final / MANIFEST)["sha256"] == found[1] else f"{FINAL}: {MANIFEST} is another one"
+    if not (path / RESOLVED).exists():
+        raise TrainingError(
+            "the run folder has vanished: its disk was unmounted, or the folder was moved or deleted",
+            where=str(path),
+            remedy="put it back and run the same command again: it resumes from the newest checkpoint in there",
+            code="train.folder_vanished",
+        )
 
 
 def _check_empty(path: Path) -> None:
-    # what a run that was killed at its very start leaves, and what the web board notes of one that it starts
+    # what a run that was killed at its very start leaves, and what the web UI notes of one that it starts
     own = {LOCK, f".{RESOLVED}.writing", STATUS, f".{STATUS}.writing", STARTED}
     strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in own) if path.is_dir() else []
     if strangers:
         raise ConfigError(
-            f"the folder is not empty and holds no run of halftune, but {', '.join(strangers[:3])}",
+            f"output_dir contains unrelated files: {', '.join(strangers[:3])}",
             where=str(path),
-            remedy="choose another training.output_dir: a run would write over it",
+            remedy="choose another training.output_dir",
+            code="train.output_dir_taken",
         )
 
 
@@ -226,31 +212,49 @@ def _named(resume: str, loaded: LoadedConfig, *, thorough: bool = True) -> Path 
         return None
     path = Path(resume)
     if wrong := flaw(path, thorough=thorough):
-        raise TrainingError(f"resume names {resume}, which is no valid checkpoint: {wrong}", remedy="resume: auto")
+        what = f"resume names {resume}, which is no valid checkpoint: {wrong}"
+        raise TrainingError(what, remedy="resume: auto", code="train.checkpoint_damaged")
     if (path.parent / RESOLVED).is_file():
         now = flat(loaded.run.model_dump(mode="json"))
         refuse_differences(recorded(path.parent / RESOLVED), now, path.parent)
     return path
 
 
-def _gone_on_from(path: Path, named: Path) -> Path:
+def _newest_begun_from(path: Path, named: Path) -> Path:
     """The newest checkpoint of a run that was begun from ``named`` before; ``named`` where there is none."""
     for checkpoint in reversed(folders(path)):
         if flaw(checkpoint, thorough=True) or state_of(checkpoint)["began"] != str(named.resolve()):
             continue
-        log.info("%s was begun from %s before, and has come to %s", path, named, checkpoint.name)
+        log.info("%s was started from %s; resuming from its %s", path, named, checkpoint.name)
         return checkpoint
     return named
 
 
-def set_aside(path: Path, why: str) -> None:
+def _candidates(path: Path, resume: str) -> tuple[Path, ...]:
+    """Checkpoints to go on from, the first choice last: all, or the one named and those of the run begun from it."""
+    if resume == "auto":
+        return tuple(folders(path))
+    named = Path(resume)
+    return (named, *(one for one in folders(path) if _began(one) == str(named.resolve())))
+
+
+def _began(checkpoint: Path) -> Any:
+    """Which checkpoint the run of another one was begun from; None where it cannot be read."""
+    try:
+        return state_of(checkpoint)["began"]
+    except (OSError, ValueError):
+        return None
+
+
+def move_aside(path: Path, why: str) -> None:
     """Moves what is in the way in a run folder to its ``set-aside``, where nothing is written over; says why."""
     if not path.exists():
         return
     place = path.parent / ASIDE / path.name
     if place.parent.is_symlink():
         remedy = "remove the link, or choose another training.output_dir"
-        raise TrainingError("is a symbolic link: nothing is moved through it", where=str(place.parent), remedy=remedy)
+        what = "is a symbolic link: nothing is moved through it"
+        raise TrainingError(what, where=str(place.parent), remedy=remedy, code="train.output_dir_is_link")
     place.parent.mkdir(exist_ok=True)
     number = 1
     while place.exists():
@@ -268,7 +272,7 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: Data
     """
     try:
         if folder.damaged:
-            set_aside(folder.path / FINAL, "it is damaged, and made anew")
+            move_aside(folder.path / FINAL, "it is damaged and will be written again")
         (folder.path / FINISHED).unlink(missing_ok=True)  # first: a run that was made longer is not finished any more
         write_text(folder.path / RESOLVED, resolved_yaml(loaded))  # makes it a run folder
         write_text(folder.path / "config.yaml", loaded.text)
@@ -279,4 +283,5 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: Data
             f"cannot write the run folder: {error.strerror}",
             where=str(folder.path),
             remedy=f"{first_aid(error)}, or choose another training.output_dir",
+            code="core.cannot_write",
         ) from error

@@ -31,28 +31,28 @@ class Interrupted(TrainingError):
     """A signal ended the run; ``exit_code`` is 128 + its number (130, 143, 129)."""
 
     def __init__(self, number: signal.Signals, what: str, remedy: str) -> None:
-        super().__init__(f"stopped by {number.name} {what}", remedy=remedy)
+        super().__init__(f"stopped by {number.name} {what}", code="train.interrupted", remedy=remedy)
         self.exit_code = 128 + number
 
     @classmethod
     def before(cls, number: signal.Signals, whom: str = "") -> Interrupted:
-        """Training had not begun; ``whom`` as from :func:`told`."""
-        return cls(number, f"{whom}before training went on", "nothing was lost; the same command starts again")
+        """Training had not begun; ``whom`` as from :func:`format_signal`."""
+        return cls(number, f"{whom}before the first step", "run the same command to start again; nothing was lost")
 
     @classmethod
     def after(cls, number: signal.Signals, step: int, checkpoint: Path, whom: str = "") -> Interrupted:
         """Training had begun: ``checkpoint`` holds everything up to ``step``."""
-        return cls(number, f"{whom}after step {step}; saved {checkpoint}", "the same command goes on from there")
+        return cls(number, f"{whom}after step {step}; saved {checkpoint}", "run the same command to resume")
 
     @classmethod
     def stuck(cls, number: signal.Signals, seconds: float, checkpoints: Sequence[Path]) -> Interrupted:
         """The step did not come to its end: what is left are ``checkpoints``, oldest first."""
         last = f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
-        again = "the same command goes on from there" if checkpoints else "the same command starts again"
+        again = f"run the same command to {'resume' if checkpoints else 'start again'}"
         return cls(number, f"without a save: the step did not end within {seconds:.0f} s; {last}", again)
 
 
-def told(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
+def format_signal(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
     """The signal that came, and to whom, where that was not every process.
 
     Args:
@@ -144,9 +144,9 @@ class Interrupts:
         self.received, self._since = signal.Signals(number), time.monotonic()
         if not self._noting:
             self._left = True
-            raise _Now(f"stopped by {self.received.name} before training went on")
+            raise _Now(f"stopped by {self.received.name} before the first step")
         if this_process().main:
-            say(f"\n{self.received.name}: saving after this step; a second one leaves at once\n")
+            say(f"\n{self.received.name}: saving after this step; a second signal exits at once\n")
 
 
 class _Now(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from halftune.core.errors import ConfigError, TrainingError
-from halftune.core.files import open_file, read_text
+from halftune.core.files import open_file, read_json
 from halftune.core.log import get_logger
 from halftune.core.process import identity
 
@@ -41,6 +41,7 @@ def locked(path: Path) -> Iterator[None]:
             f"cannot write the run folder: {error.strerror}",
             where=str(path),
             remedy="choose another training.output_dir",
+            code="core.cannot_write",
         ) from error
     with file:
         try:
@@ -80,7 +81,7 @@ def check_unlocked(path: Path) -> None:
 def _taken(path: Path) -> ConfigError:
     what = f"another process is training in this folder{_owner(path)}"
     remedy = "wait for it, stop it, or choose another training.output_dir"
-    return ConfigError(what, where=str(path), remedy=remedy)
+    return ConfigError(what, where=str(path), remedy=remedy, code="train.folder_locked")
 
 
 def _sign(path: Path, file: IO[bytes]) -> None:
@@ -100,7 +101,7 @@ def _write(path: Path, file: IO[bytes], text: str) -> None:
 
 def _owner(path: Path) -> str:
     try:
-        owner = json.loads(read_text(path / LOCK))
+        owner = read_json(path / LOCK)
         return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (OSError, ValueError, LookupError, TypeError):
         return ""

@@ -12,11 +12,11 @@ from accelerate.utils import DistributedType, DynamoBackend, gather_object
 from halftune.core.errors import PlanError
 from halftune.core.launcher import hidden, this_process
 from halftune.core.log import get_logger
-from halftune.model.place import TORCH_TYPES
+from halftune.model.device import TORCH_TYPES
 from halftune.plan import Plan
 from halftune.train.parallel.barrier import barrier
-from halftune.train.parallel.meeting import join, meet
-from halftune.train.parallel.pulse import tick
+from halftune.train.parallel.rendezvous import join, join_rendezvous
+from halftune.train.parallel.watchdog import tick
 
 log = get_logger(__name__)
 
@@ -51,6 +51,7 @@ def make_accelerator(plan: Plan) -> Accelerator:
         raise PlanError(
             f"the run was planned for {plan.batch.world_size} processes, but a launcher has started {started}",
             remedy="start it with `halftune train` or torchrun",
+            code="launch.process_count_differs",
         )
     if plan.parallel is not None:
         _gather(plan, plan.parallel.timeout)
@@ -61,22 +62,26 @@ def make_accelerator(plan: Plan) -> Accelerator:
         raise PlanError(
             f"the run was planned for {plan.device.value}, but torch offers {accelerator.device.type}",
             remedy="`halftune plan` shows what was found; check CUDA_VISIBLE_DEVICES and the torch build",
+            code="hardware.device_unavailable",
         )
     if accelerator.num_processes != plan.batch.world_size:
         raise PlanError(
             f"the run was planned for {plan.batch.world_size} processes, but {accelerator.num_processes} came up",
             remedy="start it with torchrun, which sets WORLD_SIZE",
+            code="launch.process_count_differs",
         )
     dynamo = accelerator.state.dynamo_plugin
     compiled = dynamo is not None and dynamo.backend != DynamoBackend.NO
     if accelerator.distributed_type not in _REPLICATED or compiled:
         raise PlanError(
-            f"the environment switches {accelerator.distributed_type.value} or torch dynamo on, which the plan has not",
+            f"the environment enables {accelerator.distributed_type.value} or torch dynamo, the plan does not",
             remedy="unset the ACCELERATE_* variables; training.torch_compile compiles",
+            code="launch.bad_environment",
         )
     answered = round(sum_over_processes(accelerator, [1.0])[0])
     if answered != accelerator.num_processes:
-        raise PlanError(f"{answered} of {accelerator.num_processes} processes answered the first sum")
+        what = f"{answered} of {accelerator.num_processes} processes answered the first sum"
+        raise PlanError(what, code="launch.process_count_differs")
     return accelerator
 
 
@@ -93,9 +98,9 @@ def _forget_defaults() -> None:
 
 def _gather(plan: Plan, seconds: float) -> None:
     """Waits for processes that still tokenise, however long that takes, and makes the group."""
-    meeting = meet()
-    meeting.tell("ready", True)
-    meeting.wait("ready", lambda: True)  # one that dies meanwhile ends this one, too: its launcher sees to that
+    rendezvous = join_rendezvous()
+    rendezvous.tell("ready", True)
+    rendezvous.wait("ready", lambda: True)  # one that dies meanwhile ends this one, too: its launcher sees to that
     join(TORCH_TYPES[plan.device.value], seconds + GRACE)
 
 
@@ -114,6 +119,7 @@ def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:
         raise PlanError(
             f"rank {strangers[0]} has another {what} than rank 0 ({everybody[strangers[0]][:12]}, {everybody[0][:12]})",
             remedy="make it the same on all machines",
+            code="launch.settings_differ",
         )
 
 

@@ -9,28 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from halftune.core.errors import ConfigError
+from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
-from halftune.plan import Plan
+from halftune.plan.finalise import ResumedBatch
 from halftune.train.callbacks.metrics import NAME as METRICS
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint import read_state
-from halftune.train.checkpoint_list import folders, step_of
+from halftune.train.checkpoint_list import flaw, folders, newest_valid, step_of
 from halftune.train.feed import Feed
-from halftune.train.folder import RunFolder, set_aside
+from halftune.train.folder import RunFolder, move_aside
+from halftune.train.parallel.barrier import barrier
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 
 
-def agreed(folder: RunFolder, processes: int) -> RunFolder:
-    """The main process's choice of a checkpoint, on every process: only that one reads checksums."""
+def agreed(folder: RunFolder, processes: int) -> Path | None:
+    """The checkpoint to resume from, on every process: each reads the checksums of its share of the files.
+
+    Raises:
+        TrainingError: there are checkpoints, and all of them are damaged.
+    """
     if processes == 1:
-        return folder
-    choice: list[Any] = [folder.resume_from]
-    broadcast_object_list(choice)
-    return replace(folder, resume_from=choice[0])
+        return folder.resume_from
+    listed: list[Any] = [folder.unverified]
+    broadcast_object_list(listed)
+
+    def wrong_with(checkpoint: Path) -> str:
+        found = flaw(checkpoint, thorough=True, share=(this_process().rank, processes))
+        barrier(processes)
+        return next(filter(None, gather_object([found])), "")
+
+    return newest_valid(folder.path, listed[0], wrong_with)
 
 
 def position(feed: Feed) -> dict[str, Any]:
@@ -51,31 +64,33 @@ def position(feed: Feed) -> dict[str, Any]:
     }
 
 
-def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path, *, other_tokens: bool = False) -> None:
-    """Refuses to go on with other data or another global batch, before anything in the run folder changes.
+def check_same_data(run: TrainState) -> None:
+    """Refuses to resume with other data or another global batch, before anything in the run folder changes.
 
-    Args:
-        now: this run's :func:`position`.
-        total_steps: how long it is to be.
-        checkpoint: what it would go on from.
-        other_tokens: the samples and their order may have changed; the run goes on at the same step of the new order.
+    Where other tokens are allowed, the run goes on at the same step of the new order.
 
     Raises:
         ConfigError: says what differs.
     """
+    if run.resume_from is None:
+        return
+    checkpoint, now, total_steps = run.resume_from, run.position, run.total_steps
+    other_tokens = run.changes.tokens or "train_data" in run.config.training.allow_changes
     state = read_state(checkpoint)
     before = state["position"]
     if state["step"] > total_steps:
         raise ConfigError(
-            f"the run has taken {state['step']} steps already and is to be {total_steps} steps long",
+            f"the checkpoint is at step {state['step']}, but the run has only {total_steps} steps",
             where=str(checkpoint),
             remedy="set max_steps or num_train_epochs back, or name an earlier checkpoint with resume: PATH",
+            code="train.run_changed",
         )
     if before["rows_per_step"] != now["rows_per_step"]:
         raise ConfigError(
             f"the run took {before['rows_per_step']} rows a step, now {now['rows_per_step']}",
             where=str(checkpoint),
             remedy="keep per_device_train_batch_size × gradient_accumulation_steps × processes the same",
+            code="train.run_changed",
         )
     if other_tokens:
         if before != now:
@@ -83,54 +98,32 @@ def check_same_data(now: dict[str, Any], total_steps: int, checkpoint: Path, *, 
         return
     if before["data"] != now["data"]:
         raise ConfigError(
-            "the tokens of the training data are not what the run began with (another version of halftune)",
+            "the tokens of the training data differ from the checkpoint's (another version of halftune)",
             where=str(checkpoint),
-            remedy="go on with what it began with, start a new training.output_dir, "
+            remedy="restore the original setup, start a new training.output_dir, "
             "or training.allow_changes: [train_data]",
+            code="train.run_changed",
         )
     if before != now:
         raise ConfigError(
-            "the order of the data is not what the run began with (packing, or another version of halftune or NumPy)",
+            "the order of the data differs from the checkpoint's (packing, or another version of halftune or NumPy)",
             where=str(checkpoint),
-            remedy="go on with what it began with, or start a new training.output_dir",
+            remedy="restore the original setup, or start a new training.output_dir",
+            code="train.run_changed",
         )
 
 
-def split_as_before(plan: Plan, checkpoint: Path) -> Plan:
-    """The plan with the global batch of a checkpoint, where more or fewer processes share it now.
-
-    What changes is how many rows a process takes in one forward pass, no more than asked for, and how many passes it
-    makes. With as many processes as before, the plan is left alone.
+def resumed_batch(checkpoint: Path) -> ResumedBatch:
+    """How the run of a checkpoint split its global batch.
 
     Raises:
-        ConfigError: so many processes cannot share that batch.
         TrainingError: the checkpoint cannot be read.
     """
-    state, batch = read_state(checkpoint), plan.batch
-    before, rows = len(state["random"]), state["position"]["rows_per_step"]
-    if before == batch.world_size:
-        return plan
-    each, left = divmod(rows, batch.world_size)
-    if left:
-        raise ConfigError(
-            f"the run takes {rows} rows a step, which {batch.world_size} processes cannot share",
-            where=str(checkpoint),
-            remedy=f"distributed.num_processes: a number that divides {rows}",
-        )
-    size = next(size for size in range(min(batch.micro_batch, each), 0, -1) if each % size == 0)
-    log.info(
-        "processes: %d before, %d now. A step has the same %d rows in the same order: each process makes %d forward "
-        "passes of %d rows. Dropout, where there is any, draws other numbers",
-        before,
-        batch.world_size,
-        rows,
-        each // size,
-        size,
-    )
-    return replace(plan, batch=replace(batch, micro_batch=size, accumulation=each // size))
+    state = read_state(checkpoint)
+    return ResumedBatch(checkpoint, state["position"]["rows_per_step"], len(state["random"]))
 
 
-def say_lost_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str, Any]]) -> None:
+def warn_lost_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str, Any]]) -> None:
     """Warns where the metrics of a run are shorter than one of its own checkpoints knows.
 
     Args:
@@ -145,7 +138,7 @@ def say_lost_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str,
         log.warning("%s has %d bytes, expected at least %d: earlier metrics are lost", path, size, written)
 
 
-def say_length(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:
+def warn_changed_steps(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:
     """Says that the run is longer or shorter now, and what that does to the learning rate.
 
     Args:
@@ -155,10 +148,9 @@ def say_length(steps: tuple[int | None, int], rates: tuple[float, float]) -> Non
     if steps[0] in (None, steps[1]):
         return
     log.warning(
-        "the run is %d steps long now, not %d: the next step has the learning rate %.3g of the new schedule, it had "
-        "%.3g by the old one, on which the steps so far were taken",
-        steps[1],
+        "the number of steps changed from %d to %d; the learning rate continues at %.3g (was %.3g)",
         steps[0],
+        steps[1],
         rates[1],
         rates[0],
     )
@@ -174,13 +166,13 @@ def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:
     asked, size = used
     if size == asked or asked != feed.batch.micro_batch:
         return feed
-    log.info("going on with %d rows a forward pass instead of %d: memory had run out", size, asked)
+    log.info("micro-batch of %d rows instead of %d: the run was out of memory before", size, asked)
     rows = feed.batch.micro_batch * feed.batch.accumulation
     return replace(feed, batch=replace(feed.batch, micro_batch=size, accumulation=rows // size))
 
 
-def set_later_aside(folder: Path, step: int) -> None:
+def move_later_checkpoints(folder: Path, step: int) -> None:
     """Moves checkpoints after ``step`` out of the way: the run goes on from there on another course than theirs."""
     for path in folders(folder):
         if step_of(path) > step:
-            set_aside(path, f"the run goes on from step {step}")
+            move_aside(path, f"the run resumes from step {step}")

@@ -60,7 +60,7 @@ def recorded(resolved: Path) -> dict[str, object]:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make a giant tree
             raise _unreadable(resolved, "it has an alias (*name)")
         tree = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _unreadable(resolved, str(error).splitlines()[0]) from error
     if not isinstance(tree, dict):
         raise _unreadable(resolved, "it is no mapping")
@@ -72,7 +72,8 @@ def recorded(resolved: Path) -> dict[str, object]:
 
 def _unreadable(resolved: Path, why: str) -> ConfigError:
     remedy = "put the file back, or choose another training.output_dir"
-    return ConfigError(f"what the run in this folder is cannot be read: {why}", where=str(resolved), remedy=remedy)
+    what = f"what the run in this folder is cannot be read: {why}"
+    return ConfigError(what, where=str(resolved), remedy=remedy, code="train.run_folder_damaged")
 
 
 def refuse_differences(before: dict[str, object], now: dict[str, object], path: Path) -> None:
@@ -86,6 +87,7 @@ def refuse_differences(before: dict[str, object], now: dict[str, object], path: 
             f"the folder holds a run of another configuration: {'; '.join(changed)}",
             where=str(path),
             remedy="choose another training.output_dir, or set these back",
+            code="train.run_changed",
         )
 
 

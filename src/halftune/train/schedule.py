@@ -27,6 +27,11 @@ def warmup_steps(training: TrainingSection, total_steps: int) -> int:
     return min(math.ceil(training.warmup_ratio * total_steps), total_steps // 2)
 
 
+def steps_between(every: float, total_steps: int) -> int:
+    """Steps of a period: from 1 on their number, below 1 a share of all, rounded up as transformers does."""
+    return int(every) if every >= 1 else math.ceil(total_steps * every)
+
+
 def make_schedule(training: TrainingSection, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """The schedule over ``total_steps`` optimizer steps; it sets the learning rate of the first step at once."""
     return get_scheduler(

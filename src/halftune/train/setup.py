@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,83 +13,112 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
-from halftune.core.errors import ConfigError, PlanError
+from halftune.core.choice import Choice
+from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
+from halftune.methods import make_method
 from halftune.model.architectures import is_multimodal, read_config
 from halftune.model.compile_kernels import compile_kernels, kernels_to_compile
 from halftune.model.fused import fuse
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
-from halftune.model.towers import small_whole
+from halftune.model.towers import small_multimodal_copy
 from halftune.model.vocabulary import check_ids, padding_id
+from halftune.optim import make_optimizer
 from halftune.plan import Plan
+from halftune.plan.finalise import Evidence, finalise
 from halftune.precision.report import check_dtypes
-from halftune.train.callbacks.base import Phase, Run
-from halftune.train.checkpoint import Trained
+from halftune.train.callbacks.base import Phase
 from halftune.train.feed import Feed
-from halftune.train.made_of import contents, made_of
+from halftune.train.folder import RunFolder
 from halftune.train.memory import keep_freed_memory
-from halftune.train.optim import make_optimizer
 from halftune.train.parallel import make_strategy
 from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import check_agreed, make_accelerator
 from halftune.train.random_state import seed_everything, set_rounding
+from halftune.train.resume import agreed, check_same_data, position, resumed_batch
+from halftune.train.run_inputs import UNCHANGED, check_same_inputs, contents, run_inputs, template_date
 from halftune.train.schedule import make_schedule
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 
 
-@dataclass
-class Session:
-    """What a run trains with; ``run`` is the part of it that callbacks see."""
-
-    accelerator: Accelerator
-    strategy: Strategy
-    run: Run
-    data: PreparedData
-    feed: Feed
-    eval_feed: Feed | None
-    wrapped: nn.Module
-    trained: Trained
-
-
 def build(
-    loaded: LoadedConfig,
-    plan: Plan,
-    folder: Path,
-    phase: Callable[[Phase], None] = lambda _: None,
-    settle: Callable[[Plan, dict[str, Any]], Plan] = lambda plan, _: plan,
-) -> Session:
-    """Builds a session: data first, before any process group exists, then the model with the plan's dtypes.
+    loaded: LoadedConfig, plan: Plan, folder: RunFolder, phase: Callable[[Phase], None] = lambda _: None
+) -> TrainState:
+    """Builds a run's state: data first, before any process group exists, then the model with the plan's dtypes.
 
     Args:
         loaded, plan: what was asked and what was decided.
-        folder: the run folder.
+        folder: the run folder, and what is known of the checkpoint that is resumed from.
         phase: told what comes next.
-        settle: called when processes can talk, with what the run is made of, before the model is read; what they go on
-            from may change how they share a global batch.
 
     Raises:
-        HalftuneError: whatever is wrong with data, model or adapter; nothing has been trained.
+        HalftuneError: data, model, adapter or checkpoint are wrong; nothing in the run folder has changed.
     """
     config = loaded.run
     phase("tokenising")
+    locate(config.model)  # of the hub: weights that are not there are told before the data is prepared
     tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer)
+    data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from))
     phase("loading")
     accelerator = make_accelerator(plan)
-    made = made_of(config.model, tokenizer, data)
-    check_agreed(accelerator, "base model, tokenizer or data file", contents(made))
-    plan = settle(plan, made)
-    plan = settle_packing(config.model, plan, explicit=config.data.packing.enabled is True)
+    inputs = run_inputs(config.model, tokenizer, data)
+    check_agreed(accelerator, "base model, tokenizer or data file", contents(inputs))
+    resume_from, changes = agreed(folder, accelerator.num_processes), UNCHANGED
+    if resume_from is not None:
+        changes = check_same_inputs(inputs, config.training.allow_changes, resume_from)
+    plan = finalise(plan, evidence(config, plan, resume_from))
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
+    strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data)
+    feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer))
+    check_agreed(accelerator, "training data", feed.fingerprint())
+    total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision)
+    run = TrainState(
+        config=config,
+        plan=plan,
+        folder=folder.path,
+        resume_from=resume_from,
+        changes=changes,
+        inputs=inputs,
+        accelerator=accelerator,
+        strategy=strategy,
+        device=accelerator.device,
+        is_main=accelerator.is_main_process,
+        model=model,
+        wrapped=wrapped,
+        tokenizer=tokenizer,
+        method=feed.method,
+        optimizer=optimizer,
+        schedule=make_schedule(config.training, optimizer, total),
+        scaler=torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value),
+        data=data,
+        feed=feed,
+        eval_feed=feed.for_evaluation(data.eval, config.training.per_device_eval_batch_size) if data.eval else None,
+        position=position(feed),
+        micro_batch=feed.batch.micro_batch,
+        total_steps=total,
+        steps_per_epoch=feed.steps_in(0),
+    )
+    check_same_data(run)
+    return run
+
+
+def place_model(
+    config: RunConfig, plan: Plan, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+) -> tuple[Strategy, nn.Module, nn.Module]:
+    """The strategy, the model with the plan's dtypes where it is computed, and what forward passes are made with.
+
+    Raises:
+        HalftuneError: as ``make_model`` and the strategy; or a token has no embedding.
+    """
     model, unread = make_model(config, plan)
     check_tokens(model, tokenizer, data)
-    pad_token_id = padding_id(model, tokenizer)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
@@ -101,21 +128,29 @@ def build(
         keep_freed_memory()
     if config.training.torch_compile:
         model.compile()
-    wrapped = strategy.wrap(model, unread)
-    rank, world = accelerator.process_index, accelerator.num_processes
+    return strategy, model, strategy.wrap(model, unread)
+
+
+def make_feed(config: RunConfig, plan: Plan, accelerator: Accelerator, data: PreparedData, pad_token_id: int) -> Feed:
+    """The batches of this process.
+
+    Raises:
+        ConfigError: there are none.
+    """
     device = accelerator.device if accelerator.device.type == "cuda" else None
-    feed = Feed(data.train, config, plan.batch, plan.batch.packing.value, pad_token_id, rank, world, device)
-    eval_feed = feed.for_evaluation(data.eval, config.training.per_device_eval_batch_size) if data.eval else None
-    check_agreed(accelerator, "training data", feed.fingerprint())
-    total, per_epoch = feed.total_steps(), feed.steps_in(0)
-    if total == 0 or per_epoch == 0:
-        raise ConfigError("there is nothing to train on", remedy="look at `halftune data`")
-    optimizer = make_optimizer(model, config.training, plan.precision)
-    scaler = torch.amp.GradScaler(accelerator.device.type, enabled=plan.precision.grad_scaler.value)
-    trained = Trained(model, optimizer, make_schedule(config.training, optimizer, total), scaler)
-    main = accelerator.is_main_process
-    run = Run(config, plan, folder, model, tokenizer, accelerator.device, main, total, per_epoch, made_of=made)
-    return Session(accelerator, strategy, run, data, feed, eval_feed, wrapped, trained)
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    method = make_method(config.method)
+    feed = Feed(data.train, config, plan.batch, method, pad_token_id, rank, processes, device)
+    if feed.total_steps() == 0 or feed.steps_in(0) == 0:
+        raise ConfigError("there is nothing to train on", remedy="look at `halftune data`", code="data.nothing_left")
+    return feed
+
+
+def evidence(config: RunConfig, plan: Plan, resume_from: Path | None) -> Evidence:
+    """What is to be known before the plan is final."""
+    asked = config.data.packing.enabled is True
+    packing = check_packing(config.model, plan) if plan.batch.packing.value else None
+    return Evidence(packing, packing_asked=asked, resumed=None if resume_from is None else resumed_batch(resume_from))
 
 
 def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
@@ -147,7 +182,8 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Pre
     """
     for split, key in ((data.train, "data.train"), (data.eval, "data.eval")):
         if split is not None:
-            check_ids(model, tokenizer, (split.sample(index).input_ids for index in range(len(split))), key)
+            examples = (split.example(index) for index in range(len(split)))
+            check_ids(model, tokenizer, (one.input_ids for each in examples for one in each.segments), key)
 
 
 def fuse_layers(model: nn.Module, plan: Plan) -> None:
@@ -156,21 +192,8 @@ def fuse_layers(model: nn.Module, plan: Plan) -> None:
     log.info("fused layers: %s", fuse(model) if choice.value else f"none, {choice.reason}")
 
 
-def settle_packing(model: ModelSection, plan: Plan, *, explicit: bool) -> Plan:
-    """The plan, without packing where the check on a small copy of the model shows that samples would mix.
-
-    Raises:
-        PlanError: packing was asked for explicitly and the check failed.
-    """
-    if not plan.batch.packing.value:
-        return plan
+def check_packing(model: ModelSection, plan: Plan) -> Choice[bool]:
+    """Whether a small copy of the model keeps the samples of a row apart."""
     folder = locate(model)
     config = read_config(folder, trust_remote_code=model.trust_remote_code)
-    verdict = packing_verdict(config, plan, small_whole if is_multimodal(folder, model) else None)
-    if verdict.value:
-        log.info("packing: %s", verdict.reason)
-        return plan
-    if explicit:
-        raise PlanError(f"packing is not possible: {verdict.reason}", remedy="data.packing: false")
-    log.warning("packing is off: %s", verdict.reason)
-    return plan.unpacked(verdict.reason)
+    return packing_verdict(config, plan, small_multimodal_copy if is_multimodal(folder, model) else None)

@@ -23,7 +23,7 @@ from halftune.core.launcher import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.train.checkpoint_list import checkpoints
 from halftune.train.interrupt import SIGNALS, Interrupted, is_echo, say
-from halftune.train.parallel.pulse import current
+from halftune.train.parallel.watchdog import current
 
 _POLL = 0.2  # seconds between two looks once a signal has come
 _HANDLER = 1.0  # seconds for the main thread to answer a second signal itself
@@ -85,19 +85,20 @@ class StopWatch:
     def _end(self, number: signal.Signals, seconds: float) -> NoReturn:
         """Ends the process, with the last checkpoint named."""
         error = Interrupted.stuck(number, seconds, checkpoints(self.folder))
-        if (pulse := current()) is not None:
-            pulse.confess(error)  # some may wait where they look for failures
-        leave(error, str(error))
+        if (watchdog := current()) is not None:
+            watchdog.report_failure(error)  # some may wait where they look for failures
+        leave(error, error.report())
         if this_process().main:  # the main process reports for all
-            self._write(str(error))
-            say(f"halftune train: {error}\n")
+            self._write(error)
+            say(f"halftune train: {error.report()}\n")
         os._exit(error.exit_code)
 
-    def _write(self, error: str) -> None:
+    def _write(self, error: Interrupted) -> None:
         path = self.folder / NAME
         with suppress(OSError, ValueError):
             if (status := read_status(path)) is not None:
-                StatusFile(path).tell(**asdict(status) | {"state": "stopped", "error": error, "seconds_left": None})
+                ended = {"state": "stopped", "error": str(error), "code": error.code, "seconds_left": None}
+                StatusFile(path).tell(**asdict(status) | ended)
 
 
 # A forked process has the parent's descriptor: without these, what it is told would reach the parent. No signal comes

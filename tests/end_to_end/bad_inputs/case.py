@@ -53,6 +53,7 @@ class Case:
         command: the verb and its arguments.
         code: the exit code.
         says: what the message must hold, at least.
+        error: the error codes behind the message, in order; empty for a warning, and for what argparse says.
         needs_torch: whether it can only be found with the model's libraries loaded.
         unprivileged: try it as a user who is not root, whose rights nothing stops.
         environment: variables; None removes one.
@@ -66,6 +67,7 @@ class Case:
     command: str = TRAIN
     code: int = 2
     says: tuple[str, ...] = ()
+    error: tuple[str, ...] = ()
     needs_torch: bool = False
     unprivileged: bool = False
     environment: dict[str, str | None] = field(default_factory=dict)
@@ -141,7 +143,7 @@ def _rights(case: Case) -> Iterator[None]:
 def neutral(text: str, folder: str) -> str:
     """A message without what belongs to this machine: the folder, and lines that only inform."""
     text = text.replace(f"{Path(folder).resolve()}/", "").replace(str(Path(folder).resolve()), ".")
-    text = re.sub(r"is not possible: [^:]+ is a CPU", "is not possible: <this machine> is a CPU", text)
+    text = re.sub(r"is unavailable: [^:]+ is a CPU", "is unavailable: <this machine> is a CPU", text)
     lines = [line for line in text.replace(str(Path.home()), "~").splitlines() if not line.startswith("I ")]
     return "\n".join(lines).strip()
 

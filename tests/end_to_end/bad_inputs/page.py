@@ -1,4 +1,4 @@
-"""docs/errors.md: exit codes, and the exact message of every bad input in the table."""
+"""docs/reference/errors.md: exit codes, and the exact message of every bad input in the table."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from bad_inputs.case import RECIPE, Answer, Case
 from bad_inputs.table import GROUPS
 
 from halftune.core import errors
+from halftune.core.error_codes import catalogue
 
 HEAD = """\
 # Errors
 
-Every mistake gets one sentence: where it is (file and line, row, key), what is wrong, and behind the dot what to do.
-`docs/errors.md` is made by `python scripts/errors_page.py > docs/errors.md`, which makes each of these mistakes and
-writes down what is said; a test does the same and compares.
+Every error is one line: where it is (file and line, row, key), what is wrong, and after the dot what to do.
+The code in brackets names the kind of mistake; it stays when the sentence changes. `halftune explain CODE` says what it
+means and how to fix it; [all codes](#error-codes) are at the end.
+`python scripts/errors_page.py > docs/reference/errors.md` makes each of these mistakes and writes down the messages; a
+test compares.
 
 ## Exit codes
 
@@ -58,7 +61,9 @@ def page(answers: Mapping[str, Answer]) -> str:
         parts.append(f"### {heading}\n")
         for case in cases:
             parts += _entry(case, answers[case.name])
-    return "\n".join(parts)
+    parts += ["## Error codes\n", "| code | what it means | how to fix it |\n|---|---|---|"]
+    parts += [f"| `{each.code}` | {each.means} | {each.fix} |" for each in catalogue().values()]
+    return "\n".join(parts) + "\n"
 
 
 def _codes() -> Iterator[str]:

@@ -40,7 +40,10 @@ def damaged(name: str, how: str) -> None:
 
 
 def pickled_adapter() -> None:
+    """Of an earlier version, whose results are not sealed."""
     final = a_run() / "final"
+    (final / "manifest.json").unlink()
+    (final.parent / "finished.json").write_text('{"step": 1, "time": 1.0}')
     (final / "adapter_model.safetensors").rename(final / "adapter_model.bin")
 
 
@@ -89,23 +92,43 @@ CASES = (
         "an output folder that holds other things",
         make=strangers,
         says=("run", "thesis.tex", "output_dir"),
+        error=("train.output_dir_taken",),
     ),
-    Case("an output folder with another run", make=another_run, says=(RUN, "learning_rate")),
-    Case("an output folder with a run, and `resume: never`", make=used_run, says=(RUN, "never")),
+    Case(
+        "an output folder with another run", make=another_run, says=(RUN, "learning_rate"), error=("train.run_changed",)
+    ),
+    Case(
+        "an output folder with a run, and `resume: never`",
+        make=used_run,
+        says=(RUN, "never"),
+        error=("train.output_dir_taken",),
+    ),
     Case(
         "a checkpoint that is none",
         make=half_a_checkpoint,
         code=5,
         says=("old/checkpoint-3", "checkpoint.json", "auto"),
+        error=("train.checkpoint_damaged",),
     ),
-    Case("an output folder that is a file", output("rows.jsonl"), says=("x.yaml:7", "is a file")),
-    Case("an output folder below a file", output("rows.jsonl/run"), says=("x.yaml:7", "is a file")),
+    Case(
+        "an output folder that is a file",
+        output("rows.jsonl"),
+        says=("x.yaml:7", "is a file"),
+        error=("config.output_dir_unusable",),
+    ),
+    Case(
+        "an output folder below a file",
+        output("rows.jsonl/run"),
+        says=("x.yaml:7", "is a file"),
+        error=("config.output_dir_unusable",),
+    ),
     Case(
         "an output folder that may not be written",
         output("locked/run"),
         make=lambda: os.mkdir("locked", 0o555),
         unprivileged=True,
-        says=("x.yaml:7", "may not be written"),
+        says=("x.yaml:7", "no permission to write"),
+        error=("config.output_dir_unusable",),
     ),
     Case(
         "a data file that may not be read",
@@ -113,23 +136,48 @@ CASES = (
         make=lambda: os.close(os.open("secret.jsonl", os.O_CREAT | os.O_WRONLY, 0o000)),
         unprivileged=True,
         says=("x.yaml:4", "secret.jsonl"),
+        error=("core.unreadable", "config.output_dir_unusable"),
     ),
-    Case("an output folder with a name too long", output("r" * 300), says=("x.yaml:7", "too long")),
-    Case("a checkpoint that is not there", RECIPE + "  resume: run/checkpoint-9\n", says=("no such checkpoint",)),
+    Case(
+        "an output folder with a name too long",
+        output("r" * 300),
+        says=("x.yaml:7", "too long"),
+        error=("config.output_dir_unusable",),
+    ),
+    Case(
+        "a checkpoint that is not there",
+        RECIPE + "  resume: run/checkpoint-9\n",
+        says=("no such checkpoint",),
+        error=("train.checkpoint_not_found",),
+    ),
     Case(
         "a cache folder that is a file",
         environment={"HALFTUNE_CACHE": "rows.jsonl"},
         code=5,
         needs_torch=True,
         says=("HALFTUNE_CACHE",),
+        error=("core.cache_not_writable",),
     ),
-    Case("chat with no such folder", command="chat gone", code=3, says=("gone", "no such run folder")),
-    Case("chat with a folder that is no run", command="chat .", code=3, says=("not a run folder",)),
+    Case(
+        "chat with no such folder",
+        command="chat gone",
+        code=3,
+        says=("gone", "no such run folder"),
+        error=("config.not_a_run_folder",),
+    ),
+    Case(
+        "chat with a folder that is no run",
+        command="chat .",
+        code=3,
+        says=("not a run folder",),
+        error=("config.not_a_run_folder",),
+    ),
     Case(
         "chat with a recipe that was not trained",
         command="chat x.yaml",
         code=3,
         says=("has not been trained", "train --config"),
+        error=("model.run_unfinished",),
     ),
     Case(
         "chat with nothing on standard input",
@@ -137,6 +185,7 @@ CASES = (
         command=f"chat {RUN} --prompt -",
         says=("standard input",),
         needs_torch=True,
+        error=("infer.no_prompt",),
     ),
     Case(
         "chat where the adapter is gone",
@@ -145,6 +194,7 @@ CASES = (
         code=3,
         needs_torch=True,
         says=("adapter_model.safetensors",),
+        error=("model.result_damaged",),
     ),
     Case(
         "chat where the adapter is cut off",
@@ -152,7 +202,8 @@ CASES = (
         command=CHAT,
         code=3,
         needs_torch=True,
-        says=("adapter_model.safetensors", "not a whole"),
+        says=("adapter_model.safetensors", "bytes instead of"),
+        error=("model.result_damaged",),
     ),
     Case(
         "chat where the adapter is a pickle",
@@ -161,6 +212,7 @@ CASES = (
         code=3,
         needs_torch=True,
         says=("adapter_model.bin", "python -c", "save_file"),
+        error=("model.pickle_refused",),
     ),
     Case(
         "chat where the adapter's config is damaged",
@@ -168,7 +220,8 @@ CASES = (
         command=CHAT,
         code=3,
         needs_torch=True,
-        says=("adapter_config.json:2",),
+        says=("adapter_config.json", "train --config"),
+        error=("model.result_damaged",),
     ),
     Case(
         "chat where the adapter is of another model",
@@ -177,6 +230,7 @@ CASES = (
         code=3,
         needs_torch=True,
         says=("adapter",),
+        error=("model.adapter_mismatch",),
     ),
     Case(
         "chat with a recipe in the run that is damaged",
@@ -184,8 +238,15 @@ CASES = (
         command=CHAT,
         needs_torch=True,
         says=("resolved.yaml:1",),
+        error=("config.invalid_yaml",),
     ),
-    Case("export of no run", command="export gone --output out", code=3, says=("no such run folder",)),
+    Case(
+        "export of no run",
+        command="export gone --output out",
+        code=3,
+        says=("no such run folder",),
+        error=("config.not_a_run_folder",),
+    ),
     Case(
         "export onto a file",
         make=a_run,
@@ -193,6 +254,7 @@ CASES = (
         code=3,
         needs_torch=True,
         says=("rows.jsonl", "is a file"),
+        error=("export.output_unusable",),
     ),
     Case(
         "export into a folder with other things",
@@ -200,7 +262,8 @@ CASES = (
         command=f"export {RUN} --output run",
         code=3,
         needs_torch=True,
-        says=("holds other things",),
+        says=("unrelated files",),
+        error=("export.output_unusable",),
     ),
     Case(
         "export into the run's own folder",
@@ -208,7 +271,8 @@ CASES = (
         command=f"export {RUN} --output {RUN}/final",
         code=3,
         needs_torch=True,
-        says=("the run's own",),
+        says=("belongs to the run",),
+        error=("export.output_unusable",),
     ),
     Case(
         "export of an adapter of another model",
@@ -217,5 +281,6 @@ CASES = (
         code=3,
         needs_torch=True,
         says=("adapter",),
+        error=("model.adapter_mismatch",),
     ),
 )

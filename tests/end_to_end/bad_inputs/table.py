@@ -1,4 +1,4 @@
-"""Every bad input that is tried: tests run this table, and docs/errors.md is made from it."""
+"""Every bad input that is tried: tests run this table, and docs/reference/errors.md is made from it."""
 
 from __future__ import annotations
 

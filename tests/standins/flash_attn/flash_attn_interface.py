@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn import pretend
-from halftune.attention.contract import Call, Operand, silent_hole, violations
+from halftune.attention.contract import Call, Operand, lacks_backward, violations
 
 
 def flash_attn_func(
@@ -149,7 +149,7 @@ def _attend(
     alibi: Tensor | None,
 ) -> Tensor:
     """Causality and windows are aligned to the last key; a query that sees nothing gives zero."""
-    if silent_hole(pretend.capability, q.shape[-1], dropout):
+    if lacks_backward(pretend.capability, q.shape[-1], dropout):
         q, k, v = (_Unwritten.apply(operand) for operand in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
         queries, keys, values = (operand.transpose(1, 2).float() for operand in (q, k, v))

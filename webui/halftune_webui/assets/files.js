@@ -1,4 +1,4 @@
-// Data files: chosen from the board's folders, or uploaded by button or by dragging. Stands before form.js and shares its
+// Data files: chosen from the web UI's folders, or uploaded by button or by dragging. Stands before form.js and shares its
 // scope; `words` and `make` are there. The answers of the server are set as text, never as HTML.
 function filePicker(use) {
   const said = words.files, box = make('div', 'ht-files'), panel = make('div', 'browser'), note = make('p', 'help', said.drag);

@@ -14,6 +14,10 @@
   document.addEventListener('keydown', (event) => {
     if (event.key === 'Tab' && event.target.closest?.('.cm-editor')) event.stopImmediatePropagation();
   }, true);
+  // A list that Tab has left is closed: Gradio's stays over what is below. Chromium's :focus-within would stay true there.
+  document.addEventListener('focusin', (event) => {
+    for (const list of document.querySelectorAll('.options')) list.hidden = !list.parentNode.contains(event.target);
+  });
   document.addEventListener('click', (event) => {
     const link = event.target.closest?.('[data-goto]');
     if (link) document.querySelector(link.dataset.goto)?.scrollIntoView({behavior: 'smooth', block: 'start'});

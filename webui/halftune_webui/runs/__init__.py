@@ -1,1 +1,1 @@
-"""Runs as the board sees them, from the disk alone; nothing here knows of Gradio."""
+"""Runs as the web UI sees them, from the disk alone; nothing here knows of Gradio."""

@@ -1,4 +1,4 @@
-"""Asks a verb of halftune that answers in JSON, in a process of its own, so that the board never imports torch."""
+"""Asks a verb of halftune that answers in JSON, in a process of its own, so that the web UI never imports torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.atomic import write_text
-from halftune.core.errors import HalftuneError
+from halftune.core.errors import HalftuneError, Problems
 from halftune_webui.recipe import LABEL
 from halftune_webui.runs.detached import environment
 from halftune_webui.runs.log_tail import cause_in
-from halftune_webui.runs.queue import BOARD
+from halftune_webui.runs.queue import OWN_FOLDER
 from halftune_webui.settings import HALFTUNE
 
 PATIENCE = 900.0  # seconds
@@ -65,9 +65,10 @@ class Asks:
         except subprocess.TimeoutExpired as error:
             process.kill()
             process.communicate()
-            raise HalftuneError(f"halftune {verb} took longer than {PATIENCE / 60:.0f} minutes") from error
+            what = f"halftune {verb} took longer than {PATIENCE / 60:.0f} minutes"
+            raise HalftuneError(what, code="webui.verb_failed") from error
         if self._of.get(page) is not process:
-            raise Stopped(f"halftune {verb} was stopped")
+            raise Stopped(f"halftune {verb} was stopped", code="webui.stopped")
         del self._of[page]
         return _answer(verb, process.returncode, answered, said, good, recipe)
 
@@ -75,19 +76,30 @@ class Asks:
 def _answer(verb: str, code: int, answered: str, said: str, good: Sequence[int], recipe: Path | None) -> dict[str, Any]:
     if recipe is not None:
         said, answered = (text.replace(str(recipe), LABEL) for text in (said, answered))
-    try:
-        answer = json.loads(answered)
-    except ValueError:
-        answer = None
-    if code not in good or not isinstance(answer, dict):
-        raise HalftuneError(cause_in(said) or f"halftune {verb} ended with code {code}")
+    answer = _object(answered)
+    if code not in good and answer is not None and "error" in answer:
+        problems = answer["error"]["problems"]
+        raise Problems([
+            HalftuneError(one["what"], where=one["where"], remedy=one["remedy"], code=one["code"]) for one in problems
+        ])  # fmt: skip
+    if code not in good or answer is None:
+        raise HalftuneError(cause_in(said) or f"halftune {verb} ended with code {code}", code="webui.verb_failed")
     return answer
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """A JSON object; None where the text is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @contextmanager
 def recipe_file(runs: Path, text: str) -> Iterator[Path]:
     """A file that holds a recipe of the browser, for as long as the block."""
-    path = runs / BOARD / f"{time.time_ns()}.yaml"
+    path = runs / OWN_FOLDER / f"{time.time_ns()}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_text(path, text)

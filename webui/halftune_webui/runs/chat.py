@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.runs.detached import environment
-from halftune_webui.runs.log_tail import cause_in
+from halftune_webui.runs.log_tail import cause_in, split_code
 from halftune_webui.settings import HALFTUNE
 
 IDLE = 600.0  # seconds without a question after which the model's memory is given back
@@ -82,7 +82,7 @@ class Chat:
                     if event.get("id") not in (number, None):
                         continue  # of an answer that was left
                     if event["event"] == "error":
-                        raise HalftuneError(event["message"])
+                        raise HalftuneError(event["message"], code=event["code"])
                     if event["event"] == "end":
                         yield event["answer"], event
                         return
@@ -125,8 +125,9 @@ class Chat:
     def _gone(self) -> HalftuneError:
         self._process.wait()
         self._errors.seek(0)
-        said = cause_in(self._errors.read().decode(errors="replace"))
-        return HalftuneError(said or "the model's process has ended", remedy="load the model again")
+        said = split_code(cause_in(self._errors.read().decode(errors="replace")))
+        what = said.text or "the model's process has ended"
+        return HalftuneError(what, remedy="load the model again", code=said.code or "webui.verb_failed")
 
     def _rest(self) -> None:
         self._timer = threading.Timer(self.idle, self.close)

@@ -11,7 +11,7 @@ from halftune.core.status import NAME
 from halftune.export.output import check_output
 from halftune_webui.paths import inside
 from halftune_webui.runs.detached import launch
-from halftune_webui.runs.queue import BOARD
+from halftune_webui.runs.queue import OWN_FOLDER
 from halftune_webui.runs.started import note_job, read_started
 from halftune_webui.runs.state import FINAL, RunState, look
 from halftune_webui.runs.stored import check_model
@@ -30,7 +30,7 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
     """Starts an export.
 
     Args:
-        settings: limits of the board.
+        settings: limits of the web UI.
         run: a finished run.
         output: folder to write, of the browser.
         dtype: one of ``DTYPES``, or None for the base checkpoint's own.
@@ -41,19 +41,21 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
         the folder of its notes.
 
     Raises:
-        HalftuneError: the output lies outside the board's folders, holds something, or is being written.
+        HalftuneError: the output lies outside the web UI's folders, holds something, or is being written.
     """
     if not output.strip():
-        raise ConfigError("there is no name for the output folder", remedy="choose a folder")
+        what = "there is no name for the output folder"
+        raise ConfigError(what, remedy="choose a folder", code="export.output_unusable")
     target = inside(settings.roots, output)
     check_output(run, run / FINAL, target, force=force, how=how)
     if any(state.live and output_of(state.folder) == str(target) for state in exports(settings)):
-        raise ConfigError("is being written by another export", where=output, remedy="wait for it, or stop it")
+        what = "is being written by another export"
+        raise ConfigError(what, where=output, remedy="wait for it, or stop it", code="export.output_unusable")
     check_model(settings, run)
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"there is no format {dtype}", remedy=" | ".join(DTYPES))
+        raise ConfigError(f"there is no format {dtype}", remedy=" | ".join(DTYPES), code="core.unknown_name")
     moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
-    job = settings.runs / BOARD / "exports" / f"{moment}-{target.name}"
+    job = settings.runs / OWN_FOLDER / "exports" / f"{moment}-{target.name}"
     job.mkdir(parents=True, exist_ok=True)
     command = [*settings.program, "export", str(run), "--output", str(target), "--status", str(job / NAME)]
     command += (["--dtype", dtype] if dtype else []) + (["--force"] if force else [])
@@ -64,7 +66,7 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
 
 def exports(settings: Settings) -> list[RunState]:
     """The latest exports, newest first."""
-    folder = settings.runs / BOARD / "exports"
+    folder = settings.runs / OWN_FOLDER / "exports"
     jobs = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
     return [look(job) for job in jobs[:_SHOWN] if job.is_dir()]
 

@@ -6,14 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import pynvml
 
+from halftune_webui.html import render
 from halftune_webui.labels import Words
-
-_WATT, _GIB = 1000, 2**30
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _use(handle: Any) -> Use:
         used=None if memory is None else int(memory.used),
         total=None if memory is None else int(memory.total),
         busy=None if rates is None else int(rates.gpu),
-        watts=None if power is None else power / _WATT,
+        watts=None if power is None else power / 1000,  # of milliwatts
         celsius=_told(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
     )
 
@@ -95,14 +93,4 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 def gpu_view(uses: list[Use], words: Words) -> str:
     """A line for each device; empty where there is none."""
-    lines = []
-    for number, use in enumerate(uses):
-        parts = [] if use.busy is None else [words("runs.gpu.busy", n=use.busy)]
-        if use.used is not None and use.total is not None:
-            parts.append(words("runs.gpu.memory", used=f"{use.used / _GIB:.1f}", total=f"{use.total / _GIB:.1f}"))
-        parts += [] if use.watts is None else [f"{use.watts:.0f} W"]
-        parts += [] if use.celsius is None else [f"{use.celsius} °C"]
-        bar = f'<div class="progress"><i style="width:{(use.used or 0) / (use.total or 1):.0%}"></i></div>'
-        said = escape(" · ".join(parts))
-        lines.append(f"<div><b>{number} {escape(use.name)}</b>{bar}<span>{said}</span></div>")
-    return f'<div class="gpus">{"".join(lines)}</div>' if lines else ""
+    return render("gpus", uses=uses, words=words) if uses else ""

@@ -34,18 +34,18 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
     """Starts a run of its own folder, or puts it into the queue.
 
     Args:
-        settings: limits of the board.
-        recipe: YAML text that the board has examined already.
+        settings: limits of the web UI.
+        recipe: YAML text that the web UI has examined already.
         wait: into the queue, which starts it when nothing else runs.
 
     Returns:
         the run folder.
 
     Raises:
-        HalftuneError: the recipe is wrong, its folder lies outside the board's or holds a run or other things already.
+        HalftuneError: the recipe is wrong, its folder lies outside the web UI's or holds a run or other things already.
     """
     settings.runs.mkdir(parents=True, exist_ok=True)
-    draft = settings.runs / queue.BOARD / f"{time.time_ns()}.yaml"
+    draft = settings.runs / queue.OWN_FOLDER / f"{time.time_ns()}.yaml"
     draft.parent.mkdir(exist_ok=True)
     try:
         write_text(draft, recipe)
@@ -58,7 +58,8 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
             _remember(settings, run)
             _begin(settings, run, wait=wait)
     except OSError as error:
-        raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(error.filename)) from error
+        what = f"the run cannot be started: {error.strerror}"
+        raise TrainingError(what, where=str(error.filename), code="webui.cannot_start") from error
     finally:
         draft.unlink(missing_ok=True)
     return run
@@ -68,7 +69,7 @@ def check_place(settings: Settings, loaded: LoadedConfig) -> Path:
     """The folder of a new run: free, or that of a run which ended before its first step and left no result.
 
     Raises:
-        HalftuneError: it lies outside the board's folders, or holds a run or other things already.
+        HalftuneError: it lies outside the web UI's folders, or holds a run or other things already.
     """
     run = inside(settings.roots, loaded.run.training.output_dir)
     holds_something = run.is_dir() and any(run.iterdir())  # asked first: what another page puts there now is a run
@@ -76,7 +77,12 @@ def check_place(settings: Settings, loaded: LoadedConfig) -> Path:
         if is_in_use(settings, run):
             raise _taken(run)
     elif holds_something:
-        raise ConfigError("the folder holds other things", where=_PLACE, remedy="choose another training.output_dir")
+        raise ConfigError(
+            "the folder holds other things",
+            where=_PLACE,
+            remedy="choose another training.output_dir",
+            code="train.output_dir_taken",
+        )
     return run
 
 
@@ -90,7 +96,8 @@ def _take(run: Path) -> None:
 
 def _taken(run: Path) -> ConfigError:
     remedy = f"training.output_dir: {os.path.relpath(free_beside(run))} is free; or resume that run"
-    return ConfigError("there is a run in this folder already", where=_PLACE, remedy=remedy)
+    what = "there is a run in this folder already"
+    return ConfigError(what, where=_PLACE, remedy=remedy, code="train.output_dir_taken")
 
 
 def free_beside(run: Path) -> Path:
@@ -121,9 +128,10 @@ def resume(settings: Settings, run: Path, *, wait: bool = False) -> None:
     """
     _check_own(settings, run)
     if is_live(run) or run in queue.waiting(settings.runs):
-        raise ConfigError("the run is running or waiting already", where=str(run))
+        raise ConfigError("the run is running or waiting already", where=str(run), code="webui.run_active")
     if (run / FINISHED).is_file():
-        raise ConfigError("the run is finished", where=str(run), remedy="start a new one, or chat with it")
+        what = "the run is finished"
+        raise ConfigError(what, where=str(run), remedy="start a new one, or chat with it", code="train.run_finished")
     _begin(settings, run, wait=wait)
 
 
@@ -136,7 +144,8 @@ def _begin(settings: Settings, run: Path, *, wait: bool) -> None:
         else:
             launch(run, settings)
     except OSError as error:
-        raise TrainingError(f"the run cannot be started: {error.strerror}", where=str(run)) from error
+        what = f"the run cannot be started: {error.strerror}"
+        raise TrainingError(what, where=str(run), code="webui.cannot_start") from error
 
 
 def start_now(settings: Settings, run: Path) -> None:
@@ -147,7 +156,7 @@ def start_now(settings: Settings, run: Path) -> None:
     """
     _check_own(settings, run)
     if not queue.remove(settings.runs, run):
-        raise ConfigError("the run does not wait any more", where=str(run))
+        raise ConfigError("the run does not wait any more", where=str(run), code="webui.run_not_controllable")
     queue.begin(settings, run)
 
 
@@ -155,7 +164,7 @@ def stop(settings: Settings, run: Path, *, at_once: bool = False) -> None:
     """Asks a run to finish its step, save and leave. A waiting one leaves the queue.
 
     Args:
-        settings: limits of the board.
+        settings: limits of the web UI.
         run: the run.
         at_once: it has been asked already, and shall leave without saving. A second click alone does not do that.
 
@@ -167,18 +176,19 @@ def stop(settings: Settings, run: Path, *, at_once: bool = False) -> None:
         return
     process = _process(run)
     if process is None:
-        raise ConfigError("the run does not run on this machine", where=str(run))
+        raise ConfigError("the run does not run on this machine", where=str(run), code="webui.run_not_controllable")
     if look(run).state == "stopping" and not at_once:
         return
     note_stop(run, time.time())
     try:
         send(process.pid, process.process, signal.SIGTERM)
     except PermissionError as error:
-        raise ConfigError("the run belongs to another user", where=str(run)) from error
+        what = "the run belongs to another user"
+        raise ConfigError(what, where=str(run), code="webui.run_not_controllable") from error
 
 
 def _process(run: Path) -> Process | None:
-    """The run's own process, where it is alive: that of the board's notes, else the one that its status names."""
+    """The run's own process, where it is alive: that of the web UI's notes, else the one that its status names."""
     started = read_started(run)
     if started is not None and started.child is not None and started.child.alive:
         return started.child
@@ -194,32 +204,33 @@ def delete(settings: Settings, run: Path) -> None:
     """Deletes a run folder and everything in it.
 
     Raises:
-        HalftuneError: it is none, lies outside the board's folders, or a process works on it.
+        HalftuneError: it is none, lies outside the web UI's folders, or a process works on it.
     """
     _check_own(settings, run)
     queue.remove(settings.runs, run)
     if is_live(run):
-        raise ConfigError("the run is still running", where=str(run), remedy="stop it first")
+        raise ConfigError("the run is still running", where=str(run), remedy="stop it first", code="webui.run_active")
     try:
         with locked(run):  # no run may begin in there meanwhile
             remove_folder(run)
     except OSError as error:
-        raise TrainingError(f"the run cannot be deleted: {error.strerror}", where=str(run)) from error
+        what = f"the run cannot be deleted: {error.strerror}"
+        raise TrainingError(what, where=str(run), code="core.cannot_write") from error
 
 
 def _check_own(settings: Settings, run: Path) -> None:
-    """Makes sure that a path from the browser is a run folder under the board's folders."""
+    """Makes sure that a path from the browser is a run folder under the web UI's folders."""
     if inside(settings.roots, str(run)) != run or not is_run(run):
-        raise ConfigError("is no run of this board", where=str(run))
+        raise ConfigError("not a run of this web UI", where=str(run), code="webui.unknown_run")
 
 
 def find(settings: Settings, name: str) -> Path:
     """The run folder that the browser means by a path.
 
     Raises:
-        HalftuneError: there is none under the board's folders.
+        HalftuneError: there is none under the web UI's folders.
     """
     run = inside(settings.roots, name)
     if not is_run(run):
-        raise HalftuneError("there is no run any more", where=name)
+        raise HalftuneError("there is no run any more", where=name, code="webui.unknown_run")
     return run

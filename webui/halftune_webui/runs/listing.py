@@ -15,12 +15,12 @@ _DEPTH = 3  # folders below the folder of runs
 # What is looked at to see whether a run that nobody works on has changed: the folder, whose time changes when a file in
 # it is replaced, the notes on its process, and its status, which on a full disk is written over in place.
 _WATCHED = ("", f"/{STARTED}", f"/{NAME}")
-ELSEWHERE = Path(".board") / "elsewhere.txt"  # run folders that lie elsewhere, one a line
+ELSEWHERE = Path(".webui") / "elsewhere.txt"  # run folders that lie elsewhere, one a line
 _Marks = tuple[int | None, ...]
 
 
 def run_folders(runs: Path) -> list[Path]:
-    """Every run folder below ``runs``, and those that the board has started elsewhere."""
+    """Every run folder below ``runs``, and those that the web UI has started elsewhere."""
     return list(map(Path, _folders(runs, ())))
 
 
@@ -52,7 +52,7 @@ def _below(folder: str, depth: int, known: Container[str]) -> Iterator[str]:
 
 @dataclass
 class Listing:
-    """The runs of a board. One object may serve every page; what it remembers is only a saving.
+    """The runs of a web UI. One object may serve every page; what it remembers is only a saving.
 
     Attributes:
         runs: the folder of runs.
@@ -74,14 +74,16 @@ class Listing:
         return sorted(states, key=lambda one: (not one.live, queue.get(one.folder, len(queue)), -one.began))
 
     def _state(self, name: str, waits: bool) -> tuple[_Marks, RunState] | None:
-        marks = tuple(_mark(f"{name}{part}") for part in _WATCHED)
         before = self._known.get(name)
         # a living run may have died, and one that is not in the queue any more is started or stopped: looked at anew
-        if before is not None and before[0] == marks and not before[1].live and (before[1].state == "queued") == waits:
-            return before
+        if before is not None and not before[1].live and (before[1].state == "queued") == waits:
+            # whatever goes on with a finished run begins with a new file in its folder
+            watched = _WATCHED[:1] if before[1].state == "finished" else _WATCHED
+            if all(_mark(f"{name}{part}") == mark for part, mark in zip(watched, before[0], strict=False)):
+                return before
         if before is not None and not is_run(Path(name)):
             return None
-        return marks, look(Path(name), waits=waits)
+        return tuple(_mark(f"{name}{part}") for part in _WATCHED), look(Path(name), waits=waits)
 
 
 def _with_dependencies(states: list[RunState]) -> list[RunState]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halftune.core.files import open_file
+from halftune.train.report.series import is_number
 from halftune_webui.runs.started import CONSOLE, folder_of
 
 METRICS, TRAIN_LOG = "metrics.jsonl", "train.log"
-MARK = "=== "  # begins the line that a keeper writes before each sitting
+MARK = "=== "  # begins the line that a supervisor writes before each sitting
 _BYTES = 65_536
 _TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _OURS = re.compile(r"^halftune( \w+)?: ")
@@ -33,7 +35,7 @@ def tail(path: Path, size: int = _BYTES, *, root: Path | None = None) -> str:
 
 
 def log_tail(run: Path, lines: int = 60) -> str:
-    """What a run said last: all that it printed where the board started it, else its log."""
+    """What a run said last: all that it printed where the web UI started it, else its log."""
     text = tail(folder_of(run) / CONSOLE, root=run) or tail(run / TRAIN_LOG)
     return "\n".join(_shown(text)[-lines:])
 
@@ -45,20 +47,27 @@ def root_cause(run: Path) -> str:
 
 def cause_in(console: str) -> str:
     """The sentence of halftune's own error, else the last line that is none of its log."""
-    sitting = console.rpartition(f"\n{MARK}")[2] if f"\n{MARK}" in console else console
-    lines = _shown(sitting)
-    if lines and (console.startswith(MARK) or f"\n{MARK}" in console):
-        lines = lines[1:]
-    lines = [line for line in lines if line.strip()]
-    for number in range(len(lines) - 1, -1, -1):
-        if own := _OURS.match(lines[number]):
-            return lines[number][own.end() :]
-    several: list[str] = []  # problems of a configuration come one a line, each with its remedy
+    _, mark, sitting = f"\n{console}".rpartition(f"\n{MARK}")
+    lines = [line for line in _shown(sitting)[1 if mark else 0 :] if line.strip()]
     for line in reversed(lines):
-        if " · " not in line or re.match(r"[DIWE] ", line):
-            break
-        several.insert(0, line)
-    return "\n".join(several) if several else (lines[-1] if lines else "")
+        if own := _OURS.match(line):
+            return line[own.end() :]
+    # problems of a configuration come one a line, each with its remedy
+    several = takewhile(lambda line: " · " in line and not re.match(r"[DIWE] ", line), reversed(lines))
+    return "\n".join([*several][::-1] or lines[-1:])
+
+
+class Said(NamedTuple):
+    """A message of the command line, and the error code that stood behind it; empty where none did."""
+
+    text: str
+    code: str
+
+
+def split_code(message: str) -> Said:
+    """Takes the code off a message of one line."""
+    found = re.fullmatch(r"(.*) \[([a-z]+\.[a-z_0-9]+)\]", message)
+    return Said(found[1], found[2]) if found else Said(message, "")
 
 
 def _shown(text: str) -> list[str]:
@@ -76,8 +85,3 @@ def last_metrics(run: Path) -> dict[str, Any]:
         if isinstance(entry, dict) and "loss" in entry and is_number(entry.get("step")):
             return {**entry, "loss": entry["loss"] if is_number(entry["loss"]) else None}
     return {}
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a JSON line is a number that can be reckoned with; infinity is none, nor is one too large."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300

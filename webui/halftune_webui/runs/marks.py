@@ -10,11 +10,11 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError
-from halftune.core.status import read_json
+from halftune.core.files import read_json
 from halftune_webui.runs import queue
 from halftune_webui.runs.show import Mark, name_of
 
-_FILE = Path(queue.BOARD) / "marks.json"
+_FILE = Path(queue.OWN_FOLDER) / "marks.json"
 NAME, NOTE, TAG, TAGS = 80, 2000, 30, 8  # characters of a name, a note and a tag; tags
 
 
@@ -52,12 +52,12 @@ class Marks:
             values = json.loads(said)
             name, tags, note = (str(values[key]).strip() for key in ("name", "tags", "note"))
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ConfigError("expected a name, tags and a note") from None
+            raise ConfigError("expected a name, tags and a note", code="webui.bad_note") from None
         listed = tuple(dict.fromkeys(filter(None, (tag.strip() for tag in tags.split(",")))))
         limits = ((name, NAME), (note, NOTE), *((tag, TAG) for tag in listed))
         if len(listed) > TAGS or any(len(text) > most for text, most in limits):
             what = f"at most {NAME} characters fit a name, {NOTE} a note, {TAG} each of {TAGS} tags"
-            raise ConfigError(what, remedy="shorten it")
+            raise ConfigError(what, remedy="shorten it", code="webui.bad_note")
         self._change(run, lambda mark: replace(mark, name=name, tags=listed, note=note))
 
     def forget(self, run: Path) -> None:

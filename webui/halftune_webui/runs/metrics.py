@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from array import array
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halftune.core.files import open_file
-from halftune_webui.runs.log_tail import METRICS, is_number
+from halftune.train.report.series import Curves, is_number
+from halftune_webui.runs.log_tail import METRICS
 
-# the curves; speeds are tokens by the seconds of their steps, memory is in GiB
-COLUMNS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+CHARTS = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+_SMOOTH = ("loss", "grad_norm", "tokens_per_second")
 _MOST = 16 * 2**20  # bytes read at one look: hundreds of thousands of lines
-
-
-@dataclass
-class Series:
-    """Numbers over steps: ``steps[i]`` has ``values[i]``; NaN where the run had no finite number."""
-
-    steps: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def add(self, step: float, value: Any) -> None:
-        """One more point; what is no number becomes NaN."""
-        self.steps.append(step)
-        self.values.append(float(value) if is_number(value) else math.nan)
 
 
 @dataclass(frozen=True)
@@ -46,26 +33,18 @@ class Alarm:
     count: int
 
 
-class Metrics:
-    """The metrics of one run.
-
-    Attributes:
-        series: one for each of ``COLUMNS``.
-        tokens, seconds: over the same steps as the loss: tokens fed, and seconds of training, since the first step.
-        last: the last line that has a loss.
-        version: counts the looks that found something new.
-    """
+class Metrics(Curves):
+    """The metrics of one run."""
 
     def __init__(self, run: Path) -> None:
-        self.path, self.version = run / METRICS, 0
+        self.path = run / METRICS
         self._begin()
 
     def _begin(self) -> None:
-        self.series = {name: Series() for name in COLUMNS}
-        self.tokens, self.seconds = Series(), Series()
-        self.last: dict[str, Any] = {}
+        super().__init__()
         self._alarms: dict[str, tuple[int, int]] = {}
         self._offset, self._inode, self._seen = 0, 0, b""
+        self._drawn: tuple[dict[str, str], str] | None = None
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -76,8 +55,8 @@ class Metrics:
 
     def update(self) -> bool:
         """Reads what is new; whether anything was."""
-        changed = self._update()
-        self.version += changed
+        if changed := self._update():
+            self._drawn = None
         return changed
 
     def _update(self) -> bool:
@@ -98,7 +77,9 @@ class Metrics:
         if not whole and len(data) == _MOST:  # no line of metrics is so long: let go
             whole = data
         for line in whole.splitlines():
-            self._take(line)
+            with suppress(ValueError, RecursionError):
+                if isinstance(entry := json.loads(line), dict):
+                    self.take(entry)
         self._offset += len(whole)
         if whole:
             self._seen = (self._seen + whole)[-256:]
@@ -117,30 +98,22 @@ class Metrics:
         file.seek(0)
         return not had
 
-    def _take(self, line: bytes) -> None:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(entry, dict) or not is_number(entry.get("step")):
-            return
-        step = float(entry["step"])
-        if "eval_loss" in entry:
-            self.series["eval_loss"].add(step, entry["eval_loss"])
-        if "loss" not in entry:
-            return
-        self.last = entry
-        for name, total in (("tokens", self.tokens), ("seconds", self.seconds)):
-            more = entry[name] if is_number(entry.get(name)) else 0
-            total.add(step, (total.values[-1] if total.values else 0) + more)
-        for name in ("loss", "learning_rate", "grad_norm"):
-            if name in entry:
-                self.series[name].add(step, entry[name])
-        if is_number(entry.get("memory_bytes")):
-            self.series["memory"].add(step, entry["memory_bytes"] / 2**30)
-        if is_number(entry.get("seconds")) and entry["seconds"] > 0 and is_number(entry.get("tokens")):
-            self.series["tokens_per_second"].add(step, entry["tokens"] / entry["seconds"])
-        self._watch(int(step), entry)
+    def charts(self) -> list[str]:
+        """Names of the series that are drawn, each on a chart of its own."""
+        return [*(name for name in CHARTS if self[name]), *self.own()]
+
+    def drawn(self, run: str) -> tuple[dict[str, str], str]:
+        """The run's line in each chart, and its scale, as JSON; made anew only after something new was read."""
+        if self._drawn is None:
+            lines = {name: json.dumps(self.line(run, name, smooth=name in _SMOOTH)) for name in self.charts()}
+            self._drawn = lines, json.dumps(self.scale())
+        return self._drawn
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Adds a line, and looks for what is odd in it."""
+        super().take(line)
+        if is_number(line.get("step")) and "loss" in line:
+            self._watch(int(line["step"]), line)
 
     def _watch(self, step: int, entry: dict[str, Any]) -> None:
         skipped = entry.get("skipped") or 0

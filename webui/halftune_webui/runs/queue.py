@@ -1,14 +1,13 @@
 """Runs that wait for their turn: a file beside the runs, worked off one by one by whoever sees that nothing runs.
 
-Each run's keeper becomes this program when its run has ended, and a board looks whenever it shows the list; so the
-queue goes on without a board, and a new board goes on with it.
+Each run's supervisor becomes this program when its run has ended, and a web UI looks whenever it shows the list; so the
+queue goes on without a web UI, and a new web UI goes on with it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +16,8 @@ from pathlib import Path
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
-from halftune.core.files import open_file
-from halftune.core.status import read_json
-from halftune_webui.paths import inside
+from halftune.core.files import open_file, read_json
+from halftune_webui.paths import inside, is_below
 from halftune_webui.runs.detached import launch
 from halftune_webui.runs.listing import run_folders
 from halftune_webui.runs.log_tail import MARK
@@ -28,13 +26,13 @@ from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import command, working_folder
 from halftune_webui.settings import Settings
 
-BOARD, _QUEUE, _LOCK = ".board", "queue.json", "lock"
+OWN_FOLDER, _QUEUE, _LOCK = ".webui", "queue.json", "lock"
 
 
 def waiting(runs: Path) -> list[Path]:
     """Run folders in the queue, the next one first. Without a lock: the file is whole at every moment."""
     try:
-        listed = read_json(runs / BOARD / _QUEUE, root=runs)
+        listed = read_json(runs / OWN_FOLDER / _QUEUE, root=runs)
     except (OSError, ValueError):
         return []
     return [Path(one) for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
@@ -78,13 +76,13 @@ def start_next(settings: Settings) -> Path | None:
 
 
 def begin(settings: Settings, run: Path) -> None:
-    """Starts a run that has waited, as the board would start it now, whatever was noted about it.
+    """Starts a run that has waited, as the web UI would start it now, whatever was noted about it.
 
     Raises:
-        HalftuneError: it lies outside the board's folders, or its recipe leaves the limits.
+        HalftuneError: it lies outside the web UI's folders, or its recipe leaves the limits.
     """
     if inside(settings.roots, str(run)) != run:
-        raise ConfigError("is no run of this board", where=str(run))
+        raise ConfigError("not a run of this web UI", where=str(run), code="webui.unknown_run")
     noted = read_started(run)
     created = noted.created if noted is not None else time.time()
     note_job(run, command(settings, run), working_folder(settings, run), created)
@@ -93,7 +91,7 @@ def begin(settings: Settings, run: Path) -> None:
 
 def _refuse(settings: Settings, run: Path, error: HalftuneError) -> None:
     """Notes why a run was not started, where that is ours to write."""
-    if folder_of(run).is_dir() and any(Path(os.path.realpath(run)).is_relative_to(root) for root in settings.roots):
+    if folder_of(run).is_dir() and is_below(settings.roots, run):
         with suppress(OSError), open_file(folder_of(run) / CONSOLE, "ab", root=run) as console:
             console.write(f"{MARK}halftune train\nhalftune train: {error}\n".encode())
         note_exit(run, error.exit_code, time.time(), out_of_memory=False)
@@ -101,15 +99,15 @@ def _refuse(settings: Settings, run: Path, error: HalftuneError) -> None:
 
 @contextmanager
 def locked(runs: Path, name: str = _LOCK) -> Iterator[None]:
-    """Holds the lock of that name among all boards of a folder of runs."""
-    (runs / BOARD).mkdir(parents=True, exist_ok=True)
-    with open_file(runs / BOARD / name, "ab", root=runs) as file:
+    """Holds the lock of that name among all web UIs of a folder of runs."""
+    (runs / OWN_FOLDER).mkdir(parents=True, exist_ok=True)
+    with open_file(runs / OWN_FOLDER / name, "ab", root=runs) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _write(runs: Path, listed: list[Path]) -> None:
-    write_text(runs / BOARD / _QUEUE, json.dumps([str(run) for run in listed], indent=1))
+    write_text(runs / OWN_FOLDER / _QUEUE, json.dumps([str(run) for run in listed], indent=1))
 
 
 if __name__ == "__main__":

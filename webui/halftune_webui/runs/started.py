@@ -1,4 +1,4 @@
-"""What the board notes of a process that it starts: a folder ``.started`` in the folder of the run."""
+"""What the web UI notes of a process that it starts: a folder ``.started`` in the folder of the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.atomic import write_text
+from halftune.core.files import read_json
 from halftune.core.process import identity
-from halftune.core.status import STARTED, read_json
+from halftune.core.status import STARTED
 
 CONFIG, CONSOLE = "config.yaml", "console.log"
 _JOB, _PROCESS, _EXIT, _STOP = "job.json", "process.json", "exit.json", "stop.json"
@@ -45,19 +46,19 @@ class Started:
         command: the argument list.
         cwd: the folder it starts in.
         created: Unix time of the wish; the run may have waited in the queue since.
-        keeper: the process that waits for the run's and notes how it ended.
+        supervisor: the process that waits for the run's and notes how it ended.
         child: the run's own process.
         code: its exit code, negative for a signal; None while it is not known.
         ended: Unix time of that.
         out_of_memory: the system ended processes for want of memory meanwhile.
-        stop_asked: Unix time at which the board asked it to stop.
+        stop_asked: Unix time at which the web UI asked it to stop.
         unreadable: names of notes that are damaged, or that somebody else wrote.
     """
 
     command: tuple[str, ...] = ()
     cwd: str = ""
     created: float = 0.0
-    keeper: Process | None = None
+    supervisor: Process | None = None
     child: Process | None = None
     code: int | None = None
     ended: float = 0.0
@@ -67,10 +68,10 @@ class Started:
 
     @property
     def alive(self) -> bool:
-        """Whether the run's process, or the keeper that is about to start it, is there."""
+        """Whether the run's process, or the supervisor that is about to start it, is there."""
         if self.child is not None and self.child.alive:
             return True
-        return self.code is None and self.keeper is not None and self.keeper.alive
+        return self.code is None and self.supervisor is not None and self.supervisor.alive
 
 
 def folder_of(run: Path) -> Path:
@@ -79,7 +80,7 @@ def folder_of(run: Path) -> Path:
 
 
 def read_started(run: Path) -> Started | None:
-    """The notes on a run folder; None where the board did not start what is in there."""
+    """The notes on a run folder; None where the web UI did not start what is in there."""
     folder = folder_of(run)
     if not folder.is_dir():
         return None
@@ -93,7 +94,7 @@ def read_started(run: Path) -> Started | None:
         except (OSError, ValueError, TypeError):
             broken.append(name)
     try:
-        for name in ("keeper", "child"):
+        for name in ("supervisor", "child"):
             if name in values:
                 _check(values[name])
                 values[name] = Process(**values[name])
@@ -108,7 +109,7 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("cwd", "process", "host"), str),
     **dict.fromkeys(("created", "ended", "stop_asked"), _NUMBER),
     **dict.fromkeys(("pid", "code"), int),
-    **dict.fromkeys(("keeper", "child"), Process),
+    **dict.fromkeys(("supervisor", "child"), Process),
     "command": list,
     "out_of_memory": bool,
 }
@@ -150,9 +151,9 @@ def note_job(run: Path, command: list[str], cwd: Path, created: float) -> None:
     write_text(folder / _JOB, json.dumps({"command": command, "cwd": str(cwd), "created": created}, indent=1))
 
 
-def note_process(run: Path, keeper: Process, child: Process | None = None) -> None:
+def note_process(run: Path, supervisor: Process, child: Process | None = None) -> None:
     """Who keeps the run, and the run's own process once it is there."""
-    processes = {name: vars(one) for name, one in (("keeper", keeper), ("child", child)) if one is not None}
+    processes = {name: vars(one) for name, one in (("supervisor", supervisor), ("child", child)) if one is not None}
     write_text(_own_folder(run) / _PROCESS, json.dumps(processes, indent=1))
 
 

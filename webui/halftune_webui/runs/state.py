@@ -14,8 +14,9 @@ from typing import Any, Literal
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.shape import child
 from halftune.core.errors import ConfigError
+from halftune.core.files import read_json
 from halftune.core.process import identity
-from halftune.core.status import NAME, Status, read_json, read_status
+from halftune.core.status import NAME, Status, read_status
 from halftune_webui.runs.log_tail import last_metrics, root_cause
 from halftune_webui.runs.started import CONFIG, Started, folder_of, read_started
 
@@ -23,6 +24,7 @@ State = Literal["queued", "starting", "running", "stopping", "finished", "stoppe
 LIVE = ("starting", "running", "stopping")
 RESOLVED, FINISHED, PLAN, FINAL = "resolved.yaml", "finished.json", "plan.json", "final"
 _SILENT = 120.0  # seconds after which a run on another machine counts as gone
+_LAST_STATES: dict[str, State] = {"stopped": "stopped", "failed": "died"}  # of a status file
 _STOP_CODES = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, 129, 130, 143}
 
 
@@ -43,7 +45,6 @@ class RunState:
         model, precision: what is trained, and the computing format, where a plan has been made.
         host: another machine that it runs on; empty for this one.
         casts: attention calls whose operands had left the planned format.
-        board: whether the board started it.
         worker: number and identity of its process; empty where none works.
         first: the run that it depends on, and that its process trains before it.
         place: where it stands in the queue, from 1; 0 where it does not wait.
@@ -64,7 +65,6 @@ class RunState:
     precision: str = ""
     host: str = ""
     casts: int = 0
-    board: bool = False
     worker: tuple[int, str] | None = None
     first: Path | None = None
     place: int = 0
@@ -100,48 +100,49 @@ def look(folder: Path, *, waits: bool = False) -> RunState:
         folder: the run folder.
         waits: whether it is in the queue.
     """
-    started = read_started(folder)
-    plan = _json(folder / PLAN)
-    common: dict[str, Any] = {
-        "folder": folder,
-        "model": str((plan or {}).get("model", "")) or _asked_model(folder),
-        "precision": _value(plan or {}, "precision", "compute"),
-        "board": started is not None,
-    }
+    started, plan = read_started(folder) or Started(), _json(folder / PLAN)
+    common = _described(folder, plan)
     try:
-        status = read_status(folder / NAME)
-        if started is not None and started.unreadable:
-            raise ValueError(f"{', '.join(started.unreadable)} cannot be read")
-        if plan is None:
-            raise ValueError(f"{PLAN} cannot be read")
+        _check_readable(started, plan)
+        status = read_status(folder / NAME) or Status()
     except (OSError, ValueError) as error:
         return RunState(state="unreadable", cause=str(error), **common)
-    began = max(status.started if status else 0.0, started.created if started else 0.0)
-    common["began"] = began or _modified(folder)
-    if (started is not None and started.alive) or (status is not None and _alive(status)):
+    common["began"] = max(status.started, started.created) or _modified(folder)
+    if started.alive or _alive(status):
         return _of_living(started, status, common)
     numbers = _numbers(folder, status)
     if waits:
         return RunState(state="queued", **numbers, **common)
-    if (folder / FINISHED).is_file() or (status is not None and status.state == "finished"):
+    if (folder / FINISHED).is_file() or status.state == "finished":
         return RunState(state="finished", **numbers, **common)
     state, end, cause = _of_dead(folder, started, status)
     return RunState(state=state, end=end, cause=cause, **numbers, **common)
 
 
-def _of_living(started: Started | None, status: Status | None, common: dict[str, Any]) -> RunState:
-    ours = status is not None and _alive(status)
-    if started is not None and started.child is not None and not started.child.alive:  # its keeper will note how
+def _described(folder: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
+    """What does not depend on the run's state."""
+    plan = plan or {}
+    model = str(plan.get("model", "")) or _asked_model(folder)
+    return {"folder": folder, "model": model, "precision": _value(plan, "precision", "compute")}
+
+
+def _check_readable(started: Started, plan: dict[str, Any] | None) -> None:
+    damaged = [*started.unreadable, *([PLAN] if plan is None else [])]
+    if damaged:
+        raise ValueError(f"{', '.join(damaged)} cannot be read")
+
+
+def _of_living(started: Started, status: Status, common: dict[str, Any]) -> RunState:
+    child = started.child
+    if child is not None and not child.alive:  # its supervisor will note how
         numbers = _numbers(common["folder"], status)
         return RunState(state="stopping" if started.stop_asked else "running", phase="finished", **numbers, **common)
-    if status is None or not ours:  # the process is there, and has not said anything yet
-        stopping = started is not None and started.stop_asked > 0
-        child = started.child if started is not None else None
+    if not _alive(status):  # the process is there, and has not said anything yet
+        state: State = "stopping" if started.stop_asked else "starting"
         worker = (child.pid, child.process) if child is not None else None
-        return RunState(state="stopping" if stopping else "starting", phase="starting", worker=worker, **common)
-    stopping = started is not None and started.stop_asked > status.started
+        return RunState(state=state, phase="starting", worker=worker, **common)
     return RunState(
-        state="stopping" if stopping else "running",
+        state="stopping" if started.stop_asked > status.started else "running",
         phase=status.phase,
         seconds_left=_left(status),
         **_numbers(common["folder"], status),
@@ -156,37 +157,45 @@ def _left(status: Status) -> float | None:
     return None if status.seconds_left is None else max(0.0, status.seconds_left - (time.time() - status.updated))
 
 
-def _of_dead(folder: Path, started: Started | None, status: Status | None) -> tuple[State, str, str]:
+def _of_dead(folder: Path, started: Started, status: Status) -> tuple[State, str, str]:
     """State, kind of end and cause of a run without a process and without a result."""
-    if started is not None and started.keeper is None and started.created > (status.started if status else 0.0):
+    if started.supervisor is None and started.created > status.started:
         return "stopped", "", ""  # taken out of the queue
-    spoke = status is not None and (started is None or started.child is None or status.pid == started.child.pid)
-    if spoke and status is not None and status.state in ("stopped", "failed"):
-        return ("stopped" if status.state == "stopped" else "died"), "", status.error
-    code = started.code if started is not None else None
-    if code is None:
-        if status is None or status.state != "running":
-            return "died", "vanished", root_cause(folder)
-        here = (identity(os.getpid()) or "").partition(":")[0]
-        return "died", "killed" if status.process.partition(":")[0] == here else "restarted", ""
+    if status.state in _LAST_STATES and (started.child is None or status.pid == started.child.pid):
+        cause = f"{status.error} [{status.code}]" if status.code else status.error
+        return _LAST_STATES[status.state], "", cause
+    if started.code is not None:
+        return _of_exit(folder, started.code, out_of_memory=started.out_of_memory)
+    if not status.pid or status.state != "running":
+        return "died", "vanished", root_cause(folder)
+    return "died", _lost(status), ""
+
+
+def _lost(status: Status) -> str:
+    """Why a process is gone without a word: killed, or the machine was restarted since."""
+    here = identity(os.getpid()) or ""
+    return "killed" if status.process.partition(":")[0] == here.partition(":")[0] else "restarted"
+
+
+def _of_exit(folder: Path, code: int, *, out_of_memory: bool) -> tuple[State, str, str]:
+    """State, kind of end and cause, by the exit code."""
     if code in _STOP_CODES:
         return "stopped", "", root_cause(folder) if code > 0 else ""
     if code > 0:
         return "died", "", root_cause(folder) or f"exit code {code}"
-    assert started is not None
     if code == -signal.SIGKILL:
-        return "died", "killed_memory" if started.out_of_memory else "killed", ""
+        return "died", "killed_memory" if out_of_memory else "killed", ""
     known = {int(number): number.name for number in signal.Signals}
     return "died", "crashed", known.get(-code, f"signal {-code}")
 
 
-def _numbers(folder: Path, status: Status | None) -> dict[str, Any]:
-    if status is not None and (status.loss is not None or not status.step):
-        return {"step": status.step, "total": status.total, "loss": status.loss, "casts": status.casts}
+def _numbers(folder: Path, status: Status) -> dict[str, Any]:
+    known = {"step": status.step, "total": status.total, "casts": status.casts} if status.pid else {}
+    if known and (status.loss is not None or not status.step):
+        return {**known, "loss": status.loss}
     line = last_metrics(folder)  # not finite, or a run that has gone on and not made a step yet
     loss = line.get("loss", math.nan) if line else None
-    numbers = {"step": line.get("step", 0), "loss": math.nan if line and loss is None else loss}
-    return numbers if status is None else {**numbers, "step": status.step, "total": status.total, "casts": status.casts}
+    return {"step": line.get("step", 0), "loss": math.nan if line and loss is None else loss, **known}
 
 
 def _alive(status: Status) -> bool:
@@ -198,10 +207,10 @@ def _alive(status: Status) -> bool:
 def _asked_model(folder: Path) -> str:
     """The model that the recipe of a run names which has no plan yet."""
     file = folder_of(folder) / CONFIG
-    if not file.is_file() or file.is_symlink():
+    if not file.is_file():
         return ""
     try:
-        recipe = parse(read_text(file), CONFIG).values
+        recipe = parse(read_text(file, root=folder), CONFIG).values
     except ConfigError:
         return ""
     name = child(child(recipe, "model"), "name_or_path")

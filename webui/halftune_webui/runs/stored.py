@@ -1,4 +1,4 @@
-"""The recipe that a run folder holds: the board's limits hold for it, too, since the folder may come from anywhere."""
+"""The recipe that a run folder holds: the web UI's limits hold for it, too, since the folder may come from anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.sections.generation import GenerationSection
 from halftune.config.shape import child
 from halftune.core.errors import ConfigError
-from halftune_webui.paths import check_links, inside
+from halftune_webui.paths import check_links, is_below
 from halftune_webui.recipe import outside
 from halftune_webui.runs.started import CONFIG, folder_of, read_started
 from halftune_webui.runs.state import RESOLVED
@@ -19,7 +19,7 @@ def command(settings: Settings, run: Path) -> list[str]:
     """What starts a run, or goes on with it: made of the run's place alone, never of the notes in its folder.
 
     Raises:
-        HalftuneError: there is no recipe, or it leaves the board's limits.
+        HalftuneError: there is no recipe, or it leaves the web UI's limits.
     """
     if (run / RESOLVED).is_file():
         file, how = run / RESOLVED, ["--rerun", str(run), f"training.output_dir={run}", "training.resume=auto"]
@@ -27,21 +27,23 @@ def command(settings: Settings, run: Path) -> list[str]:
         file = folder_of(run) / CONFIG
         how = ["--config", str(file)]
     else:
-        raise ConfigError("nothing says what this run is", where=str(run), remedy="start it again from its recipe")
+        what = "nothing says what this run is"
+        raise ConfigError(what, where=str(run), remedy="start it again from its recipe", code="webui.recipe_lost")
     _check(settings, run, file, working_folder(settings, run))
     return [*settings.program, "train", *how]
 
 
-def recipe_of(settings: Settings, run: Path) -> str:
-    """The recipe of a run as text, for another run: as it was written where the board has it, else with every key.
+def recipe_of(run: Path) -> str:
+    """The recipe of a run as text, for another run: as it was written where the web UI has it, else with every key.
 
     Raises:
-        HalftuneError: there is none, or it lies outside the board's folders.
+        HalftuneError: there is none, or it is a link.
     """
     for file in (folder_of(run) / CONFIG, run / RESOLVED):
         if file.is_file():
-            return read_text(inside(settings.roots, str(file)))
-    raise ConfigError("nothing says what this run is", where=str(run), remedy="start it again from its recipe")
+            return read_text(file, root=run)
+    what = "nothing says what this run is"
+    raise ConfigError(what, where=str(run), remedy="start it again from its recipe", code="webui.recipe_lost")
 
 
 def words_of(run: Path) -> list[str]:
@@ -52,10 +54,10 @@ def words_of(run: Path) -> list[str]:
 
 
 def working_folder(settings: Settings, run: Path) -> Path:
-    """Where a run was started, as far as that lies under the board's folders; else where the board was."""
+    """Where a run was started, as far as that lies under the web UI's folders; else where the web UI was."""
     before = read_started(run)
     folder = Path(before.cwd) if before is not None and before.cwd else settings.roots[0]
-    known = folder.is_dir() and any(folder.resolve().is_relative_to(root) for root in settings.roots)
+    known = folder.is_dir() and is_below(settings.roots, folder)
     return folder if known else settings.roots[0]
 
 
@@ -63,24 +65,26 @@ def check_model(settings: Settings, run: Path) -> None:
     """Makes sure that a run's model may be loaded, whatever data it was trained on.
 
     Raises:
-        HalftuneError: it lies outside the board's folders, or would run code.
+        HalftuneError: it lies outside the web UI's folders, or would run code.
     """
     if not (run / RESOLVED).is_file():
-        raise ConfigError("nothing says what this run is", where=str(run), remedy="train it again from its recipe")
+        what = "nothing says what this run is"
+        raise ConfigError(what, where=str(run), remedy="train it again from its recipe", code="webui.recipe_lost")
     _check(settings, run, run / RESOLVED, settings.roots[0], section="model")
 
 
 def generation_of(run: Path) -> GenerationSection:
     """How the run's recipe lets answers be decoded; as by default where it says nothing that can be read."""
     try:
-        return GenerationSection.model_validate(child(parse(read_text(run / RESOLVED), RESOLVED).values, "generation"))
+        recipe = parse(read_text(run / RESOLVED, root=run), RESOLVED).values
+        return GenerationSection.model_validate(child(recipe, "generation"))
     except (ConfigError, ValueError):
         return GenerationSection()
 
 
 def _check(settings: Settings, run: Path, file: Path, start: Path, section: str = "") -> None:
     check_links(settings.roots, run)
-    tree = parse(read_text(file), str(file))
+    tree = parse(read_text(file, root=run), str(file))
     for folder in (file.parent, start):
         for problem in outside(tree, settings, start, folder):
             if not section or problem.key[0] == section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,7 @@ def _wire(context: Context, run: gr.Dropdown, chat: gr.HTML, system: gr.Textbox,
             yield from _serve(context, chats, str(request.session_hash), _Asked("load", 0, name, {}, {}))
 
     def asked(request: gr.Request, event: gr.EventData, prompt: str | None, *values: float) -> Iterator[str]:
-        act, number, name, conversations = told(event, act=str, number=int, run=str, conversations=dict)
-        start = [{"role": "system", "content": prompt}] if prompt and prompt.strip() else []
-        chosen = {key: int(value) if key in _WHOLE else value for key, value in zip(_SAMPLING, values, strict=True)}
-        if not all(isinstance(said, list) for said in conversations.values()):
-            raise refused("a conversation that is no list")
-        talks = {side: [*start, *said] for side, said in conversations.items() if side in _SIDES and act == "ask"}
-        yield from _serve(context, chats, str(request.session_hash), _Asked(act, number, name, talks, chosen))
+        yield from _serve(context, chats, str(request.session_hash), _question(event, prompt or "", values))
 
     def done(request: gr.Request, event: gr.EventData) -> Any:
         page, (act,) = str(request.session_hash), told(event, act=str)
@@ -119,9 +113,9 @@ def _wire(context: Context, run: gr.Dropdown, chat: gr.HTML, system: gr.Textbox,
     run.input(picked, run, chat, concurrency_limit=4, **quiet)
     chat.submit(asked, [system, *sampling], chat, concurrency_limit=8, **quiet)
     chat.click(done, None, chat, queue=False, **quiet)
-    board = Blocks.root_block
-    assert board is not None
-    board.unload(closed)
+    blocks = Blocks.root_block
+    assert blocks is not None
+    blocks.unload(closed)
 
 
 @dataclass(frozen=True)
@@ -141,6 +135,17 @@ class _Asked:
     run: str
     talks: dict[str, list[dict[str, str]]]
     generation: dict[str, float]
+
+
+def _question(event: gr.EventData, prompt: str, values: Sequence[float]) -> _Asked:
+    """What a page asks, with the system prompt and the values of the sliders."""
+    act, number, name, conversations = told(event, act=str, number=int, run=str, conversations=dict)
+    start = [{"role": "system", "content": prompt}] if prompt.strip() else []
+    chosen = {key: int(value) if key in _WHOLE else value for key, value in zip(_SAMPLING, values, strict=True)}
+    if not all(isinstance(said, list) for said in conversations.values()):
+        raise refused("a conversation that is no list")
+    talks = {side: [*start, *said] for side, said in conversations.items() if side in _SIDES and act == "ask"}
+    return _Asked(act, number, name, talks, chosen)
 
 
 def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator[str]:
@@ -176,7 +181,7 @@ def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator
 
 def _open(context: Context, chats: Chats, page: str, run: Path) -> Chat:
     if is_live(run):
-        raise HalftuneError(context.words("chat.live"))
+        raise HalftuneError(context.words("chat.live"), code="webui.run_active")
     check_model(context.settings, run)
     chat = Chat(run)
     chats.open(page, chat)

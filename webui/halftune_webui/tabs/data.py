@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -12,9 +12,10 @@ import gradio as gr
 from gradio.context import Context as Blocks
 
 from halftune.config.shape import child
-from halftune.core.errors import ConfigError, HalftuneError
+from halftune.core.errors import ConfigError, HalftuneError, Problems
 from halftune_webui.calls import told
 from halftune_webui.context import Context, kept
+from halftune_webui.html import render, small_codes
 from halftune_webui.labels import Words
 from halftune_webui.recipe import examine, paths_of
 from halftune_webui.runs.ask import Asks, Stopped, recipe_file
@@ -77,13 +78,19 @@ def _wire(
 ) -> None:
     words, asks, reports = context.words, Asks(), Reports()
     look, drawn, stop = buttons
-    board = Blocks.root_block
-    assert board is not None
+    blocks = Blocks.root_block
+    assert blocks is not None
 
     def looked(page: str, text: str, number: float, find: str | None, *options: str) -> Iterator[list[Any]]:
         can_stop, over = gr.Button(interactive=True), gr.Button(interactive=False)
         yield [waiting(words("data.reading")), can_stop]
-        yield [_look(context, asks, reports, page, text, int(number), (f"--find={find or ''}", *options)), over]
+        asked = ("--samples", str(_FETCHED), f"--find={find or ''}", *options)
+
+        def show(answer: dict[str, Any]) -> str:
+            report = Report(answer, text, int(number))
+            return report.view(reports.add(report), words)
+
+        yield [answered(context, asks, page, "data", text or "", *asked, show=show), over]
 
     def first(text: str, number: float, find: str | None, request: gr.Request) -> Iterator[list[Any]]:
         yield from looked(str(request.session_hash), text, number, find)
@@ -124,28 +131,46 @@ def _wire(
         queue=False,
         **_QUIET,
     )
-    board.load(restored, context.address, report, js=kept("data"), queue=False, **_QUIET)
-    board.unload(stopped)
+    blocks.load(restored, context.address, report, js=kept("data"), queue=False, **_QUIET)
+    blocks.unload(stopped)
 
 
-def _look(
-    context: Context, asks: Asks, reports: Reports, page: str, text: str, size: int, options: tuple[str, ...]
+def answered(
+    context: Context,
+    asks: Asks,
+    page: str,
+    verb: str,
+    text: str | None,
+    *options: str,
+    show: Callable[[dict[str, Any]], str],
+    good: Sequence[int] = (0,),
 ) -> str:
-    """A report as HTML, or why there is none."""
+    """What ``show`` makes of a verb's answer, or why there is none, as HTML.
+
+    Args:
+        context: of the tab.
+        asks: the processes of the tab.
+        page: who asks.
+        verb: the verb.
+        text: the recipe that the verb looks at; None for none.
+        options: of the verb.
+        show: makes HTML of the answer.
+        good: exit codes that come with an answer.
+    """
     words, settings = context.words, context.settings
-    examined = examine(text or "", settings)
-    if examined.problems:
-        return failed("\n".join(map(words.problem, examined.problems)))
     try:
+        if text is None:
+            return show(asks.ask(page, verb, *options, good=good))
+        examined = examine(text, settings)
+        if examined.problems:
+            raise Problems(examined.problems)
         with recipe_file(settings.runs, examined.runnable) as file:
-            answer = asks.ask(page, "data", "--samples", str(_FETCHED), *options, recipe=file)
+            return show(asks.ask(page, verb, *options, good=good, recipe=file))
     except Stopped:
         return f'<p class="help">{escape(words("data.stopped"))}</p>'
     except HalftuneError as error:
         where = f'<p class="help">{escape(words("data.mend_columns"))}</p>' if "columns:" in str(error) else ""
-        return failed(words.said(str(error))) + where
-    report = Report(answer, text, size)
-    return report.view(reports.add(report), words)
+        return failed("\n".join(map(words.problem, error.problems))) + where
 
 
 def subject_of(text: str, words: Words) -> str:
@@ -156,11 +181,8 @@ def subject_of(text: str, words: Words) -> str:
         return failed(words("data.unreadable"))
     sources = [path for key, path in paths_of(values) if key[:2] in (("data", "train"), ("data", "eval"))]
     run = child(child(values, "training"), "output_dir")
-    facts = (("data.recipe", str(run or "")), ("data.files", ", ".join(sources)))
-    shown = "".join(
-        f"<div><span>{escape(words(key))}</span> <b>{escape(said)}</b></div>" for key, said in facts if said
-    )
-    return f'<div class="facts">{shown}</div>'
+    facts = (("data.recipe", str(run or "")), ("data.files", ", ".join(dict.fromkeys(sources))))
+    return render("facts", facts=facts, words=words)
 
 
 def waiting(text: str) -> str:
@@ -170,4 +192,4 @@ def waiting(text: str) -> str:
 
 def failed(text: str) -> str:
     """That something failed, in words."""
-    return f'<p class="cause" role="alert">{escape(text)}</p>'
+    return f'<p class="cause" role="alert">{small_codes(text)}</p>'

@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import gradio as gr
 
@@ -13,6 +12,7 @@ from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
 from halftune_webui.calls import told
 from halftune_webui.context import Context
+from halftune_webui.html import render
 from halftune_webui.labels import Words
 from halftune_webui.runs import export, launch
 from halftune_webui.runs.log_tail import log_tail
@@ -44,7 +44,7 @@ def build(context: Context) -> None:
     run.change(lambda name: f"models/{Path(name).name}" if name else "", run, output, show_progress="hidden")
 
     def cards() -> str:
-        return "".join(_card(state, settings, words) for state in export.exports(settings))
+        return _cards(settings, words)
 
     def start(name: str | None, target: str | None, stored: str, again: bool) -> list[str]:
         how = words("export.tick", label=words("export.force"))
@@ -62,7 +62,7 @@ def build(context: Context) -> None:
             if job in [state.folder for state in export.exports(settings)]:
                 _act(settings, job, what)
         except HalftuneError as error:
-            gr.Warning(escape(str(error)))
+            gr.Warning(escape(error.report()))
         return cards()
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -73,20 +73,18 @@ def build(context: Context) -> None:
     only_while_shown(context, clock, "export")
 
 
+def _cards(settings: Settings, words: Words) -> str:
+    return "".join(_card(state, settings, words) for state in export.exports(settings))
+
+
 def _card(state: RunState, settings: Settings, words: Words) -> str:
     """An export: how it goes, and where its result lies."""
     output = export.output_of(state.folder)
     card = run_card(state, (), log_tail(state.folder), settings.runs, words, output=output)
     if state.state != "finished":
         return card
-    path, whole = escape(output), escape(size(export.size_of(Path(output))))
-    run = quote(export.run_of(state.folder), safe="")
-    acts = (
-        f"<span>{whole} · <code>{path}</code></span> "
-        f'<button data-copy="{path}">{escape(words("export.copy"))}</button> '
-        f'<a class="button" href="#tab=chat&amp;chat={run}">{escape(words("export.chat"))}</a>'
-    )
-    return f'<div class="exported">{card}<p class="result">{acts}</p></div>'
+    size_of = size(export.size_of(Path(output)))
+    return render("export", card=card, output=output, size=size_of, run=export.run_of(state.folder), words=words)
 
 
 def _act(settings: Settings, job: Path, what: str) -> None:

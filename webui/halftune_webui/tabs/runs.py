@@ -11,21 +11,23 @@ import gradio as gr
 from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
+from halftune.train.report.curves import chart_script
 from halftune_webui.calls import told
 from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
-from halftune_webui.runs.desk import FILTERS, Desk, Done, View, act, refresh, start
+from halftune_webui.runs.controller import FILTERS, Done, RunsController, View, act, refresh, start
 from halftune_webui.tabs.choose import chosen
-from halftune_webui.tabs.live import live, only_while_shown, script
+from halftune_webui.tabs.live import live, only_while_shown
 
-EVERY = 1.5  # seconds between two looks at the disk
+EVERY = 2.0  # seconds between two looks at the disk
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 _AT_ONCE: dict[str, Any] = {**_QUIET, "queue": False}  # one request, past Gradio's queue; but no message can be shown
 
 
 def build(context: Context) -> None:
     """Search, the list, the curves and cards of the runs that are ticked, a report."""
-    desk, words = Desk(context.settings, context.words, context.listing, fresh=EVERY / 2), context.words
+    words = context.words
+    controller = RunsController(context.settings, words, context.listing, fresh=0.9 * EVERY)
     view = gr.State(View())  # each page has its own, and changes it: an event never writes back one that it read before
     query, kind = _search(words)
     gpus = live("gpus")
@@ -35,7 +37,7 @@ def build(context: Context) -> None:
     areas, lists = [listed, cards, curves, gpus], list(context.choosers.values())
 
     def looked(seen: View) -> list[Any]:
-        return [gr.skip() if area is None else area for area in refresh(desk, seen)]
+        return _areas(controller, seen)
 
     def searched(seen: View, text: str | None, state: str | None) -> list[Any]:
         seen.search(text or "", state or "")
@@ -44,19 +46,19 @@ def build(context: Context) -> None:
     def acted(seen: View, event: gr.EventData) -> list[Any]:
         done, (what, run, on, text) = Done(), told(event, act=str, run=str, on=bool, text=str)
         try:
-            done = act(desk, seen, what, run, on, text)
+            done = act(controller, seen, what, run, on, text)
         except HalftuneError as error:
-            gr.Warning(escape(str(error)))
+            gr.Warning(escape(error.report()))
         if done.said:
             gr.Info(escape(done.said))
-        return [*looked(seen), *_after(context, desk, done)]
+        return [*looked(seen), *_after(context, controller, done)]
 
     def started(text: str | None, seen: View) -> list[Any]:
         try:
-            gr.Info(escape(start(desk, seen, text or "")))
+            gr.Info(escape(start(controller, seen, text or "")))
         except HalftuneError as error:
             gr.Warning(escape(str(error)))
-            return [gr.skip() for _ in (context.tabs, *areas)]
+            return [gr.skip()] * (1 + len(areas))
         return [gr.Tabs(selected="runs"), *looked(seen)]
 
     def restored(seen: View, names: str) -> list[Any]:
@@ -74,13 +76,17 @@ def build(context: Context) -> None:
     query.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
     kind.change(searched, [view, query, kind], areas, trigger_mode="always_last", **_AT_ONCE)
     context.start.click(started, [context.recipe, view], [context.tabs, *areas], **_QUIET)
-    context.board.load(restored, [view, context.address], areas, js=kept("open", 1), **_AT_ONCE)
+    context.blocks.load(restored, [view, context.address], areas, js=kept("open", 1), **_AT_ONCE)
     tab = Blocks.block
     assert isinstance(tab, gr.Tab)
     tab.select(looked, view, areas, **_AT_ONCE)
 
 
-def _after(context: Context, desk: Desk, done: Done) -> list[Any]:
+def _areas(controller: RunsController, view: View) -> list[Any]:
+    return [gr.skip() if area is None else area for area in refresh(controller, view)]
+
+
+def _after(context: Context, controller: RunsController, done: Done) -> list[Any]:
     """What a button does beside the lists: to the report, the open tab, the recipe, and the run chosen in that tab."""
     opened = {done.tab: [str(done.run)]}
     return [
@@ -88,7 +94,7 @@ def _after(context: Context, desk: Desk, done: Done) -> list[Any]:
         gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
         gr.skip() if done.recipe is None else done.recipe,
         *(
-            chosen(opened[tab], desk.states(), context.settings, context.words) if tab in opened else gr.skip()
+            chosen(opened[tab], controller.states(), context.settings, context.words) if tab in opened else gr.skip()
             for tab in context.choosers
         ),
     ]
@@ -106,7 +112,7 @@ def _charts(words: Words) -> gr.HTML:
     labels = {**words.below("curves"), "axes": words.below("curves.axes")}
     return gr.HTML(
         html_template='<div class="ht-charts"></div>',
-        js_on_load=script("charts"),
+        js_on_load=chart_script(),
         elem_id="curves",
         words=json.dumps(labels),
     )

@@ -22,39 +22,17 @@ from halftune_webui.dependencies import needless
 from halftune_webui.edits import edited
 from halftune_webui.form import as_json, form
 from halftune_webui.hints import hints
+from halftune_webui.html import render
 from halftune_webui.labels import Words
 from halftune_webui.plan_panel import plan_panel
-from halftune_webui.planning import HERE, machines, outlook
-from halftune_webui.recipe import examine, shipped
-from halftune_webui.runs.show import command_line
+from halftune_webui.planning import HERE, Outlook, machines, outlook
+from halftune_webui.recipe import Examined, examine, shipped
+from halftune_webui.runs.details import command_line
 from halftune_webui.state import form_state
 from halftune_webui.tabs.data import failed
 from halftune_webui.tabs.live import live, script
 
 FIRST, OWN = "own_data.yaml", "own"
-RESTORE = """(text, machine) => {
-  try { return [localStorage.getItem('halftune-recipe') || text, machine]; } catch (error) { return [text, machine]; }
-}"""
-DOWNLOAD = """(text) => {
-  const link = document.createElement('a');
-  link.href = URL.createObjectURL(new Blob([text], {type: 'application/yaml'}));
-  link.download = 'recipe.yaml';
-  link.click();
-  URL.revokeObjectURL(link.href);
-}"""
-# A recipe of somebody's own is replaced only when they say so. (The editor leaves out the last line break.)
-PICK = """(name, text, machine) => {
-  const kept = name && name !== 'OWN' && text.trim() && !SHIPPED.includes(text.trim()) && !window.confirm(QUESTION);
-  return [kept ? 'OWN' : name, text, machine];
-}"""
-OPEN = """(text) => new Promise((done) => {
-  const input = document.createElement('input');
-  input.type = 'file';
-  input.accept = '.yaml,.yml';
-  input.addEventListener('cancel', () => done(text));
-  input.addEventListener('change', () => input.files[0].text().then(done));
-  input.click();
-})"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +68,8 @@ def build(context: Context) -> None:
     parts = _Parts(drawn, plan, problems)
     _wire(context, parts, machine, pick)
     _find_models(context, parts, machine, query, model, said)
-    download.click(None, context.recipe, None, js=DOWNLOAD)
-    opened.click(None, context.recipe, context.recipe, js=OPEN).then(
+    download.click(None, context.recipe, None, js=script("download_recipe"))
+    opened.click(None, context.recipe, context.recipe, js=script("open_recipe")).then(
         lambda text, machine: _react(context, text, machine),
         [context.recipe, machine],
         [drawn, plan, problems, context.start],
@@ -198,37 +176,35 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     # a run may have taken or left the folder meanwhile, or brought its recipe
     tab.select(opened, [recipe, machine], [pick, *reactions], **quiet)
     machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
-    question = json.dumps(context.words("train.replace"))
-    ask = PICK.replace("SHIPPED", json.dumps(list(known))).replace("QUESTION", question).replace("OWN", OWN)
+    ask = script("pick_recipe")
+    question = context.words("train.replace")
+    for name, value in (("SHIPPED", json.dumps(list(known))), ("QUESTION", json.dumps(question)), ("OWN", OWN)):
+        ask = ask.replace(name, value)
     pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
-    context.board.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=RESTORE, **quiet)
+    context.blocks.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=script("restore_recipe"), **quiet)
 
 
 def _react(context: Context, text: str, machine: str, seq: int = 0) -> tuple[Any, ...]:
     """Everything beside the text: the form, the plan, the list of problems, whether it can be started."""
-    examined = examine(text or "", context.settings)
+    examined, elsewhere = examine(text or "", context.settings), machine != HERE
     planned = outlook(examined.loaded, machine) if examined.loaded is not None else None
-    problem = planned.problem if planned is not None else None
-    first = [Path(name).name for name in examined.loaded.run.depends_on] if examined.loaded is not None else []
-    plan, elsewhere = planned.plan if planned else None, machine != HERE
-    unused = [Path(name).name for name in needless(text or "", context.settings)] if first else []
-    panel = plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first, unused=unused)
     more = obstacles(examined, context.settings)
+    problem = planned.problem if planned is not None else None
     here = problem.problems if problem is not None and not elsewhere else ()  # training starts on this machine
     found = (*examined.problems, *more, *here)
     device = machines()[machine].devices[0].name if elsewhere else ""
     return (
         form_state(examined, planned, context.words, seq, device, more),
-        panel,
-        _problems(context.words, found),
+        _panel(context, text or "", examined, planned, elsewhere=elsewhere),
+        render("problems", found=found, words=context.words),
         gr.Button(interactive=not found),
     )
 
 
-def _problems(words: Words, found: tuple[HalftuneError, ...]) -> str:
-    """What keeps training from starting, in the order of the command line; in other languages, as far as known."""
-    if not found:
-        return '<div class="ht-problems fine"></div>'
-    count = words("train.problems" if len(found) > 1 else "train.problem", n=len(found))
-    lines = "".join(f"<li>{escape(words.problem(problem))}</li>" for problem in found)
-    return f'<div class="ht-problems" role="status"><p>{escape(count)}</p><ul>{lines}</ul></div>'
+def _panel(context: Context, text: str, examined: Examined, planned: Outlook | None, *, elsewhere: bool) -> str:
+    """The plan, and the trainings that come before it."""
+    names = examined.loaded.run.depends_on if examined.loaded is not None else ()
+    first = [Path(name).name for name in names]
+    unused = [Path(name).name for name in needless(text, context.settings)] if first else []
+    plan, problem = (planned.plan, planned.problem) if planned is not None else (None, None)
+    return plan_panel(plan, problem, context.words, elsewhere=elsewhere, first=first, unused=unused)

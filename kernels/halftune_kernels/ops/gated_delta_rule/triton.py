@@ -8,15 +8,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels import delta_kernels
+from halftune_kernels.cuts import configuration
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.gated_delta_rule import kernels
 from halftune_kernels.segments import Segments, chunk_table, segment_table
-from halftune_kernels.tuning import configuration
 
 CHUNK = 64
 # (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
-# Chosen by compiling for every GPU (docs/kernels.md): fits the shared memory, least spills; narrow tiles of values also
-# give the scans more blocks to fill the GPU with.
+# Chosen by compiling for every GPU (docs/measurements/kernels.md): fits the shared memory, least spills; narrow tiles
+# of values also give the scans more blocks to fill the GPU with.
 CONFIGS: dict[tuple[str, bool], Rows] = {
     ("solve", True): ((256, (), Config(0, 4, 1, 32)),),
     ("solve", False): ((256, (), Config(0, 4, 1, 32)),),

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.convert import axolotl_keys as keys
-from halftune.config.convert.draft import Draft, is_off
+from halftune.config.convert.draft import Draft, is_off, misspelt
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.trainer import (
     drop_trainer,
+    evaluates,
     grouping,
     number,
     offload,
@@ -66,8 +67,21 @@ FLAGS = {
 }
 # What is read of an entry of `datasets`; each other key of it is named in the report.
 READ = {
+    *("shards_idx", "preprocess_shards"),
     *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "field_tools"),
     *("message_property_mappings", "message_field_role", "message_field_content", *keys.LABELS),
+}
+USUAL = {"text": ("text",), "messages": ("messages", "conversations"), "tools": ("tools",)}
+# Types of data sets: our format, and what changes.
+TYPES = {
+    "": ("", ""),
+    "chat_template": ("", ""),
+    "sharegpt": ("", ""),
+    "completion": ("text", ""),
+    "alpaca": (
+        "alpaca",
+        'type alpaca: the chat template renders questions, without Alpaca\'s "### Instruction:" around them',
+    ),
 }
 SPEAKERS = (("role", "content"), ("from", "value"))
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
@@ -79,16 +93,12 @@ def convert(draft: Draft, folder: Path) -> None:
     Raises:
         Refusal: reinforcement learning, a reward model, another adapter than (Q)LoRA, or no data to train on.
     """
-    for key in ("rl", "reward_model", "process_reward_model"):
-        if not is_off(draft.left.get(key)):
-            raise draft.refuse(key, "not supported yet: halftune has supervised fine-tuning and pre-training today")
-        if key in draft.left:
-            draft.none(key, "is off")
+    why = "not supported yet: halftune has supervised fine-tuning and pre-training today"
+    draft.unsupported(("rl", "reward_model", "process_reward_model"), why)
     if is_off(draft.left.get("datasets")) and is_off(draft.left.get("pretraining_dataset")):
         raise draft.refuse("datasets", "names no data to train on")
     draft.rename(RENAMED)
-    if draft.has("learning_rate"):
-        draft.translated("learning_rate", "training.learning_rate", number(draft.take("learning_rate")))
+    draft.move("learning_rate", "training.learning_rate", number)
     precision(draft, default="auto")
     _attention(draft)
     _adapter(draft)
@@ -141,17 +151,20 @@ def _adapter(draft: Draft) -> None:
     kind = draft.take("adapter")
     if kind not in (None, "lora", "qlora"):
         raise draft.refuse("adapter", "not supported yet: halftune has full fine-tuning and LoRA today")
-    if kind == "qlora":
-        draft.translated("adapter", "adapter.type", "lora", "for its 4-bit base see load_in_4bit")
-        draft.left.setdefault("load_in_4bit", True)
-    else:
-        draft.translated("adapter", "adapter.type", "lora" if kind else "none")
     if kind is None:
-        for key in (*LORA, "lora_target_linear", "lora_target_modules"):
-            if key in draft.left:
-                draft.none(key, "adapter is not set: all weights are trained")
+        draft.translated("adapter", "adapter.type", "none")
+        keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules")
+        draft.drop(dict.fromkeys(keys_of_lora, "adapter is not set: all weights are trained"))
         return
+    draft.translated("adapter", "adapter.type", "lora", "its base: load_in_4bit" if kind == "qlora" else "")
+    if kind == "qlora":
+        draft.left.setdefault("load_in_4bit", True)
     draft.rename(LORA)
+    _targets(draft)
+    draft.default("adapter.dropout", 0.0, "lora_dropout")
+
+
+def _targets(draft: Draft) -> None:
     linear, modules = draft.take("lora_target_linear"), draft.take("lora_target_modules")
     if linear:
         draft.translated("lora_target_linear", "adapter.target_modules", "all-linear")
@@ -162,38 +175,23 @@ def _adapter(draft: Draft) -> None:
         draft.translated("lora_target_modules", "adapter.target_modules", target)
     elif "lora_target_modules" in draft.source:
         draft.none("lora_target_modules", "all linear layers are adapted anyway")
-    draft.default("adapter.dropout", 0.0, "lora_dropout")
 
 
 def _data(draft: Draft) -> None:
-    pretrain = draft.take("pretraining_dataset")
-    sources, notes, kinds = [], [], {True} if pretrain else set[bool]()
-    for key, ours in (("datasets", "data.train"), ("test_datasets", "data.eval")):
-        entries = draft.take(key) or (pretrain if key == "datasets" else None)
-        if entries is None:
-            continue
-        read = [_source(entry) for entry in ([entries] if isinstance(entries, str | dict) else entries)]
-        sources, notes = [source for source, _ in read], [note for _, note in read if note]
-        kinds |= {source.get("format") == "text" for source in sources} if not pretrain else set()
-        name = "pretraining_dataset" if pretrain and key == "datasets" else key
-        if notes:
-            draft.changed(name, ours, sources, "; ".join(dict.fromkeys(notes)))
-        else:
-            draft.translated(name, ours, sources)
+    pretrain = bool(_sources(draft, "pretraining_dataset", "data.train"))
+    sources = [*_sources(draft, "datasets", "data.train"), *_sources(draft, "test_datasets", "data.eval")]
     _labels(draft)
+    kinds = {pretrain or source.get("format") == "text" for source in sources}
     if len(kinds) > 1:
         why = "some sources are type completion, where every token is trained, and some hold conversations"
         raise draft.refuse("datasets", f"{why}; halftune trains one kind in a run: make a recipe of each")
-    texts = True in kinds
+    texts = pretrain or True in kinds
     draft.put("method.type", "pretrain" if texts else "sft")
-    on_inputs = draft.take("train_on_inputs")
-    if on_inputs is not None and not texts:
-        draft.translated("train_on_inputs", "method.train_on", "all" if on_inputs else "assistant")
-    elif on_inputs is not None:
-        draft.none("train_on_inputs", "pre-training trains every token")
+    if texts:
+        draft.drop({"train_on_inputs": "pre-training trains every token"})
+    draft.move("train_on_inputs", "method.train_on", lambda on: "all" if on else "assistant")
     _template(draft)
-    if draft.has("sample_packing"):
-        draft.translated("sample_packing", "data.packing", bool(draft.take("sample_packing")))
+    draft.move("sample_packing", "data.packing", bool)
     draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "longer samples are dropped")
     draft.default("data.overlong", "drop", "excess_length_strategy")
     draft.default("data.max_length", 512, "sequence_len")
@@ -201,13 +199,33 @@ def _data(draft: Draft) -> None:
     grouping(draft)
 
 
+def _sources(draft: Draft, key: str, ours: str) -> list[dict[str, Any]]:
+    """Translates a list of data sets; returns our sources."""
+    entries = draft.take(key)
+    if not entries:
+        return []
+    read = [_source(entry) for entry in ([entries] if isinstance(entries, str | dict) else entries)]
+    sources, notes = [source for source, _ in read], [note for _, note in read if note]
+    if notes:
+        draft.changed(key, ours, sources, "; ".join(dict.fromkeys(notes)))
+    else:
+        draft.translated(key, ours, sources)
+    return sources
+
+
 def _labels(draft: Draft) -> None:
-    """Refuses data sets whose trained tokens would be others here."""
+    """Refuses data sets whose trained rows or tokens would be others here, or whose keys are misspelt."""
     entries = [entry for entry in draft.source.get("datasets") or [] if isinstance(entry, dict)]
     for key, (here, why) in keys.LABELS.items():
         if any(entry.get(key) not in (None, *here) for entry in entries):
             draft.refused(key, why)
-    kinds = [entry.get("type") for entry in entries]
+    for key in sorted(set[str]().union(*entries) - READ):
+        if near := misspelt(key, READ):
+            draft.refused(key, f"not a key of a data set: did you mean {near}?")
+    _check_types(draft, [entry.get("type") for entry in entries])
+
+
+def _check_types(draft: Draft, kinds: list[Any]) -> None:
     if not all(kinds):
         draft.refused("type", "a data set without a type holds tokens and labels; halftune reads texts only")
     elif "input_output" in kinds:
@@ -229,41 +247,45 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
     """One data set: (our source, what changed)."""
     if not isinstance(entry, dict):
         return {"path": str(entry)}, ""
-    files = entry.get("data_files")
-    files = [files] if isinstance(files, str) else files
-    source: dict[str, Any] = {"path": files[0] if files else str(entry.get("path"))}
-    changes = ["only the first of data_files is taken"] if files and len(files) > 1 else []
-    if entry.get("name"):
-        source["path"] += f":{entry['name']}"
-    split = entry.get("split")
-    if split and split != "train" and not entry.get("ds_type"):
-        source["split"] = split
+    path, partial = _path(entry)
     kind = entry.get("type") or ""
-    kind = kind if isinstance(kind, str) else "of its own"
-    if kind == "alpaca":
-        changes.append(
-            'type alpaca: the chat template renders questions, without Alpaca\'s "### Instruction:" around them'
-        )
-    if kind in ("alpaca", "completion"):
-        source["format"] = "text" if kind == "completion" else "alpaca"
-    elif kind not in ("chat_template", "sharegpt", ""):
-        changes.append(f"type {kind.splitlines()[0]}: the format is found from the columns")
-    field = entry.get("field_messages")
-    if kind == "completion" and entry.get("field", "text") != "text":
-        source["columns"] = {"text": entry["field"]}
-    elif field and field not in ("messages", "conversations"):
-        source["columns"] = {"messages": field}
-    if entry.get("field_tools") not in (None, "tools"):
-        source.setdefault("columns", {})["tools"] = entry["field_tools"]
-    return source, "; ".join([*changes, *_left_out(entry)])
+    kind = kind.partition("\n")[0] if isinstance(kind, str) else "of its own"
+    form, change = TYPES.get(kind, ("", f"type {kind}: the format is found from the columns"))
+    source = {
+        "path": path,
+        "split": "" if entry.get("ds_type") or entry.get("split") == "train" else entry.get("split"),
+        "format": form,
+        "columns": _columns(entry, kind),
+    }
+    changes = "; ".join(filter(None, [partial, change, *_left_out(entry)]))
+    return {key: value for key, value in source.items() if value}, changes
+
+
+def _path(entry: dict[str, Any]) -> tuple[str, str]:
+    """Path of a data set, and what changes."""
+    files = entry.get("data_files") or str(entry.get("path"))
+    files = [files] if isinstance(files, str) else files
+    path = f"{files[0]}:{entry['name']}" if entry.get("name") else files[0]
+    return path, "only the first of data_files is taken" if len(files) > 1 else ""
+
+
+def _columns(entry: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Columns with other names than those that are found by themselves."""
+    given = {"tools": entry.get("field_tools")}
+    if kind == "completion":
+        given["text"] = entry.get("field")
+    else:
+        given["messages"] = entry.get("field_messages")
+    return {ours: theirs for ours, theirs in given.items() if theirs and theirs not in USUAL[ours]}
 
 
 def _left_out(entry: dict[str, Any]) -> list[str]:
     """What a data set says that has no place in ours."""
-    said = entry.get("message_property_mappings") or {}
-    role = said.get("role") or entry.get("message_field_role") or "role"
-    content = said.get("content") or entry.get("message_field_content") or "content"
-    unread = [key for key, value in entry.items() if key not in READ and value not in (None, False)]
+    given = {key: value for key, value in entry.items() if value not in (None, False)}
+    said = given.get("message_property_mappings", {})
+    role = said.get("role", given.get("message_field_role", "role"))
+    content = said.get("content", given.get("message_field_content", "content"))
+    unread = [key for key in given if key not in READ]
     turns = "messages hold role and content, or from and value, here"
     left = [] if (role, content) in SPEAKERS else [f"{role}, {content}: {turns}"]
     return left + ([f"{', '.join(unread)}: not taken over"] if unread else [])
@@ -283,9 +305,7 @@ def _training(draft: Draft) -> None:
         draft.translated("gradient_checkpointing", "training.gradient_checkpointing", True, why)
     elif checkpointing is not None:
         draft.translated("gradient_checkpointing", "training.gradient_checkpointing", checkpointing)
-    compiled = draft.take("torch_compile")
-    if compiled is not None:
-        draft.translated("torch_compile", "training.torch_compile", compiled is True)
+    draft.move("torch_compile", "training.torch_compile", lambda value: value is True)
     _periods(draft)
     whole_steps(draft, "logging_steps", "training.logging_steps")
     resume(draft)
@@ -297,30 +317,32 @@ def _training(draft: Draft) -> None:
 
 
 def _periods(draft: Draft) -> None:
-    """Evaluation and checkpoints: times per epoch, or steps."""
-    evaluates = draft.get("data.eval") is not None or bool(draft.get("data.eval_split"))
-    for key, ours in (("evals_per_epoch", "training.eval_steps"), ("saves_per_epoch", "training.save_steps")):
-        times = draft.take(key)
-        if times == 1 and (evaluates or ours.endswith("save_steps")):
-            draft.translated(key, ours, "epoch")
-        elif times and (evaluates or ours.endswith("save_steps")):
-            draft.changed(key, ours, "epoch", f"once per epoch instead of {times} times; a number of steps works too")
-        elif times is not None or key in draft.source:
-            draft.none(
-                key, "never there" if evaluates or ours.endswith("save_steps") else "there is no evaluation data"
-            )
-    if "eval_steps" in draft.left and "eval_strategy" not in draft.left and evaluates:
+    """Evaluation and checkpoints: times per epoch, which axolotl turns into a share of the run, or steps."""
+    times_per_epoch = (
+        ("evals_per_epoch", "training.eval_steps", evaluates(draft)),
+        ("saves_per_epoch", "training.save_steps", True),
+    )
+    for key, ours, possible in times_per_epoch:
+        times = number(draft.take(key))
+        if times and possible:
+            draft.translated(key, ours, _period(times, number(draft.get("training.num_train_epochs")) or 1))
+        elif key in draft.source:
+            draft.none(key, "never there" if possible else "there is no evaluation data")
+    if "eval_steps" in draft.left and "eval_strategy" not in draft.left and evaluates(draft):
         whole_steps(draft, "eval_steps", "training.eval_steps")
-    periods(draft, evaluates=evaluates, per_steps=False)
+    periods(draft, per_steps=False)
+
+
+def _period(times: Any, epochs: Any) -> float | str:
+    """So many times per epoch as a share of the run, which is what axolotl hands on; once is "epoch"."""
+    numbers = all(isinstance(one, int | float) and 0 < one < 1e9 for one in (times, epochs))
+    share = 1.0 / (times * epochs) if numbers else 1.0
+    return share if times != 1 and share < 1 else "epoch"
 
 
 def _logging(draft: Draft) -> None:
-    project, name = draft.take("wandb_project"), draft.take("wandb_name")
-    if project:
+    if draft.left.get("wandb_project"):
         draft.changed("wandb_project", "logging.report_to", ["wandb"], "set WANDB_PROJECT for the project's name")
-    elif "wandb_project" in draft.source:
-        draft.none("wandb_project", "is off")
-    if name:
-        draft.translated("wandb_name", "logging.run_name", name)
-    elif "wandb_name" in draft.source:
-        draft.none("wandb_name", "is off")
+    if draft.left.get("wandb_name"):
+        draft.move("wandb_name", "logging.run_name")
+    draft.drop(dict.fromkeys(("wandb_project", "wandb_name"), "is off"))

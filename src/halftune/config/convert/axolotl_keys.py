@@ -7,6 +7,7 @@ _RELORA, _LISA = "ReLoRA is not supported yet", "training layers by turns (LISA)
 _MEDIA = "images and audio are not supported yet: only texts would be trained"
 _FINITE = "a high loss stops nothing; one that is not finite does (training.on_non_finite)"
 _ENDS, _MARKS = "the end of each answer is always trained", "messages are marked by train or weight only"
+_SHARD = "a part of a data set by number is not supported yet: samples takes as many rows, others"
 _EAFT = "the EAFT loss is not supported yet"
 _RESTART, _RATES = "restarts of the schedule are not supported yet", "learning rates by module are not supported yet"
 _INIT, _LAYERS = "another initialisation of the adapter is not supported yet", "LoRA by layers is not supported yet"
@@ -88,6 +89,8 @@ NONE = {
     "use_tensorboard": "logging.report_to: tensorboard",
     "debug": "halftune data shows samples and their labels",
     "shuffle_merged_datasets": "data is shuffled every epoch",
+    "dataset_shard_idx": "belongs to dataset_shard_num",
+    "num_dataset_shards_to_save": "tokenised data is cached by content",
     "dataset_keep_in_memory": "data is read whole",
     "streaming": "data is read whole before training",
     "eval_table_size": _SHOWN,
@@ -128,6 +131,9 @@ PARTS = {
     "gptq_": "gptq",
     "qgalore_": "optimizer",
     "dion_": "optimizer",
+    "adam_beta3": "optimizer: CAME's",
+    "adam_epsilon2": "optimizer: CAME's",
+    "dpo_": "rl",
     "dsv4_": "kernels",
     "kd_": "the distillation plugin",
 }
@@ -174,6 +180,7 @@ REFUSED = {
     "model_quantization_config": _QUANT,
     "processor_type": _MEDIA,
     "image_size": _MEDIA,
+    "dataset_shard_num": _SHARD,
     "num_labels": "classification is not supported yet",
     "diffusion": "diffusion language models are not supported yet",
     "trainer_cls": "a trainer of one's own may learn anything",
@@ -208,7 +215,7 @@ REFUSED = {
     "added_tokens_overrides": _NEW,
     "additional_special_tokens": _NEW,
 }
-# Keys of an entry of `datasets` that say which tokens are trained → (the values that hold here, why others do not).
+# Keys of an entry of `datasets` that say what is trained → (the values that hold here, why others do not).
 LABELS = {
     "roles_to_train": (
         (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
@@ -218,6 +225,9 @@ LABELS = {
     "train_on_eot": (("turn",), _ENDS),
     "message_field_training": (("train",), _MARKS),
     "message_field_training_detail": ((), "parts of a message cannot be marked"),
+    "shards": ((1,), _SHARD),
+    "drop_system_message": ((False,), "system messages are kept: remove them from the data"),
+    "split_thinking": ((False,), "thinking inside an answer stays there, unless the chat template parts it"),
 }
 # Plugins whose loss changes nothing that is learned; each other one may.
 PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "ExpertParallelPlugin", "SwanLabPlugin",

@@ -70,7 +70,8 @@ def convert_file(path: Path, framework: str | None = None, accepted: Iterable[st
         remedy = f"name it: --from {' | '.join(CONVERTERS)}"
         if "model" in tree.values and ("data" in tree.values or "training" in tree.values):
             remedy = "it looks like a halftune recipe already"
-        raise ConfigError("is not recognised as a config of another framework", where=str(path), remedy=remedy)
+        what = "is not recognised as a config of another framework"
+        raise ConfigError(what, where=str(path), remedy=remedy, code="convert.not_recognised")
     draft = Draft(tree.values, name, frozenset(accepted))
     try:
         load(CONVERTERS, name, kind="framework")(draft, path.parent)
@@ -78,7 +79,8 @@ def convert_file(path: Path, framework: str | None = None, accepted: Iterable[st
         return Converted(name, "", {}, (*draft.notes, Note("refused", refusal.key, "", refusal.why)))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         # a value of a kind that the other framework would refuse too, e.g. a list where a number belongs
-        raise ConfigError(f"a value has an unexpected kind: {error}", where=str(path)) from None
+        what = f"a value has an unexpected kind: {error}"
+        raise ConfigError(what, where=str(path), code="convert.unexpected_value") from None
     draft.finish()
     return Converted(name, _yaml(draft, path), draft.values, tuple(draft.notes))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from halftune.core.errors import ConfigError
@@ -16,6 +17,7 @@ HEADINGS: dict[Kind, str] = {
     "default": "not written there; its default, written out here",
     "none": "not needed: no effect on what is learned",
 }
+_NEAR = 0.85  # how alike two keys are of which one is taken for a misspelling of the other
 OFF = ("no", "none", "false", "off", "null", "")
 
 
@@ -27,13 +29,18 @@ class Refusal(ConfigError):
     """
 
     def __init__(self, key: str, what: str, why: str) -> None:
-        super().__init__(what)
+        super().__init__(what, code="convert.refused")
         self.key, self.why = key, why
 
 
 def is_off(value: Any) -> bool:
     """Whether a value of a key says that its feature is not used."""
     return not value or (isinstance(value, str) and value.lower() in OFF)
+
+
+def misspelt(key: str, known: Iterable[str]) -> str:
+    """The known key that an unknown one is nearly alike, or ""."""
+    return next(iter(get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)), "")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,26 @@ class Note:
     key: str
     ours: str = ""
     why: str = ""
+
+
+class _Left(dict[str, Any]):
+    """Keys not yet dealt with; ``known`` collects every key that a converter has asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.known: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.known.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.known.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        self.known.add(key)
+        return super().pop(key, default)
 
 
 @dataclass
@@ -63,10 +90,10 @@ class Draft:
     accepted: frozenset[str] = frozenset()
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    left: dict[str, Any] = field(default_factory=dict)
+    left: _Left = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = dict(self.source)
+        self.left = _Left(self.source)
 
     def has(self, key: str) -> bool:
         """Whether a key is written with a value and not yet dealt with."""
@@ -123,6 +150,23 @@ class Draft:
             elif key in self.left:
                 self.none(key, "is null: the default holds")
 
+    def move(self, key: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
+        """Translate a key whose value is written in another way; null is left to the defaults."""
+        if self.has(key):
+            self.translated(key, ours, convert(self.take(key)))
+
+    def unsupported(self, keys: Iterable[str], why: str) -> None:
+        """Keys of methods that do not exist here.
+
+        Raises:
+            Refusal: one of them is on.
+        """
+        for key in keys:
+            if not is_off(self.left.get(key)):
+                raise self.refuse(key, why)
+            if key in self.left:
+                self.none(key, "is off")
+
     def words(self, key: str, ours: str, table: Mapping[Any, Any], otherwise: Any, why: str) -> None:
         """A key whose words are other ones here; a word not in the table becomes ``otherwise``."""
         if not self.has(key):
@@ -168,10 +212,13 @@ class Draft:
         return Refusal(key, f"{shown} cannot be converted: {why}", why)
 
     def finish(self) -> None:
-        """Accounts for the keys that nobody knew: they may matter."""
+        """Accounts for the keys that nobody knew: one that is nearly a known key is misspelt, others may matter."""
         for key, value in list(self.left.items()):
+            near = misspelt(key, self.left.known - self.source.keys())
             if value is None:
                 self.none(key, "is null")
+            elif near:
+                self.refused(key, f"not a key of {self.framework}: did you mean {near}?")
             else:
                 why = f"not a key of {self.framework} that this converter knows: see whether it matters"
                 self.changed(key, "", None, why)

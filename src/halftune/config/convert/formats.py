@@ -10,20 +10,14 @@ from halftune.config.convert.draft import Draft, is_off
 SWITCHES = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config")
 _STORED = re.compile(r"bnb-?4bit|bnb-?8bit|-4bit$", re.IGNORECASE)
 _NOT_TRAINED = re.compile(r"(?i:\b(awq|gptq|aqlm|hqq|eetq|exl2|gguf|int8|nvfp4|fp4)\b)")
-_BILLIONS = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)[bB](?![a-zA-Z])")
-QUANTIZED = (
-    "quant_config",
-    "load_in_4bit",
-    "load_in_8bit",
-    "quantization_bit",
+SINGLE = ("double_quantization", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
+SETTINGS = (
+    *SINGLE,
     "quantization_method",
     "quantization_type",
-    "double_quantization",
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
-    "use_bnb_nested_quant",
     "bnb_config_kwargs",
-    "bnb_4bit_use_double_quant",
     "quantization_device_map",
 )
 ATTENTION = {
@@ -46,24 +40,21 @@ ATTENTION = {
 }
 
 
+# Keys of half formats, and values with which trained weights are in bf16, too.
+HALF = {"bf16": "bf16", "fp16": "fp16", "pure_bf16": "bf16", "bfloat16": "bf16", "float16": "fp16"}
+PURE = {("bf16", "full"), ("pure_bf16", "true"), ("bfloat16", "true")}
+
+
 def precision(draft: Draft, *, default: str) -> None:
     """``bf16``, ``fp16`` and ``pure_bf16``; ``default`` is what holds there without them."""
-    written = {
-        key: draft.take(key) for key in ("bf16", "fp16", "pure_bf16", "bfloat16", "float16") if key in draft.left
-    }
-    chosen = [key for key, value in written.items() if value is True or str(value).lower() in ("true", "full")]
-    if {"bf16", "bfloat16", "pure_bf16"} & set(chosen) and {"fp16", "float16"} & set(chosen):
+    written = {key: str(draft.take(key)).lower() for key in HALF if key in draft.left}
+    on = {HALF[key] for key, value in written.items() if value in ("true", "full")}
+    if len(on) > 1:
         raise draft.refuse("fp16", "bf16 is true as well; keep one of them")
-    pure = bool({"pure_bf16", "bfloat16"} & set(chosen)) or str(written.get("bf16")).lower() == "full"
-    if chosen:
-        word = "fp16" if {"fp16", "float16"} & set(chosen) else "bf16"
-    elif "auto" in written.values():
-        word = "auto"
-    else:
-        word = "fp32" if written.get("bf16") is False else default
+    word = on.pop() if on else {"auto": "auto", "false": "fp32"}.get(written.get("bf16", ""), default)
     for key in written:
         draft.translated(key, "precision.compute", word)
-    if pure:
+    if PURE & written.items():
         draft.put("precision.trainable", "bf16")
     draft.default("precision.compute", word, "bf16")
 
@@ -83,32 +74,37 @@ def attention(draft: Draft, key: str, value: Any) -> None:
 
 
 def quantization(draft: Draft, name_key: str) -> None:
-    """Quantising a base on load: not supported yet. A checkpoint that is quantised already is loaded as it is."""
-    chosen = next((key for key in SWITCHES if not is_off(draft.left.get(key))), None)
-    name = str(draft.get("model.name_or_path") or "")
+    """Quantising a base on load, by bitsandbytes. A checkpoint that is quantised already is loaded as it is."""
+    on = [key for key in SWITCHES if not is_off(draft.left.get(key))]
+    name = str(draft.get("model.name_or_path"))
     if stored := _NOT_TRAINED.search(name):
         draft.refused(name_key, f"{stored.group()}: checkpoints quantised in this way cannot be trained on here")
-    for key in QUANTIZED:
-        if key not in draft.left:
-            continue
-        if is_off(draft.left[key]):
-            draft.none(key, "is off")
-        elif _STORED.search(name):
-            draft.none(key, "the checkpoint is quantised already, and loaded as it is")
-        elif key in SWITCHES:
-            draft.refused(key, sixteen_bit(name))
-        else:
-            draft.none(key, f"belongs to {chosen}" if chosen else "the base is not quantised")
+    made = _on_load(draft, on[0]) if on else None
+    if made == "nf4":
+        _nested(draft)
+    if _STORED.search(name):
+        draft.drop(dict.fromkeys((*SWITCHES, *SETTINGS), "the checkpoint is quantised already, and loaded as it is"))
+    draft.drop(dict.fromkeys(SETTINGS, f"belongs to {on[0]}" if on else "the base is not quantised"))
+    for key in on if made else ():
+        draft.move(key, "model.quantization", lambda _: made)
+    why = "not supported: a base is quantised on load by bitsandbytes, to nf4 or int8"
+    draft.drop(dict.fromkeys(SWITCHES, why), "refused")
 
 
-def sixteen_bit(name: str) -> str:
-    """What it means that a base is not quantised on load, with the size of its weights where its name tells."""
-    sizes = [float(size) for size in _BILLIONS.findall(name)]
-    weights = f"{2 * max(sizes):,.0f} GB of weights in 16 bit" if sizes else "its weights in 16 bit"
-    return (
-        f"quantising a base on load is not supported yet: accepted, it takes {weights}, about four times as much as "
-        "in 4 bit (halftune plan says whether that fits); or name a checkpoint that is quantised already (…-bnb-4bit)"
-    )
+def _nested(draft: Draft) -> None:
+    for key in SINGLE:
+        if draft.left.get(key) is False:
+            draft.changed(key, "", None, "nf4 has quantised scales here: 0.05 bytes per weight less")
+
+
+def _on_load(draft: Draft, key: str) -> str | None:
+    """What ``key`` asks for, in our words; None where it cannot be had."""
+    by = str(draft.left.get("quantization_method") or "bnb")
+    kind = str(draft.left.get("quantization_type") or draft.left.get("bnb_4bit_quant_type") or "nf4")
+    bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(key, draft.left[key])
+    if by not in ("bnb", "bitsandbytes"):
+        return None
+    return "int8" if bits == 8 else "nf4" if bits == 4 and kind == "nf4" else None
 
 
 def listed(value: Any) -> list[str]:

@@ -27,10 +27,18 @@ LORA = {
     "use_rslora": "adapter.use_rslora",
     "use_dora": "adapter.use_dora",
 }
-# Columns of dataset_info.json, by ours.
-ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+# Formats, and columns as dataset_info.json calls them → ours.
+COLUMNS = {
+    "alpaca": {
+        **{"prompt": "instruction", "query": "input", "response": "output"},
+        **{"system": "system", "history": "history"},
+    },
+    "sharegpt": {"messages": "conversations", "system": "system", "tools": "tools"},
+    "messages": {"messages": "messages", "system": "system", "tools": "tools"},
+}
 MEDIA = "images, video and audio are not supported yet: only texts would be trained"
 MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni")  # of the data sets that LLaMA-Factory brings
+ONLINE = Path("ONLINE")  # as dataset_dir: names are ids of the hub, and no dataset_info.json lists them
 METHODS = {"sft": "sft", "pt": "pretrain"}
 
 
@@ -57,11 +65,13 @@ def convert(draft: Draft, folder: Path) -> None:
     _data(draft, stage, folder)
     quantization(draft, "model_name_or_path")
     _checkpointing(draft)
-    _stopping(draft)
+    draft.move("early_stopping_steps", "training.early_stopping_patience")
     drop_keys(draft)
     convert_trainer(draft, folder)
+    if draft.take("use_muon"):
+        draft.translated("use_muon", "training.optim", "muon")
     draft.default("training.learning_rate", 5.0e-5, "learning_rate")
-    periods(draft, evaluates=draft.get("data.eval") is not None or bool(draft.get("data.eval_split")))
+    periods(draft)
     draft.default("training.logging_steps", 500, "logging_steps")
     draft.default("training.output_dir", "runs/converted", "output_dir")
 
@@ -77,30 +87,19 @@ def drop_keys(draft: Draft) -> None:
     draft.drop_parts(keys.PARTS)
 
 
-def _stopping(draft: Draft) -> None:
-    if draft.has("early_stopping_steps"):
-        steps = draft.take("early_stopping_steps")
-        draft.translated("early_stopping_steps", "training.early_stopping_patience", steps)
-
-
 def _adapter(draft: Draft) -> None:
     kind = str(draft.take("finetuning_type") or "lora")
     if kind not in ("lora", "full"):
         raise draft.refuse("finetuning_type", "not supported yet: halftune has full fine-tuning and LoRA today")
     draft.translated("finetuning_type", "adapter.type", "none" if kind == "full" else "lora")
     if kind == "full":
-        for key in (*LORA, "lora_target", "additional_target"):
-            if key in draft.left:
-                draft.none(key, "finetuning_type is full")
+        draft.drop(dict.fromkeys((*LORA, "lora_target", "additional_target"), "finetuning_type is full"))
         return
     draft.rename(LORA)
     draft.default("adapter.rank", 8, "lora_rank")
     draft.default("adapter.alpha", 2 * int(draft.get("adapter.rank")), "lora_alpha (twice the rank)")
-    if draft.has("lora_target"):
-        target = draft.take("lora_target")
-        draft.translated("lora_target", "adapter.target_modules", "all-linear" if target == "all" else listed(target))
-    if draft.has("additional_target"):
-        draft.translated("additional_target", "adapter.modules_to_save", listed(draft.take("additional_target")))
+    draft.move("lora_target", "adapter.target_modules", lambda names: "all-linear" if names == "all" else listed(names))
+    draft.move("additional_target", "adapter.modules_to_save", listed)
 
 
 def _data(draft: Draft, stage: str, folder: Path) -> None:
@@ -109,8 +108,7 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
         why = "turns that do not fit are left out whole; there, prompt and answer are both shortened"
         draft.changed("cutoff_len", "data.max_length", draft.take("cutoff_len"), why)
     draft.default("data.max_length", 2048, "cutoff_len")
-    if draft.has("val_size"):
-        draft.translated("val_size", "data.eval_split", draft.take("val_size"))
+    draft.move("val_size", "data.eval_split")
     _packing(draft)
     grouping(draft)
     if draft.has("template"):
@@ -123,60 +121,52 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
 
 
 def _named_sources(draft: Draft, folder: Path) -> None:
-    where = Path(str(draft.left.get("dataset_dir") or "data"))
     samples = draft.take("max_samples")
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         if draft.has(key):
-            names = listed(draft.take(key))
-            known, base = _listed_sets(where, folder)
-            sources = [_source(name, known.get(name), base or where) for name in names]
-            why = "" if base else "dataset_info.json was not found: check these paths"
-            if samples is not None:
-                for source in sources:
-                    source["samples"] = samples
-            if media := [name for name in names if _has_media(name, known.get(name))]:
-                draft.put(ours, sources)
-                draft.refused(key, f"{', '.join(media)}: {MEDIA}")
-            elif why:
-                draft.changed(key, ours, sources, why)
-            else:
-                draft.translated(key, ours, sources)
+            _translate_names(draft, key, ours, folder, {} if samples is None else {"samples": samples})
+    if str(draft.left.get("dataset_dir")).startswith("REMOTE:"):
+        draft.refused("dataset_dir", "a dataset_info.json of the hub is not read: copy it, and name its folder")
     if samples is not None:
-        draft.changed(
-            "max_samples", "", None, "becomes samples of each source: taken after a shuffle, not the first rows"
-        )
+        why = "becomes samples of each source: taken after a shuffle, not the first rows"
+        draft.changed("max_samples", "", None, why)
+
+
+def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, int]) -> None:
+    """Translates names of data sets; ``samples`` is part of each source."""
+    names, where = listed(draft.take(key)), Path(str(draft.left.get("dataset_dir") or "data"))
+    known, base = _listed_sets(where, folder)
+    sources = [_source(name, known.get(name), base or where) | samples for name in names]
+    if media := [name for name in names if _has_media(name, known.get(name))]:
+        draft.put(ours, sources)
+        draft.refused(key, f"{', '.join(media)}: {MEDIA}")
+    elif base or where == ONLINE:
+        draft.translated(key, ours, sources)
+    else:
+        draft.changed(key, ours, sources, "dataset_info.json was not found: check these paths")
 
 
 def _packing(draft: Draft) -> None:
-    packing, neat = draft.take("packing"), draft.take("neat_packing")
-    if neat:
-        draft.translated("neat_packing", "data.packing", True)
-        if packing is not None:
-            draft.translated("packing", "data.packing", True)
-    elif packing:
-        draft.changed("packing", "data.packing", True, "samples in a row do not see each other, as with neat_packing")
-    else:
-        for key, value in (("packing", packing), ("neat_packing", neat)):
-            if value is not None:
-                draft.translated(key, "data.packing", False)
-        draft.default("data.packing", False, "packing")
+    neat = bool(draft.left.get("neat_packing"))
+    if draft.left.get("packing") and not neat:
+        why = "samples in a row do not see each other, as with neat_packing"
+        draft.changed("packing", "data.packing", True, why)
+    draft.move("neat_packing", "data.packing", lambda _: neat or bool(draft.get("data.packing")))
+    draft.move("packing", "data.packing", lambda _: neat)
+    draft.default("data.packing", False, "packing")
 
 
 def _labels(draft: Draft) -> None:
-    prompt, history = draft.take("train_on_prompt"), draft.take("mask_history")
-    word = "all" if prompt else "last" if history else "assistant"
-    for key, value in (("train_on_prompt", prompt), ("mask_history", history)):
-        if value is not None:
-            draft.translated(key, "method.train_on", word)
+    on_prompt, last_only = (draft.left.get(key) for key in ("train_on_prompt", "mask_history"))
+    for key in ("train_on_prompt", "mask_history"):
+        draft.move(key, "method.train_on", lambda _: "all" if on_prompt else "last" if last_only else "assistant")
 
 
 def _checkpointing(draft: Draft) -> None:
     """On there unless it is disabled."""
-    disabled, given = draft.take("disable_gradient_checkpointing"), draft.take("gradient_checkpointing")
-    if given is not None:
+    if draft.has("gradient_checkpointing"):
         draft.none("gradient_checkpointing", "decided there by disable_gradient_checkpointing alone")
-    if disabled is not None:
-        draft.translated("disable_gradient_checkpointing", "training.gradient_checkpointing", not disabled)
+    draft.move("disable_gradient_checkpointing", "training.gradient_checkpointing", lambda disabled: not disabled)
     draft.default("training.gradient_checkpointing", True, "gradient checkpointing")
 
 
@@ -198,6 +188,8 @@ def _has_media(name: str, entry: Any) -> bool:
 
 
 def _source(name: str, entry: Any, base: Path) -> dict[str, Any]:
+    if base == ONLINE:  # an id of the hub, whose rows have alpaca's columns
+        return {"path": name, "format": "alpaca"}
     if not isinstance(entry, dict):
         return {"path": str(base / f"{name}.json")}
     if "file_name" in entry:
@@ -210,12 +202,13 @@ def _source(name: str, entry: Any, base: Path) -> dict[str, Any]:
             source["split"] = entry["split"]
     if entry.get("num_samples"):
         source["samples"] = entry["num_samples"]
-    columns = entry.get("columns") or {}
-    alpaca = entry.get("formatting", "alpaca") == "alpaca"
-    turns = "messages" if (entry.get("tags") or {}).get("role_tag") == "role" else "conversations"
-    ours = ALPACA if alpaca else {"messages": turns, "system": "system", "tools": "tools"}
-    renamed = {ours[key]: column for key, column in columns.items() if key in ours and ours[key] != column}
-    if renamed:
-        form = "alpaca" if alpaca else "sharegpt" if turns == "conversations" else "messages"
-        source |= {"format": form, "columns": renamed}
-    return source
+    return source | _columns(entry)
+
+
+def _columns(entry: dict[str, Any]) -> dict[str, Any]:
+    """Format and columns of a data set whose columns have other names."""
+    form = "sharegpt" if (entry.get("tags") or {}).get("role_tag") != "role" else "messages"
+    form = "alpaca" if entry.get("formatting", "alpaca") == "alpaca" else form
+    columns = (entry.get("columns") or {}).items()
+    renamed = {COLUMNS[form][key]: column for key, column in columns if COLUMNS[form].get(key, column) != column}
+    return {"format": form, "columns": renamed} if renamed else {}

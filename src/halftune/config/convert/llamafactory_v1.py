@@ -46,9 +46,7 @@ def convert(draft: Draft, folder: Path) -> None:
     Raises:
         Refusal: preference methods, another adapter than LoRA, or no data to train on.
     """
-    for key in PREFERENCE:
-        if draft.has(key):
-            raise draft.refuse(key, _METHODS)
+    draft.unsupported(PREFERENCE, _METHODS)
     if is_off(draft.left.get("train_dataset")):
         raise draft.refuse("train_dataset", "there is nothing to train on: chat and export need no recipe")
     if draft.left.get("custom_chat_template"):
@@ -91,7 +89,7 @@ def _adapter(draft: Draft) -> None:
             draft.put(f"adapter.{ours}", peft[key])
     target = peft.get("target_modules", "all")
     draft.put("adapter.target_modules", "all-linear" if target == "all" else listed(target))
-    unknown = [key for key in peft if key not in (*LORA, "name", "target_modules", "adapter_name_or_path")]
+    unknown = sorted(peft.keys() - {*LORA, "name", "target_modules", "adapter_name_or_path"})
     if unknown:
         draft.changed("peft_config", "adapter.type", "lora", f"{', '.join(unknown)}: not taken over")
     else:
@@ -100,8 +98,7 @@ def _adapter(draft: Draft) -> None:
 
 def _data(draft: Draft, folder: Path) -> None:
     name = str(draft.take("train_dataset"))
-    found = next((path for path in (Path(name), folder / name) if path.is_file()), None)
-    sets = _read(found) if found is not None else None
+    sets = _read(name, folder)
     if _PAIRS.search(name) or any(entry.get("converter") == "pair" for entry in (sets or {}).values()):
         raise Refusal("train_dataset", f"train_dataset: {name}", f"preference pairs: {_METHODS}")
     if MEDIA_NAMES.search(name):
@@ -115,6 +112,10 @@ def _data(draft: Draft, folder: Path) -> None:
     length = draft.take("cutoff_len")
     why = "turns that do not fit are left out whole"
     draft.changed("cutoff_len", "data.max_length", length or 2048, why)
+    _batching(draft)
+
+
+def _batching(draft: Draft) -> None:
     strategy = str(draft.take("batching_strategy") or "normal")
     packed = strategy in ("padding_free", "dynamic_padding_free")
     if strategy == "normal":
@@ -125,9 +126,11 @@ def _data(draft: Draft, folder: Path) -> None:
         draft.default("data.group_by_length", False, "group_by_length")
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]] | None:
+def _read(name: str, folder: Path) -> dict[str, dict[str, Any]] | None:
+    """The list of data sets in a file; None if there is none."""
+    path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
     try:
-        found = parse(read_text(path), str(path)).values
+        found = parse(read_text(path), str(path)).values if path is not None else None
     except ConfigError:
         return None
     sets = isinstance(found, dict) and all(isinstance(entry, dict) and "path" in entry for entry in found.values())
@@ -137,7 +140,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]] | None:
 def _source(entry: dict[str, Any]) -> dict[str, Any]:
     converter = entry.get("converter")
     if converter not in (None, *FORMATS):
-        raise ConfigError(f"a data set has the converter {converter}", remedy="make it alpaca or sharegpt")
+        what = f"a data set has the converter {converter}"
+        raise ConfigError(what, remedy="make it alpaca or sharegpt", code="convert.unexpected_value")
     source: dict[str, Any] = {"path": str(entry["path"])}
     if converter:
         source["format"] = FORMATS[converter]

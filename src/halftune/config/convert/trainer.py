@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
     "adagrad": "adagrad",
+    "muon": "muon",
 }
 _ADAMW = re.compile(r"(paged_|ao_)?adamw(_bnb|_torch)?(_8bit|_4bit|_32bit|_fp8|_bnb_8bit)")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial")
@@ -46,8 +48,7 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_wi
 def convert_trainer(draft: Draft, folder: Path) -> None:
     """Everything that TrainingArguments says, defaults included (transformers 5)."""
     draft.rename(RENAMED)
-    if draft.has("learning_rate"):
-        draft.translated("learning_rate", "training.learning_rate", number(draft.take("learning_rate")))
+    draft.move("learning_rate", "training.learning_rate", number)
     steps = draft.take("max_steps")
     if steps is not None and steps > 0:
         draft.translated("max_steps", "training.max_steps", steps)
@@ -205,7 +206,7 @@ def report_to(draft: Draft) -> None:
 
 
 def whole_steps(draft: Draft, key: str, ours: str) -> None:
-    """A period in steps; a fraction of the run cannot be said here."""
+    """A period in steps, or as a share of the run."""
     value = draft.take(key)
     if value is None:
         return
@@ -216,17 +217,16 @@ def whole_steps(draft: Draft, key: str, ours: str) -> None:
 
 
 def _share(draft: Draft, key: str, ours: str, value: Any) -> None:
-    """A period that is a share of the run: a number of steps where the run's length is known, else once per epoch."""
+    """A period that is a share of the run, rounded up to whole steps as transformers does."""
     total, share = draft.get("training.max_steps"), number(value)
     if not isinstance(share, float) or not 0 < share < 1:
         draft.changed(key, "", None, f"{value} is no period: the default holds")
+    elif ours != "training.logging_steps":
+        draft.translated(key, ours, share)
     elif total is not None:
-        draft.translated(key, ours, max(1, round(share * total)))
-    elif ours == "training.logging_steps":
-        draft.changed(key, "", None, f"{value} of the run, whose length is not known here: every step is logged")
+        draft.translated(key, ours, math.ceil(share * total))
     else:
-        why = f"{value} of the run, whose length is not known here: once per epoch; a number of steps works too"
-        draft.changed(key, ours, "epoch", why)
+        draft.changed(key, "", None, f"{value} of the run, whose length is not known here: every step is logged")
 
 
 def resume(draft: Draft) -> None:
@@ -242,24 +242,16 @@ def resume(draft: Draft) -> None:
         draft.translated("resume_from_checkpoint", "training.resume", "auto")
 
 
-def periods(draft: Draft, *, evaluates: bool, per_steps: bool = True) -> None:
+def evaluates(draft: Draft) -> bool:
+    """Whether the recipe has evaluation data; call it when the data is known."""
+    return draft.get("data.eval") is not None or bool(draft.get("data.eval_split"))
+
+
+def periods(draft: Draft, *, per_steps: bool = True) -> None:
     """``eval_strategy``, ``save_strategy`` and their steps; call it when the data is known."""
     for key in ("evaluation_strategy", "eval_strategy"):
-        strategy, steps = draft.take(key), draft.left.get("eval_steps")
-        if strategy is None and key in draft.source:
-            draft.none(key, "is null")
-        elif strategy == "steps" and evaluates and steps is None:
-            draft.translated(key, "training.eval_steps", 500)
-        elif strategy == "steps" and evaluates:
-            whole_steps(draft, "eval_steps", "training.eval_steps")
-            draft.translated(key, "training.eval_steps", draft.get("training.eval_steps") or "epoch")
-        elif strategy == "epoch" and evaluates:
-            draft.translated(key, "training.eval_steps", "epoch")
-        elif strategy is not None:
-            no = strategy in ("no", False)
-            draft.none(
-                key, "there is evaluation where there is evaluation data" if no else "there is no evaluation data"
-            )
+        if draft.has(key):
+            _evaluation(draft, key, draft.take(key))
     if "eval_steps" in draft.left:
         if draft.get("training.eval_steps") not in (None, "epoch"):
             draft.translated("eval_steps", "training.eval_steps", draft.get("training.eval_steps"))
@@ -267,6 +259,19 @@ def periods(draft: Draft, *, evaluates: bool, per_steps: bool = True) -> None:
             draft.none("eval_steps", "evaluation is not in steps")
     _saves(draft)
     draft.default("training.save_steps", 500 if per_steps else "epoch", "save_steps")
+
+
+def _evaluation(draft: Draft, key: str, strategy: Any) -> None:
+    if strategy not in ("steps", "epoch"):
+        draft.none(key, "there is evaluation where there is evaluation data")
+    elif not evaluates(draft):
+        draft.none(key, "there is no evaluation data")
+    elif strategy == "epoch":
+        draft.translated(key, "training.eval_steps", "epoch")
+    else:
+        usual = "epoch" if draft.has("eval_steps") else 500
+        whole_steps(draft, "eval_steps", "training.eval_steps")
+        draft.translated(key, "training.eval_steps", draft.get("training.eval_steps") or usual)
 
 
 def _saves(draft: Draft) -> None:

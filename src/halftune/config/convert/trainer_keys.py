@@ -34,6 +34,7 @@ NONE = {
     "hub_model_id": "nothing is uploaded",
     "push_to_hub": "nothing is uploaded",
     "hub_strategy": "nothing is uploaded",
+    "hub_token": "nothing is uploaded",
     "hub_private_repo": "nothing is uploaded",
     "save_only_model": "checkpoints can always be resumed from",
     "save_safetensors": "always",

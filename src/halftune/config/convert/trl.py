@@ -54,32 +54,28 @@ def convert(draft: Draft, folder: Path) -> None:
         Refusal: a method other than supervised fine-tuning.
     """
     for key in ("beta", "num_generations", "reward_model_path", "reward_funcs", "desirable_weight"):
-        if draft.has(key):
+        if draft.has(key):  # also 0, which is GRPO's usual beta
             raise draft.refuse(key, "not supported yet: halftune has supervised fine-tuning and pre-training today")
     draft.rename(MODEL)
     draft.put("method.type", "sft")
     precision(draft, default="bf16")
     for key in DTYPES:
         if key in draft.left:
-            value = draft.take(key)
-            draft.changed(
-                key, "", None, f"{value}: frozen weights are loaded in the dtype of compute, trained ones in fp32"
-            )
+            why = f"{draft.take(key)}: frozen weights are loaded in the dtype of compute, trained ones in fp32"
+            draft.changed(key, "", None, why)
     if draft.has("attn_implementation"):
         attention(draft, "attn_implementation", draft.take("attn_implementation"))
     _adapter(draft)
     quantization(draft, "model_name_or_path")
     _data(draft)
     _loss(draft)
-    checkpointing = draft.take("gradient_checkpointing")
-    if checkpointing is not None:
-        draft.translated("gradient_checkpointing", "training.gradient_checkpointing", checkpointing)
+    draft.move("gradient_checkpointing", "training.gradient_checkpointing")
     draft.default("training.gradient_checkpointing", True, "gradient_checkpointing")
     convert_trainer(draft, folder)
     draft.default("training.logging_steps", 10, "logging_steps")
     draft.default("training.learning_rate", 2.0e-5, "learning_rate")
     draft.default("training.output_dir", "trainer_output", "output_dir")
-    periods(draft, evaluates=draft.get("data.eval") is not None)
+    periods(draft)
     draft.drop(NONE)
     draft.drop(CHANGED, "changed")
 
@@ -88,9 +84,7 @@ def _adapter(draft: Draft) -> None:
     use = draft.take("use_peft")
     draft.translated("use_peft", "adapter.type", "lora" if use else "none")
     if not use:
-        for key in (*LORA, "lora_target_modules"):
-            if key in draft.left:
-                draft.none(key, "use_peft is off: all weights are trained")
+        draft.drop(dict.fromkeys((*LORA, "lora_target_modules"), "use_peft is off: all weights are trained"))
         return
     draft.rename(LORA)
     draft.default("adapter.dropout", 0.05, "lora_dropout")
@@ -103,30 +97,29 @@ def _adapter(draft: Draft) -> None:
 
 
 def _data(draft: Draft) -> None:
-    name, config = draft.take("dataset_name"), draft.take("dataset_config")
-    train, test = draft.take("dataset_train_split"), draft.take("dataset_test_split")
-    if name is not None:
-        path = f"{name}:{config}" if config else str(name)
-        local = Path(str(name)).exists()
-        draft.translated("dataset_name", "data.train", [_with_split(path, None if local else train)])
-        asked = draft.left.get("eval_strategy") or draft.left.get("evaluation_strategy")
-        if asked not in (None, "no", False) and not local:
-            draft.put("data.eval", [_with_split(path, test or "test")])
-    for key, value in (("dataset_config", config), ("dataset_train_split", train), ("dataset_test_split", test)):
-        if value is not None and name is not None:
-            draft.translated(key, "data.train", draft.get("data.train"))
-        elif value is not None:
-            draft.none(key, "there is no dataset_name")
-    mixture = draft.take("datasets")
-    if mixture is not None:
-        draft.translated("datasets", "data.train", [_of_mixture(entry) for entry in mixture])
+    _named_set(draft)
+    draft.move("datasets", "data.train", lambda mixture: [_of_mixture(entry) for entry in mixture])
     _text_field(draft)
-    for key in ("max_length", "max_seq_length"):
-        if draft.has(key):
-            draft.translated(key, "data.max_length", draft.take(key))
+    draft.move("max_length", "data.max_length")
+    draft.move("max_seq_length", "data.max_length")
     draft.default("data.max_length", 1024, "max_length")
     _packing(draft)
     grouping(draft)
+
+
+def _named_set(draft: Draft) -> None:
+    parts = ("dataset_config", "dataset_train_split", "dataset_test_split")
+    if not draft.has("dataset_name"):
+        draft.drop(dict.fromkeys(parts, "there is no dataset_name"))
+        return
+    name, (config, train, test) = str(draft.take("dataset_name")), map(draft.left.get, parts)
+    path, local = f"{name}:{config}" if config else name, Path(name).exists()
+    draft.translated("dataset_name", "data.train", [_with_split(path, None if local else train)])
+    asked = draft.left.get("eval_strategy") or draft.left.get("evaluation_strategy")
+    if asked not in (None, "no", False) and not local:
+        draft.put("data.eval", [_with_split(path, test or "test")])
+    for key in parts:
+        draft.move(key, "data.train", lambda _: draft.get("data.train"))
 
 
 def _text_field(draft: Draft) -> None:
@@ -171,13 +164,10 @@ def _of_mixture(entry: Any) -> dict[str, Any]:
 
 def _loss(draft: Draft) -> None:
     """TRL trains whole conversations unless it is told not to; which one a data set needs cannot be seen here."""
-    assistant, completion = draft.take("assistant_only_loss"), draft.take("completion_only_loss")
+    for key in ("assistant_only_loss", "completion_only_loss"):
+        draft.move(key, "method.train_on", lambda answers: "assistant" if answers else "all")
     loss = draft.take("loss_type")
-    if assistant is not None:
-        draft.translated("assistant_only_loss", "method.train_on", "assistant" if assistant else "all")
-    if completion is not None:
-        draft.translated("completion_only_loss", "method.train_on", "assistant" if completion else "all")
-    if assistant is None and completion is None:
+    if draft.get("method.train_on") is None:
         why = "answers only are trained; TRL trains whole conversations (train_on: all) unless this is true"
         draft.changed("assistant_only_loss", "method.train_on", "assistant", why)
     if loss in ("nll", "chunked_nll"):

@@ -1,18 +1,26 @@
-"""Where a model's config.json is: in its folder, in the hub's cache, or on the hub."""
+"""Locates a model's config.json: in its folder, in the hub cache, or on the hub."""
 
 from __future__ import annotations
 
-import socket
+import time
+from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
+from ssl import SSLError
+from threading import Thread
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import Request, getproxies, urlopen
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 
+_PATIENCE = 6.0  # timeout for the hub in seconds
+_REMEMBERED = 60  # seconds for which the hub's availability is cached
+
 
 def config_file(model: ModelSection) -> Path:
-    """config.json of a model: in its folder, or of a hub repository.
+    """Return the path of a model's config.json: in its folder, or of a hub repository.
 
     Raises:
         ModelError: there is none.
@@ -20,16 +28,32 @@ def config_file(model: ModelSection) -> Path:
     name = model.name_or_path
     folder = Path(name)
     if folder.is_dir():
-        if (folder / "config.json").is_file():
-            return folder / "config.json"
-        if (folder / "adapter_config.json").is_file():
-            remedy = "model.name_or_path is the base model; merge the adapter first with `halftune export`"
-            raise ModelError("this folder holds an adapter, not a model", where=name, remedy=remedy)
-        raise ModelError("there is no config.json in the model's folder", where=name)
+        return config_in(folder)
     if folder.is_file() or name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        remedy = "write an existing folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or builtin:<name>"
-        raise ModelError(f"there is no model folder {name}", where="model.name_or_path", remedy=remedy)
+        remedy = "use an existing folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or builtin:<name>"
+        what = f"no such model folder: {name}"
+        raise ModelError(what, where="model.name_or_path", remedy=remedy, code="model.not_found")
     return _from_hub(name, model.revision)
+
+
+def config_in(folder: Path) -> Path:
+    """Return the config.json of a model's folder.
+
+    Raises:
+        ModelError: there is none.
+    """
+    file = folder / "config.json"
+    if file.is_file():
+        return file
+    key = "model.name_or_path"
+    if (folder / "adapter_config.json").is_file():
+        what, remedy = (
+            f"{folder} contains an adapter, not a model",
+            "use its base model, or merge it: halftune export",
+        )
+        raise ModelError(what, where=key, remedy=remedy, code="model.is_adapter")
+    what = f"no config.json in folder {folder}"
+    raise ModelError(what, where=key, remedy="use the folder of a model", code="model.config_missing")
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
@@ -46,35 +70,61 @@ def _from_hub(name: str, revision: str | None) -> Path:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        if not constants.HF_HUB_OFFLINE and not hub_has_address():
-            raise OfflineModeIsEnabled(f"{constants.ENDPOINT} has no address")
+        if not hub_answers():
+            raise OfflineModeIsEnabled(f"{constants.ENDPOINT} does not respond")
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError as error:
-        raise ModelError(f"{name!r} is neither a folder nor a hub id", where="model.name_or_path") from error
+        what = f"{name!r} is neither a folder nor a hub id"
+        raise ModelError(what, where="model.name_or_path", code="model.not_found") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        what = f"there is no folder {name} here; as a hub id: not in the hub's cache, and the hub is out of reach"
-        remedy = "go online once (HF_HUB_OFFLINE unset), name a local folder, or use builtin:qwen2-tiny"
-        raise ModelError(what, where="model.name_or_path", remedy=remedy) from error
+        what = f"no local folder {name}; not in the hub cache, and the hub is unreachable"
+        remedy = "download it once while online (HF_HUB_OFFLINE unset), use a local folder, or builtin:qwen2-tiny"
+        raise ModelError(what, where="model.name_or_path", remedy=remedy, code="model.hub_unreachable") from error
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:  # not there, gated, no home folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = (
-            "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or give a folder"
-        )
+        remedy = "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or a folder"
         raise ModelError(
-            f"there is no folder {name} here; as a hub id, its config.json could not be fetched: {reason}",
+            f"no local folder {name}; downloading config.json from the hub failed: {reason}",
             where="model.name_or_path",
             remedy=remedy,
+            code="model.hub_unreachable",
         ) from error
 
 
-def hub_has_address() -> bool:
-    """Whether a download can begin: asked first, as the hub's client tries five times over, for half a minute."""
+def hub_answers() -> bool:
+    """Whether the hub is reachable; checked first, since the hub's client retries for minutes."""
     from huggingface_hub import constants
 
-    if getproxies():  # which look it up themselves
-        return True
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except socket.gaierror:
+    if constants.HF_HUB_OFFLINE:
         return False
-    return True
+    if _beyond_urllib(getproxies(), urlsplit(constants.ENDPOINT).scheme):
+        return True
+    return _answers(constants.ENDPOINT, int(time.monotonic() // _REMEMBERED))
+
+
+def _beyond_urllib(proxies: dict[str, str], scheme: str) -> bool:
+    """Whether the hub's client goes through a proxy that urllib does not: one of another protocol, or of all_proxy."""
+    proxy = proxies.get(scheme) or proxies.get("all", "")
+    return ("://" in proxy and not proxy.startswith("http://")) or proxy != proxies.get(scheme, "")
+
+
+@lru_cache(maxsize=1)
+def _answers(endpoint: str, _: int) -> bool:
+    """Whether a server responds within ``_PATIENCE``; a thread, since DNS lookups have no timeout."""
+    found: list[bool] = []
+    thread = Thread(target=lambda: found.append(_asked(endpoint)), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return found == [True]
+
+
+def _asked(endpoint: str) -> bool:
+    try:
+        with urlopen(Request(endpoint, method="HEAD"), timeout=_PATIENCE / 2):  # of each address, and of the answer
+            return True
+    except HTTPError:
+        return True
+    except URLError as error:
+        return isinstance(error.reason, SSLError)  # the hub's client reports certificate errors
+    except (OSError, ValueError, HTTPException):
+        return False

@@ -1,4 +1,4 @@
-"""What may be loaded from a model's folder: safetensors and JSON. Pickles and unpinned code are refused."""
+"""Checks of a model's folder: complete safetensors and JSON; no pickles, no unpinned code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from halftune.config.facts.safetensors_headers import read_header, read_headers
+from halftune.config.facts.config_file import config_in
+from halftune.config.facts.safetensors_headers import damaged, read_header, read_headers
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.files import MOST_JSON, read_limited
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Files that hold a vocabulary, in every format that transformers reads.
+# Vocabulary files of all formats that transformers reads.
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "sentencepiece*")
 CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
-# Files beside the weights that libraries read whole.
+# Files besides the weights that libraries read completely.
 _SMALL = (
     *(*VOCABULARIES, *CONFIGS, "merges.txt", "generation_config.json", "added_tokens.json", "special_tokens_map.json"),
     *("chat_template.*", "additional_chat_templates/*"),
@@ -28,54 +29,58 @@ _SMALL = (
 
 
 def _check_sizes(folder: Path) -> None:
-    """Makes sure that no small file of a checkpoint fills the memory.
+    """Check the sizes of a checkpoint's config and tokenizer files.
 
     Raises:
-        ModelError: one is larger than any real one.
+        ModelError: a file is too large.
     """
     for path in (path for pattern in _SMALL for path in folder.glob(pattern)):
         if path.is_file() and (size := path.stat().st_size) > MOST_JSON:
-            what = f"has {size:,} bytes, at most {MOST_JSON:,} are accepted"
-            raise ModelError(what, where=str(path), remedy="the file is damaged: copy or download it again")
+            raise damaged(f"file has {size:,} bytes; the maximum is {MOST_JSON:,}", path)
 
 
 def check_weights(folder: Path) -> None:
-    """Makes sure that a folder holds a whole checkpoint in safetensors.
+    """Check that a folder contains a complete safetensors checkpoint.
 
     Raises:
-        ModelError: it does not; the message says what is missing, and for pickles the command that converts them.
+        ModelError: weights are missing or pickles; for pickles the remedy is the command that converts them.
     """
     where = str(folder)
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            remedy = "name its base model; `halftune export` merges an adapter into one"
-            raise ModelError("this folder holds an adapter, not a model", where=where, remedy=remedy)
-        raise ModelError("the folder has no config.json", where=where, remedy="name the folder of a model")
+    config_in(folder)
     if (folder / "adapter_config.json").is_file():
-        what = "holds an adapter beside the model, and transformers would load the base model that the adapter names"
-        remedy = "move adapter_config.json elsewhere, or name the folder of the model alone"
-        raise ModelError(what, where=where, remedy=remedy)
+        what = "the model's folder also contains an adapter, whose base model transformers would load instead"
+        remedy = "move adapter_config.json elsewhere, or use the folder of the model alone"
+        raise ModelError(what, where=where, remedy=remedy, code="model.adapter_beside_model")
     _check_sizes(folder)
     if read_headers(folder):
         return
     if pickles := pickles_in(folder):
-        what = f"the weights are pickles ({pickles[0]}), which can run code when they are loaded"
-        raise ModelError(what, where=where, remedy=f"if you trust them: {model_command(folder)}")
+        what = f"the weights are pickles ({pickles[0]}), which execute code when loaded"
+        raise ModelError(
+            what, where=where, remedy=f"if you trust them, run: {model_command(folder)}", code="model.pickle_refused"
+        )
     if (single := folder / "model.safetensors").is_symlink() and not single.exists():
-        what = f"is a link to {single.readlink()}, which is not there"
-        raise ModelError(what, where=str(single), remedy="mend the link, or copy the file itself")
+        what = f"broken symbolic link to {single.readlink()}"
+        raise ModelError(
+            what, where=str(single), remedy="fix the symbolic link, or copy the file itself", code="core.broken_link"
+        )
     if single.is_file():
-        raise ModelError("it holds no weight", where=f"{folder}/model.safetensors", remedy="copy or download it again")
+        raise ModelError(
+            "the file contains no weights",
+            where=f"{folder}/model.safetensors",
+            remedy="download it again",
+            code="model.weights_missing",
+        )
     others = sorted(path.name for path in folder.glob("*.safetensors"))
-    what = f"no weights in model.safetensors{f' (there is {others[0]})' if others else ''}, nor in files of an index"
-    raise ModelError(what, where=where, remedy="copy or download the model again")
+    what = f"no weights: no model.safetensors and no index of shards{f' (found {others[0]})' if others else ''}"
+    raise ModelError(what, where=where, remedy="download the model again", code="model.weights_missing")
 
 
 def check_adapter(folder: Path) -> None:
-    """Makes sure that a folder holds an adapter in safetensors.
+    """Check that a folder contains a safetensors adapter.
 
     Raises:
-        ModelError: its config or its weights are missing or damaged, or are a pickle.
+        ModelError: its config or weights are missing, corrupt or a pickle.
     """
     read_json(folder / "adapter_config.json")
     weights = folder / "adapter_model.safetensors"
@@ -83,18 +88,24 @@ def check_adapter(folder: Path) -> None:
         read_header(weights)
         return
     if (folder / "adapter_model.bin").is_file():
-        what = "the adapter is a pickle (adapter_model.bin), which can run code when it is loaded"
-        raise ModelError(what, where=str(folder), remedy=f"if you trust it: {adapter_command(folder)}")
-    raise ModelError("the adapter has no adapter_model.safetensors", where=str(folder), remedy="copy it whole")
+        what = "the adapter is a pickle (adapter_model.bin), which executes code when loaded"
+        raise ModelError(
+            what,
+            where=str(folder),
+            remedy=f"if you trust it, run: {adapter_command(folder)}",
+            code="model.pickle_refused",
+        )
+    what = "the adapter has no adapter_model.safetensors"
+    raise ModelError(what, where=str(folder), remedy="restore the file", code="model.adapter_missing")
 
 
 def pickles_in(folder: Path) -> list[str]:
-    """Names of the files in a folder that are, or may hold, Python pickles."""
+    """Return the names of the files in a folder that are, or may contain, Python pickles."""
     return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
 
 
 def model_command(folder: Path) -> str:
-    """The shell command that writes a pickled checkpoint, with its tokenizer, as safetensors beside it."""
+    """Return the shell command that converts a pickled checkpoint and its tokenizer to safetensors in a new folder."""
     source, target = json.dumps(str(folder)), json.dumps(f"{folder}-safetensors")
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
@@ -105,7 +116,7 @@ def model_command(folder: Path) -> str:
 
 
 def adapter_command(folder: Path) -> str:
-    """The shell command that writes a pickled adapter as safetensors into the same folder."""
+    """Return the shell command that converts a pickled adapter to safetensors in the same folder."""
     source, target = (json.dumps(str(folder / f"adapter_model.{ending}")) for ending in ("bin", "safetensors"))
     code = (
         "import torch; from safetensors.torch import save_file; "
@@ -115,14 +126,15 @@ def adapter_command(folder: Path) -> str:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Makes sure that a folder holds a tokenizer: transformers would make an empty one, without a word.
+    """Check that a folder contains a tokenizer: transformers would silently create an empty one.
 
     Raises:
-        ModelError: it holds none, or its JSON is damaged.
+        ModelError: there is none, or its JSON is corrupt.
     """
     if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
-        remedy = "copy the tokenizer's files there, or name another one in model.tokenizer"
-        raise ModelError("the folder has no tokenizer", where=str(folder), remedy=remedy)
+        remedy = "copy the tokenizer's files there, or set model.tokenizer"
+        what = "the folder has no tokenizer"
+        raise ModelError(what, where=str(folder), remedy=remedy, code="model.tokenizer_missing")
     _check_sizes(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
@@ -130,7 +142,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a tokenizer's folder holds a chat template; also where a tokenizer may have one in its code."""
+    """Whether a tokenizer has a chat template; True also if its code may have one."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_json(settings).get("chat_template"):
         return True
@@ -139,13 +151,13 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def check_code(folder: Path, model: ModelSection) -> list[str]:
-    """What Python of a checkpoint would run, one line a file, after making sure that it cannot change.
+    """List the remote code of a checkpoint; checks that it is pinned.
 
     Returns:
-        ``file (sha256 …)`` of every Python file in the folder where the config trusts them; empty where it does not.
+        ``file (sha256 …)`` of every Python file in the folder with ``trust_remote_code``; else empty.
 
     Raises:
-        ModelError: a config in the folder fetches its code from another repository, which no revision pins.
+        ModelError: a config loads code from another repository, which no revision pins.
     """
     if not model.trust_remote_code:
         return []
@@ -156,15 +168,15 @@ def check_code(folder: Path, model: ModelSection) -> list[str]:
         for entry in _code_of(read_json(path)):
             repository, dashes, _ = entry.partition("--")
             if dashes:
-                what = f"takes its Python code from another repository, {repository}, which nothing pins ({entry})"
-                remedy = f"copy that code into the folder, and take '{repository}--' out of auto_map"
-                raise ModelError(what, where=str(path), remedy=remedy)
+                what = f"remote code from another repository, {repository}, is not pinned ({entry})"
+                remedy = f"copy that code into the folder, and remove '{repository}--' from auto_map"
+                raise ModelError(what, where=str(path), remedy=remedy, code="model.code_not_pinned")
     files = sorted(folder.rglob("*.py"))
     return [f"{path.relative_to(folder)} (sha256 {_digest(path)[:12]})" for path in files]
 
 
 def _code_of(raw: Any) -> list[str]:
-    """Every class or module that ``auto_map`` names, also of the parts of a config."""
+    """Every class or module in ``auto_map``, including those of sub-configs."""
     if not isinstance(raw, dict):
         return []
     found = [entry for value in raw.values() if isinstance(value, dict) for entry in _code_of(value)]
@@ -179,21 +191,19 @@ def _digest(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint that holds an object.
+    """Read a JSON object from a file of a checkpoint.
 
     Raises:
-        ModelError: it cannot be read, or holds something else; with the line.
+        ModelError: it cannot be read, or is not a JSON object; names the line.
     """
-    remedy = "the file is damaged: copy or download it again"
     try:
         raw = json.loads(read_limited(path).decode())
     except json.JSONDecodeError as error:
-        what = f"not valid JSON: {error.msg}"
-        raise ModelError(what, where=f"{path}:{error.lineno}", remedy=remedy) from error
+        raise damaged(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from error
     except (ValueError, RecursionError) as error:  # no UTF-8, a number too long, nested too deeply
-        raise ModelError(f"not valid JSON: {error}", where=str(path), remedy=remedy) from error
+        raise damaged(f"not valid JSON: {error}", path) from error
     except OSError as error:
-        raise ModelError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+        raise damaged(f"cannot read file: {error.strerror}", path) from error
     if not isinstance(raw, dict):
-        raise ModelError("should be a JSON object", where=str(path), remedy=remedy)
+        raise damaged("expected a JSON object", path)
     return raw

@@ -1,28 +1,21 @@
-"""What a model's ``config.json`` says, as frozen data: the only thing about a model that the plan may look at."""
+"""Facts about a model from its ``config.json``, as frozen data: all that plans know about a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.facts.architecture import Architecture, Tensor, architecture_of
 from halftune.config.facts.config_file import config_file
-from halftune.config.facts.families import (
-    LLAMA_LIKE,
-    OTHERS,
-    defaults_of,
-    linear_layers,
-    llama_like,
-    named_within,
-    tensors_of,
-)
+from halftune.config.facts.families import OWN, Family, family_of
 from halftune.config.facts.folder import read_json
-from halftune.config.facts.missing_weights import check_complete
+from halftune.config.facts.missing_weights import check_complete, prediction_heads
 from halftune.config.facts.model_types import check_causal, multimodal_class
 from halftune.config.facts.refused_values import check_values
-from halftune.config.facts.rwkv7_shape import NULL_SAYS
+from halftune.config.facts.rwkv7_shape import rwkv7_shape
 from halftune.config.facts.safetensors_headers import (
     Headers,
     count_parameters,
@@ -34,13 +27,12 @@ from halftune.config.facts.safetensors_headers import (
     stored_formats,
 )
 from halftune.config.facts.token_ids import TokenIds, token_ids
-from halftune.config.facts.weights import Sizes, Tensor
-from halftune.config.quantised import method_of
 from halftune.config.sections.model import ModelSection
+from halftune.config.weight_formats import method_of
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
-# The same size under the names that configs have had for it.
+# Alternative keys of each size.
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
@@ -52,36 +44,7 @@ PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_to
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 FORMATS |= {"float64": "fp64", "double": "fp64"}
-SINKS = {"gpt_oss", "mimo_v2_flash"}
-# Families with state-space, convolution or linear-attention layers whose config may not list the layers' types.
-NOT_ONLY_SOFTMAX = {
-    "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "glm5_next",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "qwen4_exp",
-    "recurrent_gemma",
-    "rwkv",
-    "rwkv7",
-    "xlstm",
-    "zamba",
-    "zamba2",
-}
+INNER = ("text_config", "global_config")  # sub-configs of the decoder; global_config is BLT's
 
 
 @dataclass(frozen=True)
@@ -89,15 +52,15 @@ class ModelFacts:
     """A causal language model as its config describes it.
 
     Attributes:
-        name_or_path: as the user wrote it.
+        name_or_path: the value in the config.
         model_type: transformers' ``model_type``.
-        dtype: the checkpoint's own dtype, ``"bf16" | "fp16" | "fp32" | "fp64"``, or None where nothing says; of several
-            that which most numbers have.
-        stored: tensor name → dtype, from the weights' headers; empty where they are not at hand.
+        dtype: the checkpoint's dtype, ``"bf16" | "fp16" | "fp32" | "fp64"``, or None if unknown; the most frequent one.
+        stored: tensor name → dtype, from the weights' headers; empty if they are not available.
         hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: the usual sizes.
-        tie_word_embeddings: whether the head is the embedding; where the files hold another head, it is not.
-        num_parameters: all weights; exact where safetensors headers are at hand, else computed from the sizes.
-        num_parameters_exact: which of the two.
+        tie_word_embeddings: whether head and embedding are tied; False if the files contain a different head.
+        num_parameters: number of weights, from safetensors headers if available, else of the architecture.
+        counted_in: ``headers``, ``architecture``; ``sizes`` if transformers cannot build it, ``own code`` for remote
+            code: estimated from a Llama of these sizes.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
         sliding_window: window of local layers in tokens, or None.
         softcap: attention logit soft-capping value, or None.
@@ -105,13 +68,14 @@ class ModelFacts:
         attention_dropout: dropout on attention weights in training.
         num_experts, num_experts_per_token: 0 for dense models.
         quantization: quantisation method of the checkpoint, or None.
-        max_position_embeddings: longest position the model was made for.
-        window_layers: number of layers with the sliding window (0 without one).
-        tensors: every weight tensor by name and shape where the family is described, else empty.
+        max_position_embeddings: maximum number of positions.
+        window_layers: number of layers with a sliding window.
+        tensors: every weight tensor by name and shape; empty if the architecture cannot be built.
         raw: the whole parsed config.json (nested text_config already resolved into the fields above).
-        multimodal: name of the class that loads it with its towers; empty for a plain language model, and where the
-            language model is asked for alone.
-        tower_parameters: weights of the towers in its files, which are not among ``num_parameters``.
+        multimodal: class that loads it with its towers; empty for a plain language model, and with ``parts: text``.
+        tower_parameters: number of weights of its towers, not included in ``num_parameters``.
+        prediction_heads: names of its tensors for multi-token prediction, which transformers does not load.
+        text_type: ``model_type`` of the decoder, if it is a part of the model.
     """
 
     name_or_path: str
@@ -126,7 +90,7 @@ class ModelFacts:
     vocab_size: int
     tie_word_embeddings: bool
     num_parameters: int
-    num_parameters_exact: bool
+    counted_in: Literal["headers", "architecture", "sizes", "own code"]
     linear_layers: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
@@ -143,58 +107,64 @@ class ModelFacts:
     stored: Mapping[str, str] = field(default_factory=dict)
     multimodal: str = ""
     tower_parameters: int = 0
+    prediction_heads: tuple[str, ...] = ()
+    text_type: str = ""
+
+    @property
+    def num_parameters_exact(self) -> bool:
+        """Whether ``num_parameters`` is exact."""
+        return self.counted_in in ("headers", "architecture")
+
+    @property
+    def family(self) -> Family:
+        """The row of the model type, or of its decoder's."""
+        return family_of(self.model_type, self.text_type)
 
     @property
     def likely_tensors(self) -> tuple[Tensor, ...]:
-        """``tensors``, or those of a Llama of these sizes: a stand-in for a family that is not described."""
-        if self.tensors:
-            return self.tensors
-        sizes = Sizes(
-            hidden=self.hidden_size,
-            layers=self.num_layers,
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate=self.intermediate_size,
-            vocab=self.vocab_size,
-            tied=self.tie_word_embeddings,
-        )
-        return tuple(llama_like("llama", {}, sizes))
+        """``tensors``, or those of a Llama of these sizes if the architecture cannot be built."""
+        return self.tensors or tuple(_llama(self))
 
 
 def read_model_facts(model: ModelSection) -> ModelFacts:
-    """Facts about a model from its config.json (and, in a local folder, the headers of its weights).
+    """Read facts about a model from its config.json and, in a local folder, the headers of its weights.
 
     Raises:
-        ModelError: there is no config.json, it is damaged, or it describes no causal language model.
+        ModelError: config.json is missing or invalid, or not of a causal language model.
     """
     name = model.name_or_path
     if name.startswith("builtin:"):
         known = {f"builtin:{key}": raw for key, raw in BUILTIN_MODELS.items()}
         if name not in known:
-            raise ModelError(f"there is no model {name}", where="model.name_or_path", remedy=did_you_mean(name, known))
+            what, remedy = f"unknown model {name}", did_you_mean(name, known)
+            raise ModelError(what, where="model.name_or_path", remedy=remedy, code="core.unknown_builtin")
         return replace(facts_from_config(known[name], name), tokens=token_ids(model, None))
     file = config_file(model)
     raw = read_json(file)
     if not isinstance(raw.get("model_type"), str):
-        raise ModelError(
-            "config.json names no model_type", where=str(file), remedy="is this a transformers checkpoint?"
-        )
+        what, remedy = "config.json has no model_type", "use a transformers checkpoint"
+        raise ModelError(what, where=str(file), remedy=remedy, code="model.config_incomplete")
     trusted = model.trust_remote_code
     multimodal = multimodal_class(raw, model.parts, trust_remote_code=trusted, where=str(file))
     check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
-    check_values(raw, where=str(file), own_code=trusted and "auto_map" in raw)
+    own_code = trusted and "auto_map" in raw
+    check_values(raw, where=str(file), own_code=own_code)
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
-        facts = facts_from_config(raw, name, headers=headers, head_apart=apart, where=str(file), multimodal=multimodal)
+        facts = facts_from_config(
+            raw, name, headers=headers, head_apart=apart, where=str(file), multimodal=multimodal, own_code=own_code
+        )
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        remedy = "the file is damaged: copy or download it again"
-        raise ModelError(f"a value has an unexpected kind: {error}", where=str(file), remedy=remedy) from error
-    if headers and not facts.quantization and not facts.num_experts:  # experts are stored apart and loaded together
+        remedy = "download the file again, or restore it"
+        what = f"a value has an unexpected type: {error}"
+        raise ModelError(what, where=str(file), remedy=remedy, code="model.config_invalid") from error
+    if headers and not facts.quantization and not facts.num_experts:  # experts are stored separately and merged on load
         language, _ = split_towers(headers) if multimodal else (headers, {})
         check_complete(language, facts.tensors, where=str(file.parent))
-    return replace(facts, tokens=token_ids(model, file.parent))
+    towers = split_towers(headers)[1] if isinstance(raw.get("text_config"), dict) else {}
+    heads = prediction_heads(sorted(headers.keys() - towers.keys()), facts.num_layers)
+    return replace(facts, tokens=token_ids(model, file.parent), prediction_heads=tuple(heads))
 
 
 def facts_from_config(
@@ -205,96 +175,100 @@ def facts_from_config(
     head_apart: bool = False,
     where: str = "",
     multimodal: str = "",
+    own_code: bool = False,
 ) -> ModelFacts:
-    """Facts from a parsed config.json; pure.
+    """Return facts from a parsed config.json.
 
     Args:
         raw: the parsed config.json.
-        name: what the user wrote for the model.
-        headers: as ``read_headers`` gives them; where there are some, they tell the dtype and the exact count.
-        head_apart: the files hold a head that is not the embedding: it stays, whatever ``tie_word_embeddings`` says.
+        name: the model's name in the config.
+        headers: from ``read_headers``; if given, they determine dtype and number of weights.
+        head_apart: the files contain an untied head, whatever ``tie_word_embeddings`` says.
         where: the file, for errors.
         multimodal: the class that loads it with its towers.
+        own_code: whether remote code builds the model: then the architecture is not built here.
 
     Raises:
-        ModelError: a size is missing or is not a number; or weights are quantised and the config does not say how.
+        ModelError: a size is missing or not a number, or the quantisation method of the weights is missing.
     """
     where = where or name
-    nested, model_type, text = _decoder(raw, outer=bool(multimodal), head_apart=head_apart)
-    sizes = _sizes(text, where)
-    headers, towers = split_towers(headers) if headers and nested else (headers, {})
-    tensors = named_within(tensors_of(model_type, text, sizes), headers or {}, multimodal)
+    given = _untied(raw) if head_apart else raw
+    built = None if own_code else architecture_of(given, multimodal=bool(multimodal))
+    nested, text = _decoder(given, built, outer=bool(multimodal))
+    model_type = str(text.get("model_type"))
+    if model_type in OWN:
+        rwkv7_shape(text)
+    sizes, family = _sizes(text, where, built), family_of(raw.get("model_type"), model_type)
+    headers, towers = split_towers(headers) if headers and (nested or multimodal) else (headers, {})
     quantization = _quantization(text, headers or {}, where)
-    counted = count_parameters(headers, tied=sizes.tied) if headers and not quantization else 0
     window, experts = _window(text, where), _number(text, EXPERTS, where) or 0
-    return ModelFacts(
+    facts = ModelFacts(
         name_or_path=name,
         model_type=str(raw.get("model_type")),
+        text_type=model_type,
         dtype=(main_format(headers) if headers else None) or _dtype(text),
-        hidden_size=sizes.hidden,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate,
-        vocab_size=sizes.vocab,
-        tie_word_embeddings=sizes.tied,
-        num_parameters=counted or sum(one.size * one.count for one in tensors) or _estimate(text, sizes),
-        num_parameters_exact=bool(counted or tensors),
-        linear_layers=_count_linear(model_type, text, sizes.layers),
+        **sizes,
+        num_parameters=0,
+        counted_in="own code" if own_code else "architecture" if built else "sizes",
+        linear_layers=_count_linear(family, text, sizes["num_layers"]),
         sliding_window=window,
         softcap=_number(text, ("attn_logit_softcapping",), where),
-        sinks=model_type in SINKS,
+        sinks=family.sinks,
         attention_dropout=float(_first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)),
         num_experts=experts,
         num_experts_per_token=(_number(text, PER_TOKEN, where) or 0) if experts else 0,
         quantization=quantization,
         max_position_embeddings=_number(text, ("max_position_embeddings", "n_positions"), where),
-        window_layers=_window_layers(text, sizes.layers) if window else 0,
-        tensors=tensors,
+        window_layers=_window_layers(text, sizes["num_layers"]) if window else 0,
+        tensors=built.tensors if built else (),
         raw=raw,
         stored=stored_formats(headers or {}),
         multimodal=multimodal,
-        tower_parameters=sum(math.prod(shape) for _, shape in towers.values()),
+        tower_parameters=sum(math.prod(shape) for _, shape in towers.values()) or (built.towers if built else 0),
     )
+    return _counted(facts, headers or {})
 
 
-def _decoder(raw: dict[str, Any], *, outer: bool, head_apart: bool) -> tuple[bool, str, dict[str, Any]]:
-    """Whether the decoder is one part of several, its model type, and its settings with the defaults of that type.
+def _counted(facts: ModelFacts, headers: Headers) -> ModelFacts:
+    """Set the number of weights: from the files, else the architecture, else a Llama."""
+    counted = 0 if facts.quantization else count_parameters(headers, tied=facts.tie_word_embeddings)
+    if counted:
+        return replace(facts, num_parameters=counted, counted_in="headers")
+    return replace(facts, num_parameters=sum(one.size * one.count for one in facts.likely_tensors))
 
-    ``outer``: the class around it is loaded, which ties the head or not. ``head_apart``: the files have another head.
+
+def _untied(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model with an untied head."""
+    inner = {name: {**raw[name], "tie_word_embeddings": False} for name in INNER if isinstance(raw.get(name), dict)}
+    return {**raw, **inner, "tie_word_embeddings": False}
+
+
+def _decoder(raw: dict[str, Any], built: Architecture | None, *, outer: bool) -> tuple[bool, dict[str, Any]]:
+    """Whether the decoder is a sub-model, and its settings with the defaults of its type.
+
+    ``outer``: the multimodal class is loaded, which decides whether the head is tied.
     """
-    inner = raw.get("text_config") or raw.get("global_config")  # BLT's trunk, between bytes and bytes
-    nested = isinstance(inner, dict)
-    text = {**raw, **inner} if nested else raw
+    inner = next((raw[name] for name in INNER if isinstance(raw.get(name), dict)), {})
+    given = {key: value for key, value in raw.items() if value is not None}
+    said = {key: value for key, value in inner.items() if value is not None}
+    defaults = built.text if built else {}
+    text = {**given, **defaults, **said} if inner else {**defaults, **_grouped(given), **given}
     if outer and "tie_word_embeddings" in raw:
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
-    if head_apart:
-        text = {**text, "tie_word_embeddings": False}
-    model_type = _text_type(raw, text)
-    given = {key: value for key, value in text.items() if value is not None or key in NULL_SAYS.get(model_type, ())}
-    return nested, model_type, {**defaults_of(model_type), **_grouped(given), **given}
+    return bool(inner), text
 
 
 def _quantization(text: dict[str, Any], headers: Headers, where: str) -> str | None:
     method = method_of(text.get("quantization_config"), where)
     if not method and (found := quantised_weight(headers)):
-        what = f"{found[0]} is stored as {found[1]}, and config.json has no quantization_config that says what it means"
-        remedy = "take a checkpoint in bf16, fp16 or fp32, or one whose config.json names its quantisation"
-        raise ModelError(what, where=where, remedy=remedy)
+        what = f"{found[0]} is stored as {found[1]}, but config.json has no quantization_config"
+        remedy = "use a checkpoint in bf16, fp16 or fp32, or one whose config.json names its quantisation"
+        raise ModelError(what, where=where, remedy=remedy, code="model.quantization_unknown")
     return method
 
 
-def _text_type(raw: dict[str, Any], text: dict[str, Any]) -> str:
-    """The family under which the text model is described."""
-    for name in (str(text.get("model_type")), f"{raw.get('model_type')}_text", str(raw.get("model_type"))):
-        if name in LLAMA_LIKE or name in OTHERS:
-            return name
-    return str(text.get("model_type"))
-
-
 def _grouped(text: dict[str, Any]) -> dict[str, Any]:
-    """Settings of attention and MLP that stand in groups of their own, as DBRX and MPT have them."""
+    """Settings of attention and MLP in separate groups, as in DBRX and MPT."""
     groups = [text[name] for name in ("attn_config", "ffn_config") if isinstance(text.get(name), dict)]
     return {key: value for group in groups for key, value in group.items() if value is not None}
 
@@ -303,41 +277,42 @@ def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
     return next((text[key] for key in keys if text.get(key) is not None), otherwise)
 
 
-def _sizes(text: dict[str, Any], where: str) -> Sizes:
+def _sizes(text: dict[str, Any], where: str, built: Architecture | None) -> dict[str, Any]:
+    """The sizes, by their attribute names."""
     _check_said(text, where)
     hidden, layers = _whole(text, HIDDEN, where), _whole(text, LAYERS, where, len(_layer_kinds(text)) or None)
     heads = _whole(text, HEADS, where, 1)
     kv_heads = _whole(text, KEY_HEADS, where, heads)
-    head_dim = _whole(text, HEAD_DIM, where, hidden // heads)
-    if text.get("kv_lora_rank"):  # multi-head latent attention: queries and keys have two parts
-        head_dim = int(text.get("qk_nope_head_dim", 0)) + int(text.get("qk_rope_head_dim", 0)) or head_dim
-    return Sizes(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=_whole(text, WIDTH, where, 4 * hidden),
-        vocab=_whole(text, VOCABULARY, where),
-        tied=bool(text.get("tie_word_embeddings", False)),
-    )
+    latent = ("qk_nope_head_dim", "qk_rope_head_dim") if text.get("kv_lora_rank") else ()  # queries have two parts
+    head_dim = sum(int(text.get(part) or 0) for part in latent) or _whole(text, HEAD_DIM, where, hidden // heads)
+    return {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": _whole(text, WIDTH, where, 4 * hidden),
+        "vocab_size": _whole(text, VOCABULARY, where),
+        "tie_word_embeddings": built.tied if built else bool(text.get("tie_word_embeddings", False)),
+    }
 
 
 def _check_said(text: dict[str, Any], where: str) -> None:
-    """Makes sure that a model's own code leaves no size to itself: its defaults are not read, since nothing is run.
+    """Check that the config of a model with remote code has all sizes, since its code is not run for defaults.
 
     Raises:
-        ModelError: names every size that config.json does not.
+        ModelError: names every missing size.
     """
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": () if _layer_kinds(text) else LAYERS, "vocab_size": VOCABULARY}
     unsaid = [name for name, keys in sizes.items() if keys and _first(text, keys, None) is None]
     if unsaid and text.get("auto_map"):
-        remedy = f"write {' and '.join(unsaid)} into config.json: the model's own code has a default or another name"
-        raise ModelError(f"{', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing", where=where, remedy=remedy)
+        remedy = f"add {' and '.join(unsaid)} to config.json (the remote code has a default or another name)"
+        what = f"{', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing"
+        raise ModelError(what, where=where, remedy=remedy, code="model.config_incomplete")
 
 
 def _layer_kinds(text: dict[str, Any]) -> list[Any]:
-    """One entry a layer, where the config lists them: nemotron_h has no number of layers beside them."""
+    """The kinds of all layers, if listed; nemotron_h has no other number of layers."""
     kinds = _first(text, ("layers_block_type", "layer_types"), [])
     return kinds if isinstance(kinds, list) else []
 
@@ -345,10 +320,10 @@ def _layer_kinds(text: dict[str, Any]) -> list[Any]:
 def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: int | None = None) -> int:
     value = _first(text, keys, otherwise)
     if isinstance(value, list) and all(isinstance(size, int) for size in value):
-        value = max(value, default=None)  # one for each layer: what fits the widest fits all
+        value = max(value, default=None)  # one per layer: use the largest
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        said = "is missing" if value is None else f"is {value!r}, not a positive whole number"
-        raise ModelError(f"{keys[0]} {said}", where=where, remedy="fetch the model again")
+        said = "is missing" if value is None else f"expected an integer ≥ 1, got {value!r}"
+        raise ModelError(f"{keys[0]}: {said}", where=where, remedy="download it again", code="model.config_invalid")
     return value
 
 
@@ -356,7 +331,8 @@ def _number(text: dict[str, Any], keys: tuple[str, ...], where: str) -> Any:
     """A number that may be absent."""
     value = _first(text, keys, None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ModelError(f"{keys[0]} is {value!r}, not a number", where=where, remedy="fetch it again")
+        what = f"{keys[0]}: expected a number, got {value!r}"
+        raise ModelError(what, where=where, remedy="download it again", code="model.config_invalid")
     return value
 
 
@@ -376,17 +352,35 @@ def _window_layers(text: dict[str, Any], layers: int) -> int:
     return layers - min(layers, int(text.get("max_window_layers") or 0)) if "max_window_layers" in text else layers
 
 
-def _count_linear(model_type: str, text: dict[str, Any], layers: int) -> int:
-    found = len(linear_layers(text, layers))
-    some = model_type in NOT_ONLY_SOFTMAX and not text.get("layer_types")  # its config tells which in a way of its own
-    return layers if some and not found else found
+def _count_linear(family: Family, text: dict[str, Any], layers: int) -> int:
+    """Number of layers with linear attention, from ``layer_types`` or the interval of full-attention layers."""
+    if types := text.get("layer_types"):
+        return sum("attention" not in kind or "linear" in kind for kind in types[:layers])
+    if "linear_num_value_heads" in text:
+        interval = int(text.get("full_attention_interval", 4))
+        return sum((layer + 1) % interval != 0 for layer in range(layers))
+    return layers if family.hybrid else 0  # config.json lists them in another way
 
 
-def _estimate(text: dict[str, Any], sizes: Sizes) -> int:
-    """Parameters of a Llama-like model of these sizes: within a few per cent for most decoders."""
-    attention = sizes.hidden * sizes.head_dim * 2 * (sizes.heads + sizes.kv_heads)
-    experts = int(_first(text, EXPERTS, 0))
-    width = int(text.get("moe_intermediate_size") or sizes.intermediate) if experts else sizes.intermediate
-    mlp = 3 * sizes.hidden * width * max(experts, 1) + sizes.hidden * experts
-    embedding = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2)
-    return embedding + sizes.layers * (attention + mlp + 2 * sizes.hidden) + sizes.hidden
+def _llama(facts: ModelFacts) -> Iterator[Tensor]:
+    """The weights of a Llama of these sizes, with experts if there are any."""
+    layers, hidden, place = tuple(range(facts.num_layers)), facts.hidden_size, "model.layers.*"
+    query, key = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    yield Tensor("model.embed_tokens.weight", (facts.vocab_size, hidden), (), "embedding")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield Tensor(f"{place}.{name}.weight", (hidden,), layers)
+    for name, shape in (("q", (query, hidden)), ("k", (key, hidden)), ("v", (key, hidden)), ("o", (hidden, query))):
+        yield Tensor(f"{place}.self_attn.{name}_proj.weight", shape, layers, "linear")
+    width, experts = facts.intermediate_size, facts.num_experts
+    if experts:
+        said = (facts.raw or {}).get("moe_intermediate_size")
+        width = said if isinstance(said, int) else width
+        yield Tensor(f"{place}.mlp.gate.weight", (experts, hidden), layers)
+        yield Tensor(f"{place}.mlp.experts.gate_up_proj", (experts, 2 * width, hidden), layers)
+        yield Tensor(f"{place}.mlp.experts.down_proj", (experts, hidden, width), layers)
+    else:
+        for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            yield Tensor(f"{place}.mlp.{name}_proj.weight", shape, layers, "linear")
+    yield Tensor("model.norm.weight", (hidden,))
+    if not facts.tie_word_embeddings:
+        yield Tensor("lm_head.weight", (facts.vocab_size, hidden), (), "head")

@@ -1,4 +1,4 @@
-"""Which model types can be trained as a causal language model here, told before anything heavy is imported."""
+"""Supported model types, decided without importing transformers."""
 
 from __future__ import annotations
 
@@ -8,89 +8,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from halftune.config.facts.families import OWN, family_of
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
-# transformers can bolt a language-model head on these, but their attention looks both ways unless ONE_WAY says not.
-ENCODERS = {
-    "albert",
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "cpmant",
-    "data2vec-text",
-    "deberta",
-    "deberta-v2",
-    "distilbert",
-    "electra",
-    "ernie",
-    "esm",
-    "eurobert",
-    "flaubert",
-    "megatron-bert",
-    "modernbert",
-    "mpnet",
-    "reformer",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xlnet",
-    "xmod",
-}
+# Encoders that transformers can use as causal language models, by a value in their config:
 ONE_WAY = (("is_decoder", True), ("causal", True), ("attn_type", "uni"))  # of BERT's kin, of XLM, of XLNet
-# Families of text and speech that are an encoder-decoder unless their config says otherwise.
-ENCODER_DECODERS = {
-    "bart",
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
-    "encoder-decoder",
-    "fsmt",
-    "led",
-    "longt5",
-    "m2m_100",
-    "marian",
-    "mbart",
-    "moonshine",
-    "mt5",
-    "mvp",
-    "nllb-moe",
-    "pegasus",
-    "pegasus_x",
-    "plbart",
-    "prophetnet",
-    "rag",
-    "seamless_m4t",
-    "seamless_m4t_v2",
-    "speech-encoder-decoder",
-    "speech_to_text",
-    "speecht5",
-    "switch_transformers",
-    "t5",
-    "t5gemma",
-    "t5gemma2",
-    "udop",
-    "umt5",
-    "vision-encoder-decoder",
-    "whisper",
-}
-# Image-text models whose forward asks for pictures.
-WANT_PICTURES = {"blip", "blip-2", "instructblip", "instructblipvideo", "kosmos-2", "pix2struct"}
 DECODERS = "a Llama, Qwen, Mistral or Gemma"
-OWN = frozenset({"rwkv7"})  # halftune's own, which transformers does not have
+
+
+# Classes with a head for labels instead of tokens.
+_LABELS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|RewardModel)$")
 
 
 @cache
 def _classes(mapping: str) -> dict[str, str]:
-    """Model type → class name in one of transformers' mappings; empty where its source cannot be read.
+    """Return one of transformers' mappings, model type → class name; empty if its source cannot be read.
 
-    Read from transformers' source: importing it would cost seconds.
+    Read from transformers' source, since importing it takes seconds.
     """
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
@@ -103,87 +38,111 @@ def _classes(mapping: str) -> dict[str, str]:
 
 
 def causal_types() -> frozenset[str]:
-    """Model types that load as a causal language model; empty where transformers' cannot be told."""
+    """Return the model types with a causal language model; empty if unknown."""
     known = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     return frozenset(known) | OWN if known else frozenset()
 
 
 def multimodal_class(raw: dict[str, Any], parts: str, *, trust_remote_code: bool, where: str) -> str:
-    """Name of the class that loads a checkpoint with its towers; empty for a plain language model.
+    """Return the class that loads a checkpoint with its towers; empty for a plain language model.
 
-    The class is the one that config.json names: many model types have a class with towers and one for text alone, whose
-    weights have other names.
+    config.json decides: many model types have a class with towers and one for text only, with other weight names.
 
     Args:
         raw: the parsed config.json.
         parts: ``model.parts``.
-        trust_remote_code: whether code that comes with the checkpoint makes the model, which then decides.
+        trust_remote_code: whether remote code builds the model.
         where: the file, for the error.
 
     Raises:
-        ModelError: ``parts: text`` is asked for, and the model type has no class for text alone.
+        ModelError: ``parts: text`` is set, and the model type has no class for text only.
     """
     model_type = str(raw.get("model_type"))
     whole = _classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES").get(model_type, "")
     text = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
     if (
         not whole
-        or not isinstance(raw.get("text_config"), dict)
+        or family_of(model_type).kind == "other"
+        or (text and not isinstance(raw.get("text_config"), dict))
         or (trust_remote_code and "AutoModelForCausalLM" in (raw.get("auto_map") or {}))
     ):
         return ""
     if parts == "text":
         if text in ("", whole):
-            what = f"transformers has no class of {model_type} for text alone"
-            raise ModelError(what, where=where, remedy="model.parts: all (the towers are frozen)")
-        return ""
-    if not text and not whole.endswith("ForConditionalGeneration"):  # of other kinds: diffusion, robots' actions
+            what = f"transformers has no text-only class of {model_type}"
+            raise ModelError(
+                what, where=where, remedy="set model.parts: all (the towers are frozen)", code="model.no_text_class"
+            )
         return ""
     named = raw.get("architectures")
     return "" if isinstance(named, list) and text in named and whole not in named else whole
 
 
+def other_class(raw: dict[str, Any], multimodal: str) -> tuple[str, str] | None:
+    """Return the class in config.json and the loaded class of transformers, if they differ.
+
+    Args:
+        raw: the parsed config.json.
+        multimodal: as :func:`multimodal_class` gives it.
+    """
+    named, model_type = raw.get("architectures"), str(raw.get("model_type"))
+    loaded = multimodal or _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
+    if not loaded or not isinstance(named, list) or not named:
+        return None
+    whole = _classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES").get(model_type, loaded)  # model.parts: text
+    expected = {loaded.lower(), whole.lower()}
+    return None if expected & {str(name).lower() for name in named} else (str(named[0]), loaded)
+
+
 def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool, multimodal: bool = False) -> None:
-    """Refuses what is no causal language model, or not one that can be loaded.
+    """Refuse models that are not causal language models, or that cannot be loaded.
 
     Args:
         raw: the parsed config.json.
         where: the file, for the error.
-        trust_remote_code: whether code that comes with the checkpoint may run.
+        trust_remote_code: whether remote code may run.
         multimodal: whether a class with towers loads it, see :func:`multimodal_class`.
 
     Raises:
-        ModelError: an encoder, an encoder-decoder, a model type that transformers does not know, or one whose code
-            comes with the checkpoint and is not trusted.
+        ModelError: an encoder, an encoder-decoder, a classifier, an unknown model type, or one that requires untrusted
+            remote code.
     """
     model_type = raw.get("model_type")
     inner = raw.get("text_config") if multimodal else None
     inner_type = inner.get("model_type") if isinstance(inner, dict) else None
-    if raw.get("is_encoder_decoder", model_type in ENCODER_DECODERS) or inner_type in ENCODER_DECODERS:
-        what = f"{model_type} is an encoder-decoder, and halftune trains decoders only (causal language models)"
-        remedy = f"take a decoder, such as {DECODERS}; for {model_type} itself, transformers has Seq2SeqTrainer"
-        raise ModelError(what, where=where, remedy=remedy)
-    if model_type in ENCODERS and not any(raw.get(key) == value for key, value in ONE_WAY):
-        what = f"{model_type} is an encoder, not a causal language model: each of its tokens sees the later ones"
-        raise ModelError(what, where=where, remedy=f"take a decoder, such as {DECODERS}")
-    if multimodal and model_type in WANT_PICTURES:
-        what = f"transformers' code of {model_type} runs on pictures only, and halftune trains on text"
-        raise ModelError(what, where=where, remedy=f"take a language model, such as {DECODERS}")
+    kind = family_of(model_type).kind
+    pair = kind == "encoder-decoder"
+    if raw.get("is_encoder_decoder", pair) or family_of(inner_type).kind == "encoder-decoder":
+        what = f"{model_type} is an encoder-decoder; only causal language models are supported"
+        remedy = f"use a decoder, such as {DECODERS}; for {model_type} use transformers' Seq2SeqTrainer"
+        raise ModelError(what, where=where, remedy=remedy, code="model.not_causal")
+    if kind == "encoder" and not any(raw.get(key) == value for key, value in ONE_WAY):
+        what = f"{model_type} is an encoder, not a causal language model"
+        raise ModelError(what, where=where, remedy=f"use a decoder, such as {DECODERS}", code="model.not_causal")
+    if multimodal and kind == "pictures":
+        what = f"transformers' {model_type} requires images; only text training is supported"
+        raise ModelError(what, where=where, remedy=f"use a language model, such as {DECODERS}", code="model.not_causal")
+    named = raw.get("architectures")
+    if isinstance(named, list) and (labels := [name for name in named if _LABELS.search(str(name))]):
+        what = f"the checkpoint is a {labels[0]}, with a head for labels instead of tokens"
+        raise ModelError(what, where=where, remedy="use its base language model", code="model.not_causal")
     if multimodal or ("AutoModelForCausalLM" in (raw.get("auto_map") or {}) and trust_remote_code):
         return
     known = causal_types()
     if not known or model_type in known:
         return
     if raw.get("auto_map"):
-        remedy = "read that code, then set model.trust_remote_code: true and model.revision"
-        raise ModelError(f"{model_type} needs Python code that comes with the checkpoint", where=where, remedy=remedy)
+        remedy = "review the code, then set model.trust_remote_code: true and model.revision"
+        what = f"{model_type} requires the checkpoint's remote code"
+        raise ModelError(what, where=where, remedy=remedy, code="model.remote_code_required")
     if _has_other_uses(str(model_type)):
-        what = f"transformers has {model_type}, but not as a causal language model that is trained on text alone"
-        raise ModelError(what, where=where, remedy=f"take a language model, such as {DECODERS}")
+        what = f"transformers has no causal language model for {model_type}"
+        raise ModelError(what, where=where, remedy=f"use a language model, such as {DECODERS}", code="model.not_causal")
     remedy = did_you_mean(str(model_type), known)
     if not remedy.startswith("did"):
-        remedy = "a newer transformers may know it"
-    raise ModelError(f"transformers knows no causal language model of type {model_type!r}", where=where, remedy=remedy)
+        remedy = "try a newer transformers version"
+    what = f"unknown model type {model_type!r}"
+    raise ModelError(what, where=where, remedy=remedy, code="model.unknown_type")
 
 
 def _has_other_uses(model_type: str) -> bool:

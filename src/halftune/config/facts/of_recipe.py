@@ -1,4 +1,4 @@
-"""The model of a recipe as facts, also where a recipe that it depends on has yet to make it."""
+"""Facts about a recipe's model, which a dependency may not have trained yet."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from halftune.config.sections.model import ModelSection
 
 
 def dependencies(loaded: LoadedConfig) -> list[LoadedConfig]:
-    """The recipes that must have been trained before this one, loaded, in order."""
+    """Load the recipes that must be trained before this one, in order."""
     return [load_config(loaded.path.parent / recipe) for recipe in loaded.run.depends_on]
 
 
 def present_model(loaded: LoadedConfig) -> ModelSection:
-    """The recipe's model; before it has been trained, that of the recipe that makes it, of the same architecture."""
-    name = loaded.run.model.name_or_path
-    if not Path(name).exists():
+    """Return the recipe's model; if a dependency has yet to train it, the dependency's base model, which has the same
+    architecture, with the first tokenizer set."""
+    model = loaded.run.model
+    if not Path(model.name_or_path).exists():
         for recipe in dependencies(loaded):
-            if Path(name).is_relative_to(os.path.normpath(recipe.run.training.output_dir)):
-                return present_model(recipe)
-    return loaded.run.model
+            if Path(model.name_or_path).is_relative_to(os.path.normpath(recipe.run.training.output_dir)):
+                made_of = present_model(recipe)
+                return made_of.model_copy(update={"tokenizer": model.tokenizer or made_of.tokenizer})
+    return model
 
 
 def model_facts(loaded: LoadedConfig) -> ModelFacts:
-    """Facts of the present model, under the name of the recipe's."""
+    """Return facts about the present model, with the name of the recipe's model."""
     model = loaded.run.model
     present = present_model(loaded)
     facts = read_model_facts(present)

@@ -1,4 +1,4 @@
-"""Values of config.json that transformers refuses when it reads it, told before it is imported."""
+"""Checks config.json for values that transformers refuses, without importing it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def check_values(raw: dict[str, Any], *, where: str, own_code: bool) -> None:
-    """Refuses a dtype that torch does not have, and layers or activations that transformers does not have.
+    """Refuse unknown dtypes, layer types, activations and RoPE types.
 
     Args:
         raw: the parsed config.json.
         where: the file, for the error.
-        own_code: whether Python that comes with the checkpoint reads the file, which may take other layers.
+        own_code: whether remote code reads the file, which may support other values.
 
     Raises:
         ModelError: names the key, the value and what is accepted.
@@ -34,10 +34,12 @@ def check_values(raw: dict[str, Any], *, where: str, own_code: bool) -> None:
             value = part.get(key)
             if value is not None and not isinstance(value, dict) and not _DTYPE.fullmatch(str(value)):
                 remedy = did_you_mean(str(value), _DTYPES)
-                raise ModelError(f"{place}{key} is {value!r}, which is no dtype of torch", where=where, remedy=remedy)
+                what = f"{place}{key}: unknown dtype {value!r}"
+                raise ModelError(what, where=where, remedy=remedy, code="model.config_invalid")
         if not own_code:
             _check_layers(part, place, where)
             _check_activation(part, place, where)
+            _check_rope(part, place, where)
 
 
 def _check_layers(part: dict[str, Any], place: str, where: str) -> None:
@@ -46,33 +48,55 @@ def _check_layers(part: dict[str, Any], place: str, where: str) -> None:
     if not isinstance(kinds, list) or not isinstance(count, int) or not known or _checks_itself(part):
         return
     if unknown := [kind for kind in kinds if kind not in known]:
-        what = f"{place}layer_types has {unknown[0]!r}, which transformers does not know"
-        raise ModelError(what, where=where, remedy=did_you_mean(str(unknown[0]), known))
+        what = f"{place}layer_types: unknown type {unknown[0]!r}"
+        raise ModelError(what, where=where, remedy=did_you_mean(str(unknown[0]), known), code="model.config_invalid")
     if len(kinds) != count:
         what = f"{place}layer_types has {len(kinds)} entries for num_hidden_layers = {count}"
-        raise ModelError(what, where=where, remedy="correct config.json, or fetch it again")
+        raise ModelError(what, where=where, remedy="fix config.json, or download it again", code="model.config_invalid")
 
 
 def _check_activation(part: dict[str, Any], place: str, where: str) -> None:
-    """Only where the family's code looks the name up in transformers' table: others have names of their own."""
+    """Check the activation if the family's code uses transformers' table; other families have their own names."""
     code, known = _family_source(part, "modeling"), _activations()
     for key in _ACTIVATIONS:
         name = part.get(key)
         if isinstance(name, str) and known and name not in known and f"ACT2FN[config.{key}]" in code:
-            what = f"{place}{key} is {name!r}, which is no activation of transformers"
-            raise ModelError(what, where=where, remedy=did_you_mean(name, known))
+            what = f"{place}{key}: unknown activation {name!r}"
+            raise ModelError(what, where=where, remedy=did_you_mean(name, known), code="model.config_invalid")
+
+
+def _check_rope(part: dict[str, Any], place: str, where: str) -> None:
+    """Check the RoPE type if the family's code uses transformers' table; types named in the code itself pass."""
+    code, known = _family_source(part, "modeling"), _rope_types()
+    if not known or "ROPE_INIT_FUNCTIONS[" not in code:
+        return
+    code += _family_source(part, "configuration")
+    for key in ("rope_parameters", "rope_scaling"):
+        said = part.get(key)
+        for rope in (said, *said.values()) if isinstance(said, dict) else ():  # one, or one for each kind of layer
+            kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+            if isinstance(kind, str) and kind not in known and f'"{kind}"' not in code:
+                what = f"{place}{key}: unknown rope_type {kind!r}"
+                raise ModelError(what, where=where, remedy=did_you_mean(kind, known), code="model.config_invalid")
+
+
+@cache
+def _rope_types() -> frozenset[str]:
+    """transformers' RoPE types; empty if its source cannot be read."""
+    table = re.search(r"^ROPE_INIT_FUNCTIONS\b.*?\{\n(.*?)^\}", _source("modeling_rope_utils.py"), re.M | re.S)
+    return frozenset({"default", *re.findall(r'^\s+"(\w+)":', table[1], re.M)}) if table else frozenset()
 
 
 @cache
 def _activations() -> frozenset[str]:
-    """The activations of transformers; empty where its source cannot be read."""
+    """transformers' activations; empty if its source cannot be read."""
     table = re.search(r"^ACT2CLS = \{\n(.*?)^\}", _source("activations.py"), re.M | re.S)
     return frozenset(re.findall(r'^\s+"(\w+)":', table[1], re.M)) if table else frozenset()
 
 
 @cache
 def _layer_types() -> frozenset[str]:
-    """What transformers takes, of old names too; empty where its source cannot be read."""
+    """transformers' layer types, including old names; empty if its source cannot be read."""
     source = _source("configuration_utils.py")
     lists = re.findall(
         r"^(?:ALLOWED_\w*LAYER_TYPES\w* = \(|_LEGACY_LAYER_TYPE_REMAP = \{)\n(.*?)^[)}]", source, re.M | re.S
@@ -81,12 +105,12 @@ def _layer_types() -> frozenset[str]:
 
 
 def _checks_itself(part: dict[str, Any]) -> bool:
-    """Whether the family's own configuration class says which layers it takes."""
+    """Whether the family's configuration class validates layer types itself."""
     return "def validate_layer_type" in _family_source(part, "configuration")
 
 
 def _family_source(part: dict[str, Any], kind: str) -> str:
-    """The family's ``configuration`` or ``modeling`` file in transformers; "" where there is none."""
+    """The family's ``configuration`` or ``modeling`` file in transformers; empty if there is none."""
     name = str(part.get("model_type")).replace("-", "_").removesuffix("_text")
     return _source(f"models/{name}/{kind}_{name}.py") if name.isidentifier() else ""
 

@@ -1,4 +1,4 @@
-"""The sizes of an RWKV-7 as flash-linear-attention's Hugging Face format describes it in config.json."""
+"""The sizes of an RWKV-7 model from config.json in flash-linear-attention's format."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ RWKV7_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-"""What the format assumes where config.json is silent: files leave out what equals it."""
+"""The format's defaults; files omit values that equal them."""
 _NULLS = ("head_dim", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
-NULL_SAYS: dict[str, tuple[str, ...]] = {"rwkv7": _NULLS}
-"""Keys whose null in config.json is no default: these sizes follow from others."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,9 @@ class Rwkv7Shape:
     """Sizes of the layers.
 
     Attributes:
-        hidden: width of the stream, and of receptance, keys and decay.
-        layers: how many.
-        heads: of the time mixing.
+        hidden: width of the residual stream, and of receptance, keys and decay.
+        layers: number of layers.
+        heads: number of heads of the time mixing.
         head_dim: width of a key's head.
         value: width of values, all heads together.
         width: inner width of the channel mixing.
@@ -62,7 +60,7 @@ class Rwkv7Shape:
 
 
 def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
-    """Sizes from the values of a config.json, the format's defaults filled in.
+    """Return the sizes from the values of a config.json, with the format's defaults.
 
     Raises:
         ModelError: layers of softmax attention, widths that do not divide, or values of several widths.
@@ -71,14 +69,17 @@ def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
     given = {**RWKV7_DEFAULTS, **said}
     hidden, layers = int(given["hidden_size"]), int(given["num_hidden_layers"])
     if given.get("attn"):
-        remedy = "take a checkpoint without `attn` in its config.json"
-        raise ModelError("this RWKV-7 has layers of softmax attention, which are not supported", remedy=remedy)
+        remedy = "use a checkpoint without `attn` in its config.json"
+        what = "RWKV-7 with softmax-attention layers is not supported"
+        raise ModelError(what, remedy=remedy, code="model.architecture_unsupported")
     head_dim = int(given["head_dim"] or hidden // int(given.get("num_heads") or hidden))
     if not head_dim or hidden % head_dim:
-        raise ModelError(f"config.json: hidden_size {hidden} is no multiple of head_dim {head_dim}")
+        what = f"config.json: hidden_size {hidden} is not a multiple of head_dim {head_dim}"
+        raise ModelError(what, code="model.config_invalid")
     heads, value = hidden // head_dim, _value(given.get("value_dim"), hidden)
     if value % heads:
-        raise ModelError(f"config.json: value_dim {value} is no multiple of the {heads} heads")
+        what = f"config.json: value_dim {value} is not a multiple of the {heads} heads"
+        raise ModelError(what, code="model.config_invalid")
     width = given.get("intermediate_size") or -(-int(hidden * given["hidden_ratio"]) // 32) * 32
     return Rwkv7Shape(
         hidden=hidden,
@@ -100,11 +101,11 @@ def _value(value: Any, hidden: int) -> int:
         return hidden
     widths = set(value) if isinstance(value, list | tuple) else {value}
     if len(widths) != 1:
-        raise ModelError(f"config.json: value_dim has several widths: {sorted(widths)}")
+        raise ModelError(f"config.json: value_dim has several widths: {sorted(widths)}", code="model.config_invalid")
     return int(widths.pop())
 
 
 def _rank(given: Mapping[str, Any], name: str, factor: float, hidden: int) -> int:
-    """As config.json gives it; where it says null, the nearest multiple of 32 to ``factor * sqrt(hidden)``."""
+    """The value in config.json; for null, the nearest multiple of 32 to ``factor * sqrt(hidden)``."""
     rank = given[name]
     return int(rank) if rank is not None else max(32, round(factor * hidden**0.5 / 32) * 32)

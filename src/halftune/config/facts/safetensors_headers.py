@@ -1,4 +1,4 @@
-"""What the headers of safetensors files say: names, dtypes and shapes of all weights, without reading one."""
+"""Reads names, dtypes and shapes of all weights from the headers of safetensors files."""
 
 from __future__ import annotations
 
@@ -15,44 +15,50 @@ from halftune.core.files import MOST_JSON, read_limited
 
 _FORMATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
-# Weights in these are quantised: numbers that mean nothing without scales, and without a config that says which.
+# Dtypes of quantised weights, which need scales and a config that names the method.
 _QUANTISED = re.compile(r"F8|F6_|F4|I8|I4")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings?|embed_in|embeddings?|tok_embeddings)\.weight$")
 _POINTER = b"version https://git-lfs"
 _SAMPLE = 1 << 16  # bytes compared at the beginning, in the middle and at the end
-# In the files, but not in the text model that is trained: extra prediction heads, towers of other modalities, tables.
+# In the files, but not in the trained text model: extra prediction heads, towers, tables.
 _NOT_LOADED = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.|inv_freq$")
 
 
-# In the files of a model with towers: its language model and head; elsewhere in it no tensor is trained.
+# The language model and head in the files of a model with towers; no other tensors are trained.
 _LANGUAGE = re.compile(r"(^|\.)(language_model|text_model)\.|(^|\.)lm_head\.")
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def read_headers(folder: Path) -> Headers:
-    """Tensor name → (safetensors dtype, shape) over all weight files of a checkpoint; empty where there are none.
+    """Return tensor name → (safetensors dtype, shape) of all weight files of a checkpoint; empty if there are none.
 
     Raises:
-        ModelError: a shard that the index names is missing, or a file is cut off or no safetensors file.
+        ModelError: a shard is missing, or a file is truncated or not a safetensors file.
     """
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, (_, _, entry) in _entries(folder).items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files that transformers reads: a single one before those of an index, which is looked at all the same.
+    """Return the weight files that transformers reads: the single file if present, else the shards of the index.
 
     Raises:
-        ModelError: the index cannot be read, names what is no safetensors file, or one that is missing.
+        ModelError: the index cannot be read, or names missing or other files.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     shards = _shards(index) if index.is_file() else []
     return [single] if single.is_file() else shards
 
 
+def damaged(what: str, where: Path | str) -> ModelError:
+    """Return the error for a corrupt file of a checkpoint."""
+    remedy = "download the file again, or restore it"
+    return ModelError(what, where=str(where), remedy=remedy, code="core.file_damaged")
+
+
 def _entries(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
-    """Tensor name → (file, where its data begin, header entry)."""
+    """Tensor name → (file, offset of its data, header entry)."""
     tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for file in weight_files(folder):
         tensors.update(_header(file))
@@ -64,33 +70,37 @@ def _shards(index: Path) -> list[Path]:
         names = sorted(set(json.loads(read_limited(index).decode())["weight_map"].values()))
         files = [index.parent / name for name in names]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        remedy = "the file is damaged: copy or download it again"
         reason = f": {error.strerror}" if isinstance(error, OSError) else ""
-        raise ModelError(f"the index of the weights cannot be read{reason}", where=str(index), remedy=remedy) from error
+        raise damaged(f"cannot read the index of the weights{reason}", index) from error
     if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-        what = f"the index names {outside[0]}, which is not in the model's folder"
-        raise ModelError(what, where=str(index), remedy="download the model again from a source you trust")
+        what = f"the index contains {outside[0]}, outside the model's folder"
+        raise ModelError(
+            what,
+            where=str(index),
+            remedy="download the model again from a source you trust",
+            code="model.index_outside_folder",
+        )
     if others := [name for name in names if not name.endswith(".safetensors")]:
-        what = f"the index names {others[0]}, which is no safetensors file: it may be a pickle, which can run code"
-        raise ModelError(what, where=str(index), remedy="take the model in safetensors")
+        what = f"the index contains {others[0]}, which is not safetensors and may be a pickle that executes code"
+        raise ModelError(what, where=str(index), remedy="use a safetensors checkpoint", code="model.pickle_refused")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         what = f"{len(missing)} of {len(files)} weight files are missing, first {missing[0]}"
-        raise ModelError(what, where=str(index.parent), remedy="copy or download the model again")
+        raise ModelError(what, where=str(index.parent), remedy="download the model again", code="model.weights_missing")
     return files
 
 
 def read_header(file: Path) -> Headers:
-    """Tensor name → (safetensors dtype, shape) of one file.
+    """Return tensor name → (safetensors dtype, shape) of one file.
 
     Raises:
-        ModelError: it is cut off, or no safetensors file.
+        ModelError: it is truncated, or not a safetensors file.
     """
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, (_, _, entry) in _header(file).items()}
 
 
 def places(file: Path) -> list[tuple[int, int]]:
-    """Where each tensor of a file begins and how long it is, in bytes, in the file's order.
+    """Return offset and size in bytes of each tensor of a file, in the file's order.
 
     Raises:
         ModelError: as :func:`read_header`.
@@ -107,23 +117,27 @@ def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
             if length > size:
                 raise ValueError("its header says that it is longer than the file")
             if length > MOST_JSON:
-                raise ValueError(f"its header has {length:,} bytes, at most {MOST_JSON:,} are accepted")
+                raise ValueError(f"the header has {length:,} bytes; the maximum is {MOST_JSON:,}")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         ends = [_check_entry(name, entry) for name, entry in header.items()]
         whole = 8 + length + max(ends, default=0)
         if whole != size:
-            raise ValueError(f"{whole:,} bytes by its header, {size:,} on disk")
+            raise ValueError(f"expected {whole:,} bytes by the header, got {size:,}")
         return {name: (file, 8 + length + entry["data_offsets"][0], entry) for name, entry in header.items()}
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = "it is shorter than a header" if isinstance(error, struct.error) else str(error)
-        remedy = "the file is incomplete or damaged: copy or download it again"
-        if not isinstance(error, OSError) and _is_pointer(file):
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise ModelError(what, where=str(file), remedy="change its permissions", code="core.unreadable") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = "shorter than a header" if isinstance(error, struct.error) else str(error)
+        remedy = "download the file again, or restore it"
+        if _is_pointer(file):
             reason, remedy = (
-                "it is a pointer of git-lfs in the place of the weights",
+                "a git-lfs pointer instead of the weights",
                 "run `git lfs pull` in the folder",
             )
-        raise ModelError(f"not a whole safetensors file: {reason}", where=str(file), remedy=remedy) from error
+        what = f"corrupt or truncated safetensors file: {reason}"
+        raise ModelError(what, where=str(file), remedy=remedy, code="core.file_damaged") from error
 
 
 def _is_pointer(file: Path) -> bool:
@@ -132,7 +146,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _check_entry(name: str, entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end, after making sure that dtype, shape and bytes fit together.
+    """The end of a tensor's bytes; checks that dtype, shape and size match.
 
     Raises:
         ValueError, KeyError, TypeError: they do not.
@@ -140,14 +154,14 @@ def _check_entry(name: str, entry: dict[str, Any]) -> int:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, start, end]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{name} has no dtype, shape and place")
+        raise ValueError(f"{name} has no dtype, shape or offsets")
     if dtype in _BYTES and end - start != _BYTES[dtype] * math.prod(shape):
-        raise ValueError(f"the bytes of {name} do not fit its shape")
+        raise ValueError(f"the size of {name} does not match its shape")
     return end
 
 
 def has_head_of_its_own(folder: Path) -> bool:
-    """Whether the files hold a head whose numbers are not the embedding's, so that it is kept whatever the config says.
+    """Whether the files contain a head that differs from the embedding, and so is not tied, whatever the config says.
 
     Only samples of both are read. False where there is no head, or no embedding beside it.
     """
@@ -160,7 +174,7 @@ def has_head_of_its_own(folder: Path) -> bool:
 
 
 def _sampled(entry: tuple[Path, int, dict[str, Any]]) -> tuple[str, list[bytes]]:
-    """Dtype and some bytes of a tensor."""
+    """Dtype and sampled bytes of a tensor."""
     file, start, header = entry
     size = header["data_offsets"][1] - header["data_offsets"][0]
     parts = []
@@ -172,7 +186,7 @@ def _sampled(entry: tuple[Path, int, dict[str, Any]]) -> tuple[str, list[bytes]]
 
 
 def quantised_weight(headers: Headers) -> tuple[str, str] | None:
-    """(name, dtype) of the first matrix that is stored in a quantised format; None where there is none."""
+    """Return (name, dtype) of the first quantised matrix; None if there is none."""
     for name, (dtype, shape) in headers.items():
         if len(shape) > 1 and name.endswith("weight") and _QUANTISED.match(dtype):
             return name, dtype
@@ -180,7 +194,7 @@ def quantised_weight(headers: Headers) -> tuple[str, str] | None:
 
 
 def split_towers(headers: Headers) -> tuple[Headers, Headers]:
-    """Headers of a multimodal checkpoint in two: those of its language model, and those of its towers.
+    """Split the headers of a multimodal checkpoint into those of its language model and of its towers.
 
     Files of an older format have no name for the language model: there the towers' usual names decide.
     """
@@ -192,7 +206,7 @@ def split_towers(headers: Headers) -> tuple[Headers, Headers]:
 
 
 def count_parameters(headers: Headers, *, tied: bool) -> int:
-    """Elements of the text model's weights; a tied head that was saved beside the embedding counts once."""
+    """Return the number of elements of the text model's weights; a tied head counts once."""
     return sum(
         math.prod(shape)
         for name, (_, shape) in headers.items()
@@ -201,7 +215,7 @@ def count_parameters(headers: Headers, *, tied: bool) -> int:
 
 
 def main_format(headers: Headers) -> str | None:
-    """``bf16``, ``fp16``, ``fp32`` or ``fp64``: the dtype that most elements have; None where it is another."""
+    """Return the dtype of most elements: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; None if it is another."""
     sizes: Counter[str] = Counter()
     for dtype, shape in headers.values():
         sizes[dtype] += math.prod(shape)
@@ -209,7 +223,7 @@ def main_format(headers: Headers) -> str | None:
 
 
 def stored_formats(headers: dict[str, tuple[str, tuple[int, ...]]] | Path) -> dict[str, str]:
-    """Tensor name → ``bf16 | fp16 | fp32 | fp64`` of the text model's weights that are stored in one of these.
+    """Return tensor name → ``bf16 | fp16 | fp32 | fp64`` of the text model's weights with these dtypes.
 
     Args:
         headers: as ``read_headers`` gives them, or the folder to read them of.

@@ -1,4 +1,4 @@
-"""How far a tokenizer's ids go, from its files alone: read in parts, since merges are most of a tokenizer.json."""
+"""The highest token ids of a tokenizer, from parts of its files, since most of a tokenizer.json is merges."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BUILTIN = "builtin:"
 
 @dataclass(frozen=True)
 class TokenIds:
-    """How many ids a tokenizer has.
+    """The numbers of ids of a tokenizer.
 
     Attributes:
-        ordinary: the highest id of its vocabulary, and one.
-        all: the highest of all, with tokens that were added, and one.
+        ordinary: highest id of the vocabulary plus one.
+        all: highest id including added tokens plus one.
     """
 
     ordinary: int
@@ -32,11 +32,11 @@ class TokenIds:
 
 
 def token_ids(model: ModelSection, folder: Path | None) -> TokenIds | None:
-    """Of the tokenizer that a run takes; None where its files are not here, or are of a kind that is not read here.
+    """Return the ids of a run's tokenizer; None if its files are missing or have another format.
 
     Args:
-        model: names a tokenizer of its own, or none.
-        folder: of the model, where it has one.
+        model: the model's config, which may set a tokenizer.
+        folder: the model's folder, if local.
     """
     name = model.tokenizer or model.name_or_path
     if name.startswith(_BUILTIN):
@@ -53,7 +53,7 @@ def token_ids(model: ModelSection, folder: Path | None) -> TokenIds | None:
 
 @functools.lru_cache(maxsize=8)
 def _kept(file: Path, _changed: int, read: Any) -> TokenIds | None:
-    """``read`` of a file, once for each change of it; damage is for whoever loads the tokenizer to tell."""
+    """``read`` a file, cached until it changes; None for a corrupt file, which loading reports."""
     try:
         return read(read_limited(file).decode(), file.parent)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -74,7 +74,7 @@ def _of_vocabulary(text: str, folder: Path) -> TokenIds:
 
 
 def _beside(folder: Path) -> list[int]:
-    """Ids of tokens that were added in a file of their own."""
+    """Ids of added tokens in separate files."""
     found: list[int] = []
     if (folder / "added_tokens.json").is_file():
         found += json.loads(read_limited(folder / "added_tokens.json").decode()).values()
@@ -90,6 +90,6 @@ def _counted(ids: Iterable[int], added: Iterable[int]) -> TokenIds:
 
 
 def _part(text: str, key: str) -> Any:
-    """The value of the first key of this name; one within a text would be written with backslashes."""
+    """The value of the first key of this name; quotes within strings are escaped."""
     found = re.search(rf'(?<!\\)"{key}"\s*:\s*(?=[\[{{])', text)
     return None if found is None else JSONDecoder().raw_decode(text, found.end())[0]

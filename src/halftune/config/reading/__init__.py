@@ -1,1 +1,1 @@
-"""From YAML and command line to plain values with their lines."""
+"""Reads YAML and command line into plain values with their places."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from halftune.config.run import RunConfig
 
-# Keys that only that framework has at the top level; common ones such as learning_rate tell nothing.
+# Top-level keys specific to a framework; common ones such as learning_rate are excluded.
 MARKS: dict[str, frozenset[str]] = {
     "LLaMA-Factory": frozenset(
         {"stage", "finetuning_type", "cutoff_len", "lora_target", "lora_rank", "template", "do_train", "dataset_dir",
@@ -39,7 +39,7 @@ OURS = frozenset(RunConfig.model_fields)
 
 
 def recognise(values: Any) -> str | None:
-    """The framework whose config this is; None for ours, or for what is nobody's."""
+    """Return the framework whose config this is; None for a recipe, or if unknown."""
     if not isinstance(values, dict):
         return None
     if isinstance(values.get("model"), dict) and (

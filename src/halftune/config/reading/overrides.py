@@ -1,4 +1,4 @@
-"""``training.learning_rate=1e-4`` on the command line: values that win over the file's."""
+"""Overrides on the command line: ``training.learning_rate=1e-4``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from halftune.config.reading.shorthand import expand
 from halftune.config.reading.yaml_source import Place, Tree, parse_value
-from halftune.config.shape import Path, child, dotted
+from halftune.config.shape import KeyPath, child, dotted
 from halftune.core.errors import ConfigError, HalftuneError
 
 COMMAND_LINE = "command line"
@@ -17,8 +17,8 @@ PART = re.compile(r"\[?(\d+)\]?|([A-Za-z_][\w-]*)")
 
 
 def apply_overrides(tree: Tree, arguments: Sequence[str]) -> None:
-    """Writes ``key=value`` arguments into the tree; what is wrong with one goes to ``tree.problems``."""
-    seen: dict[Path, str] = {}
+    """Apply ``key=value`` arguments to the tree; errors are added to ``tree.problems``."""
+    seen: dict[KeyPath, str] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         where = f"argument {argument}"
@@ -27,13 +27,15 @@ def apply_overrides(tree: Tree, arguments: Sequence[str]) -> None:
             continue
         path = _path(key.strip())
         if path in seen:
-            what = f"{dotted(path)}: is given twice, also as {seen[path]}"
-            tree.problems.append(HalftuneError(what, where=where, remedy="keep one of them"))
+            what = f"{dotted(path)}: duplicate override, also {seen[path]}"
+            tree.problems.append(
+                HalftuneError(what, where=where, remedy="keep one of them", code="config.duplicate_key")
+            )
             continue
         seen[path] = argument
         try:
             _set(tree, _through_lists(tree.values, path), text, Place(COMMAND_LINE, where))
-            expand(tree)  # the next argument may reach into what this one wrote in short
+            expand(tree)  # the next argument may change a key of an expanded short form
         except ConfigError as error:
             tree.problems += error.problems
 
@@ -41,19 +43,22 @@ def apply_overrides(tree: Tree, arguments: Sequence[str]) -> None:
 def _no_assignment(argument: str) -> HalftuneError:
     where = f"argument {argument}"
     if argument.endswith((".yaml", ".yml")):
-        return HalftuneError("a recipe is named with --config", where=where, remedy=f"--config {argument}")
+        what = "a recipe must be given with --config"
+        return HalftuneError(what, where=where, remedy=f"use --config {argument}", code="cli.no_recipe")
     if argument.startswith("-"):
-        return HalftuneError("unknown option", where=where, remedy="values are changed with section.key=value")
-    remedy = "for example training.learning_rate=1e-4 (no spaces around =)"
-    return HalftuneError("is not of the form section.key=value", where=where, remedy=remedy)
+        return HalftuneError(
+            "unknown option", where=where, remedy="use section.key=value to change a value", code="cli.unknown_option"
+        )
+    remedy = "use for example training.learning_rate=1e-4 (no spaces around =)"
+    return HalftuneError("expected section.key=value", where=where, remedy=remedy, code="config.bad_override")
 
 
-def _path(key: str) -> Path:
+def _path(key: str) -> KeyPath:
     return tuple(int(number) if number else name for number, name in PART.findall(key))
 
 
-def _through_lists(values: Any, path: Path) -> Path:
-    """``data.train.samples`` means the only entry of ``data.train`` where there is one only."""
+def _through_lists(values: Any, path: KeyPath) -> KeyPath:
+    """Insert index 0 for lists with one entry: ``data.train.samples`` is ``data.train[0].samples``."""
     whole: list[str | int] = []
     for part in path:
         if isinstance(values, list) and len(values) == 1 and isinstance(part, str):
@@ -64,11 +69,11 @@ def _through_lists(values: Any, path: Path) -> Path:
     return tuple(whole)
 
 
-def _set(tree: Tree, path: Path, text: str, place: Place) -> None:
-    """Puts one value in its place; sections on the way there are made.
+def _set(tree: Tree, path: KeyPath, text: str, place: Place) -> None:
+    """Set a value; missing sections on the path are created.
 
     Raises:
-        ConfigError: the value is no YAML, or something on the way is neither a section nor a list.
+        ConfigError: the value is not valid YAML, or a value on the path is neither a section nor a list.
     """
     holder: Any = tree.values
     for depth, part in enumerate(path[:-1]):
@@ -79,18 +84,20 @@ def _set(tree: Tree, path: Path, text: str, place: Place) -> None:
         holder = inner
     last = path[-1]
     if isinstance(last, int) or not isinstance(holder, dict):
-        _entry(holder, last, path[:-1], place)  # says what is wrong where it is no entry
+        _entry(holder, last, path[:-1], place)  # raises if there is no such entry
     holder[last] = parse_value(text, tree, path, place)
 
 
-def _entry(holder: Any, part: str | int, path: Path, place: Place) -> Any:
+def _entry(holder: Any, part: str | int, path: KeyPath, place: Place) -> Any:
     if isinstance(part, int):
         if isinstance(holder, list) and part < len(holder):
             return holder[part]
         size = f"has {len(holder)} entries, counted from 0" if isinstance(holder, list) else "is not a list"
-        raise ConfigError(f"{dotted(path)} {size}", where=place.where, remedy="set the whole list")
+        what = f"{dotted(path)} {size}"
+        raise ConfigError(what, where=place.where, remedy="set the whole list", code="config.bad_override")
     if isinstance(holder, dict):
         return holder.get(part)
     kind = "a list" if isinstance(holder, list) else f"{holder!r}"
-    remedy = f"name an entry: {dotted(path)}[0].{part}" if kind == "a list" else "set the whole value"
-    raise ConfigError(f"{dotted(path)} is {kind}, not a section", where=place.where, remedy=remedy)
+    remedy = f"use an index: {dotted(path)}[0].{part}" if kind == "a list" else "set the whole value"
+    what = f"{dotted(path)} is {kind}, not a section"
+    raise ConfigError(what, where=place.where, remedy=remedy, code="config.bad_override")

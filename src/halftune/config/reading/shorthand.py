@@ -1,4 +1,4 @@
-"""Writes short forms out: ``precision: bf16`` becomes a section, one data source becomes a list of one."""
+"""Expands short forms: ``precision: bf16`` becomes a section, a single data source a list."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from halftune.config.reading.yaml_source import Tree
 from halftune.config.section import LISTED, TYPED
-from halftune.config.shape import ROOT, Path, Shape, field_shape
+from halftune.config.shape import ROOT, KeyPath, Shape, field_shape
 
 
 def expand(tree: Tree) -> None:
-    """Writes every short form of the tree out, in place; ``tree.written`` remembers how it was spelt."""
+    """Expand every short form of the tree in place; ``tree.written`` records the original paths."""
     tree.values = _expand(tree, tree.values, ROOT, ())
 
 
-def _expand(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
+def _expand(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
     if not shape.sections:
         if LISTED in shape.metadata and isinstance(value, str):
             tree.written[(*path, 0)] = path
@@ -39,8 +39,8 @@ def _expand(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
     }
 
 
-def _section(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
-    """A single word as the section that it is short for; a union's section without a type as its default one."""
+def _section(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
+    """Expand a single word to its section, and a union's section without a type to the default type."""
     if TYPED in shape.metadata and isinstance(value, dict) and "type" not in value:
         usual = [name for name, section in shape.sections.items() if not section.model_fields["type"].is_required()]
         return {"type": usual[0], **value} if usual else value
@@ -53,8 +53,8 @@ def _section(tree: Tree, value: Any, shape: Shape, path: Path) -> Any:
     return {word: value}
 
 
-def _move_down(tree: Tree, path: Path) -> None:
-    """The value at ``path`` becomes entry 0 of a list: so do the places below it."""
+def _move_down(tree: Tree, path: KeyPath) -> None:
+    """Move the places below ``path`` to entry 0 of a list."""
     below = {known: place for known, place in tree.places.items() if known[: len(path)] == path and known != path}
     for known in below:
         del tree.places[known]

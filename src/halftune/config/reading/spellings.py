@@ -1,4 +1,4 @@
-"""The usual spellings of precision (``bf16: true``, ``fp16: true``, ``pure_bf16: true``), translated into ours."""
+"""Translates other spellings of precision (``bf16: true``, ``fp16: true``, ``pure_bf16: true``)."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from typing import Any, NamedTuple
 
 from halftune.config.reading.overrides import COMMAND_LINE
 from halftune.config.reading.yaml_source import Place, Tree
-from halftune.config.shape import Path, dotted
+from halftune.config.shape import KeyPath, dotted
 
 FORMATS = {"bf16": "bf16", "fp16": "fp16", "pure_bf16": "bf16"}
-COMPUTE: Path = ("precision", "compute")
-TRAINABLE: Path = ("precision", "trainable")
+COMPUTE: KeyPath = ("precision", "compute")
+TRAINABLE: KeyPath = ("precision", "trainable")
 
 
 class Spelling(NamedTuple):
-    """One such key as it was found: ``true``, ``false``, ``auto`` or null."""
+    """A key with another spelling: ``true``, ``false``, ``auto`` or null."""
 
-    path: Path
+    path: KeyPath
     value: Any
     place: Place
 
     @property
     def name(self) -> str:
         return str(self.path[-1])
+
+    @property
+    def word(self) -> str:
+        """The corresponding precision."""
+        return "auto" if self.value == "auto" else FORMATS[self.name]
 
     def __str__(self) -> str:
         return f"{dotted(self.path)}: {_word(self)}"
@@ -32,43 +37,35 @@ def _word(spelling: Spelling) -> str:
     return str(spelling.value).lower()
 
 
-def translate_spellings(tree: Tree) -> set[Path]:
-    """Replaces those keys by the ``precision`` section, in place.
+def translate_spellings(tree: Tree) -> set[KeyPath]:
+    """Replace these keys by the ``precision`` section, in place.
 
-    ``true`` asks for that format; ``auto`` for ``precision: auto``; ``false`` alone, as elsewhere, for fp32.
+    ``true`` selects this format, ``auto`` ``precision: auto``, and ``false`` alone fp32, as in other frameworks.
 
     Returns:
-        Paths about which there is nothing more to say, because an error was found there.
+        Paths with errors, which need no further checks.
     """
     found = _take(tree)
     bad = [one for one in found if not (one.value is None or isinstance(one.value, bool) or one.value == "auto")]
     for one in bad:
-        tree.problems.append(tree.problem(one.path, f"should be true, false or auto, not {one.value!r}"))
+        tree.problems.append(
+            tree.problem(one.path, f"expected true, false or auto, got {one.value!r}", code="config.invalid_value")
+        )
     found = _command_line_wins(tree, [one for one in found if one not in bad and one.value is not None])
     if not found:
         return {COMPUTE} if bad else set()
     precision = tree.values.setdefault("precision", {})
     if not isinstance(precision, dict):
         return set()
-    chosen = [one for one in found if one.value is True]
-    if len({FORMATS[one.name] for one in chosen}) > 1 or _torn(found, chosen):
-        first, second = _pair(found, chosen)
-        what = f"{_word(second)} excludes {first} ({first.place.origin})"
-        tree.problems.append(tree.problem(second.path, what, "keep one, or write precision: auto"))
+    asked = {one.word: one for one in reversed(found) if one.value}
+    if len(asked) > 1:
+        first, second, *_ = reversed(asked.values())
+        what = f"{_word(second)} conflicts with {first} ({first.place.origin})"
+        tree.problems.append(
+            tree.problem(second.path, what, "keep one, or set precision: auto", code="config.keys_conflict")
+        )
         return {COMPUTE}
-    return _write(tree, precision, found, chosen)
-
-
-def _torn(found: list[Spelling], chosen: list[Spelling]) -> bool:
-    """``bf16: auto`` beside ``fp16: true``: which one it should be is anyone's guess."""
-    autos = {one.name for one in found if one.value == "auto"}
-    return bool(chosen) and bool(autos - {one.name for one in chosen}) and not autos <= {"pure_bf16"}
-
-
-def _pair(found: list[Spelling], chosen: list[Spelling]) -> tuple[Spelling, Spelling]:
-    first = chosen[0]
-    others = [one for one in found if FORMATS[one.name] != FORMATS[first.name] and one.value]
-    return first, (others or [one for one in found if one is not first])[0]
+    return _write(tree, precision, found, next(iter(asked.values()), found[0]))
 
 
 def _take(tree: Tree) -> list[Spelling]:
@@ -84,7 +81,7 @@ def _take(tree: Tree) -> list[Spelling]:
 
 
 def _command_line_wins(tree: Tree, found: list[Spelling]) -> list[Spelling]:
-    """What the command line asks for replaces what the file asks for, in either spelling."""
+    """Let the command line override the file, in either spelling."""
     given = [one for one in found if one.place.origin == COMMAND_LINE]
     precision = tree.values.get("precision")
     asked = isinstance(precision, dict) and "compute" in precision
@@ -97,30 +94,28 @@ def _command_line_wins(tree: Tree, found: list[Spelling]) -> list[Spelling]:
     return [one for one in found if one in given or one.name not in {other.name for other in given}]
 
 
-def _write(tree: Tree, precision: dict[str, Any], found: list[Spelling], chosen: list[Spelling]) -> set[Path]:
-    autos = [one for one in found if one.value == "auto"]
-    source = (chosen or autos or found)[0]
-    word = FORMATS[source.name] if chosen else "auto" if autos else "fp32"
+def _write(tree: Tree, precision: dict[str, Any], found: list[Spelling], source: Spelling) -> set[KeyPath]:
+    word = source.word if source.value else "fp32"
     explicit = precision.get("compute")
     refused = {one.name for one in found if one.value is False}
     agree = explicit == word if source.value else explicit not in (*refused, "auto")
     if "compute" in precision and not agree:
         what = f"{_word(source)} contradicts precision: {explicit} ({tree.place(COMPUTE).origin})"
-        tree.problems.append(tree.problem(source.path, what, "keep one of them"))
+        tree.problems.append(tree.problem(source.path, what, "keep one of them", code="config.keys_conflict"))
         return {COMPUTE}
     if "compute" not in precision:
         _put(tree, precision, COMPUTE, word, source)
-    pure = next((one for one in chosen if one.name == "pure_bf16"), None)
+    pure = next((one for one in found if one.name == "pure_bf16" and one.value is True), None)
     if pure is not None:
         if precision.get("trainable", "bf16") not in ("bf16", "auto"):
             what = f"{_word(pure)} contradicts precision.trainable: {precision['trainable']}"
-            tree.problems.append(tree.problem(pure.path, what, "keep one of them"))
+            tree.problems.append(tree.problem(pure.path, what, "keep one of them", code="config.keys_conflict"))
             return {TRAINABLE}
         _put(tree, precision, TRAINABLE, "bf16", pure)
     return set()
 
 
-def _put(tree: Tree, precision: dict[str, Any], path: Path, word: str, source: Spelling) -> None:
+def _put(tree: Tree, precision: dict[str, Any], path: KeyPath, word: str, source: Spelling) -> None:
     precision[str(path[-1])] = word
     tree.places[path] = Place(f"{source.place.origin} ({source})", source.place.where)
     tree.written[path] = source.path

@@ -1,4 +1,4 @@
-"""What an unknown key may have meant: a near spelling, a key of another section, or another framework's name."""
+"""Suggestions for unknown keys: similar spellings, keys of other sections, other frameworks' names."""
 
 from __future__ import annotations
 
@@ -7,93 +7,61 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from halftune.config.section import Section
-from halftune.config.shape import Path, dotted, shape_at, walk
+from halftune.config.shape import KeyPath, dotted, shape_at, walk
 
-# Names that other tools (and habit) have for our keys; a dotted one means it in that section alone.
-SYNONYMS: dict[str, str] = {
-    "lr": "training.learning_rate",
-    "epochs": "training.num_train_epochs",
-    "num_epochs": "training.num_train_epochs",
-    "batch_size": "training.per_device_train_batch_size",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "train_batch_size": "training.per_device_train_batch_size",
-    "per_device_batch_size": "training.per_device_train_batch_size",
-    "eval_batch_size": "training.per_device_eval_batch_size",
-    "grad_accum": "training.gradient_accumulation_steps",
-    "gradient_accumulation": "training.gradient_accumulation_steps",
-    "steps": "training.max_steps",
-    "lr_scheduler": "training.lr_scheduler_type",
-    "scheduler": "training.lr_scheduler_type",
-    "warmup": "training.warmup_steps",
-    "optimizer": "training.optim",
-    "beta1": "training.adam_beta1",
-    "beta2": "training.adam_beta2",
-    "epsilon": "training.adam_epsilon",
-    "grad_clip": "training.max_grad_norm",
-    "max_norm": "training.max_grad_norm",
-    "compile": "training.torch_compile",
-    "load_best_model_at_end": "training.load_best",
-    "resume_from_checkpoint": "training.resume",
-    "output": "training.output_dir",
-    "eval_strategy": "training.eval_steps",
-    "evaluation_strategy": "training.eval_steps",
-    "save_strategy": "training.save_steps",
-    "base_model": "model.name_or_path",
-    "model_name": "model.name_or_path",
-    "model_name_or_path": "model.name_or_path",
-    "tokenizer_name_or_path": "model.tokenizer",
-    "template": "model.chat_template",
-    "torch_dtype": "precision.compute",
-    "dtype": "precision.compute",
-    "mixed_precision": "precision.compute",
-    "precision": "precision.compute",
-    "master_weights": "precision.trainable",
-    "attn_implementation": "attention.backend",
-    "flash_attn": "attention.backend",
-    "flash_attention": "attention.backend",
-    "peft": "adapter",
-    "lora": "adapter",
-    "r": "adapter.rank",
-    "lora_r": "adapter.rank",
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_target": "adapter.target_modules",
-    "lora_target_modules": "adapter.target_modules",
-    "dataset": "data.train",
-    "datasets": "data.train",
-    "train_file": "data.train",
-    "file": "data.train",
-    "dataset_name": "data.train",
-    "eval_dataset": "data.eval",
-    "validation": "data.eval",
-    "val_size": "data.eval_split",
-    "test_size": "data.eval_split",
-    "cutoff_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "seq_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "sample_packing": "data.packing",
-    "max_samples": "data.train[0].samples",
-    "stage": "method.type",
-    "wandb": "logging.report_to",
-    "name": "logging.run_name",
-    "max_tokens": "generation.max_new_tokens",
-    "deepspeed": "distributed.strategy",
-    "num_gpus": "distributed.num_processes",
-    "nproc_per_node": "distributed.num_processes",
-    "model.name": "model.name_or_path",
-    "model.path": "model.name_or_path",
-    "generation.max_length": "generation.max_new_tokens",
-    "generation.temp": "generation.temperature",
+# Our keys with their names in other tools; dotted names apply in that section only.
+_NAMES: dict[str, str] = {
+    "training.learning_rate": "lr",
+    "training.num_train_epochs": "epochs num_epochs",
+    "training.per_device_train_batch_size": "batch_size micro_batch_size train_batch_size per_device_batch_size",
+    "training.per_device_eval_batch_size": "eval_batch_size",
+    "training.gradient_accumulation_steps": "grad_accum gradient_accumulation",
+    "training.max_steps": "steps",
+    "training.lr_scheduler_type": "lr_scheduler scheduler",
+    "training.warmup_steps": "warmup",
+    "training.optim": "optimizer",
+    "training.adam_beta1": "beta1",
+    "training.adam_beta2": "beta2",
+    "training.adam_epsilon": "epsilon",
+    "training.max_grad_norm": "grad_clip max_norm",
+    "training.torch_compile": "compile",
+    "training.load_best": "load_best_model_at_end",
+    "training.resume": "resume_from_checkpoint",
+    "training.output_dir": "output",
+    "training.eval_steps": "eval_strategy evaluation_strategy evals_per_epoch",
+    "training.save_steps": "save_strategy saves_per_epoch",
+    "model.name_or_path": "base_model model_name model_name_or_path model.name model.path",
+    "model.tokenizer": "tokenizer_name_or_path",
+    "model.chat_template": "template",
+    "precision.compute": "torch_dtype dtype mixed_precision precision",
+    "precision.trainable": "master_weights",
+    "attention.backend": "attn_implementation flash_attn flash_attention",
+    "adapter": "peft lora",
+    "adapter.rank": "r lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.target_modules": "lora_target lora_target_modules",
+    "data.train": "dataset datasets train_file file dataset_name",
+    "data.eval": "eval_dataset validation",
+    "data.eval_split": "val_size test_size",
+    "data.max_length": "cutoff_len max_seq_length max_seq_len seq_len sequence_len",
+    "data.packing": "sample_packing",
+    "data.train[0].samples": "max_samples",
+    "method.type": "stage",
+    "logging.report_to": "wandb",
+    "logging.run_name": "name",
+    "generation.max_new_tokens": "max_tokens generation.max_length",
+    "distributed.strategy": "deepspeed",
+    "distributed.num_processes": "num_gpus nproc_per_node",
+    "generation.temperature": "generation.temp",
 }
-# Leaf names too general to say that the key belongs elsewhere.
+SYNONYMS = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+# Names too general to suggest another section.
 GENERAL = {"type", "path", "split", "format", "enabled", "samples", "weight", "columns"}
 
 
-def suggest_key(path: Path, section: type[Section] | None) -> str:
-    """The remedy for a key that ``section`` does not have; ``path`` is its full path."""
+def suggest_key(path: KeyPath, section: type[Section] | None) -> str:
+    """Return the remedy for an unknown key at ``path`` in ``section``."""
     key, parent = str(path[-1]), path[:-1]
     plain = key.lower().replace("-", "_")
     siblings = list(section.model_fields) if section is not None else []
@@ -120,7 +88,7 @@ def suggest_key(path: Path, section: type[Section] | None) -> str:
 
 
 def key_of(name: str) -> str | None:
-    """The full key that a name of a key, or another tool's name for one, stands for; None where none is certain."""
+    """Return the full key for a key's name, or for another tool's name of it; None if ambiguous or unknown."""
     plain = name.lower().replace("-", "_")
     if "." in plain:
         return plain if shape_at(tuple(plain.split("."))) is not None else None
@@ -130,7 +98,7 @@ def key_of(name: str) -> str | None:
     return SYNONYMS.get(plain)
 
 
-# Words that other tools have for ours.
+# Other tools' words for ours.
 WORDS = {
     **dict.fromkeys(("flash_attention_2", "flash_attention", "flash_attn", "flash_attn_2", "flashattn", "fa"), "fa2"),
     **dict.fromkeys(("flashattention", "flashattention2", "flashattention_2", "fa_2", "flash"), "fa2"),
@@ -145,32 +113,33 @@ WORDS = {
 }
 
 
-# Words and keys for what does not exist here yet, by a word of the list in which they are looked for.
+# Words and keys of unsupported features, by a word of the list in which they are looked up.
 _LATER = "it is not supported yet"
-_QUANTISE = "quantising a base on load is not supported yet: name a checkpoint that is quantised already (…-bnb-4bit)"
-_PREFERENCE = "preference methods and reinforcement learning are not supported yet"
+_QUANTISE = "write model.quantization: nf4 (4 bit) or int8"
+_PREFERENCE = "of preference methods only dpo is supported yet, and no reinforcement learning"
 _EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 LATER: dict[str, dict[str, str]] = {
     "lora": {
-        "qlora": f"{_QUANTISE}, with adapter.type: lora",
+        "qlora": "write adapter.type: lora and model.quantization: nf4",
         **dict.fromkeys(("oft", "ia3", "prefix_tuning", "prompt_tuning", "freeze", "vera", "loha", "lokr"), _LATER),
     },
-    "sft": dict.fromkeys(("dpo", "kto", "orpo", "simpo", "grpo", "ppo", "rm", "reward", "rloo", "cpo"), _PREFERENCE),
+    "sft": dict.fromkeys(("kto", "orpo", "simpo", "grpo", "ppo", "rm", "reward", "rloo", "cpo"), _PREFERENCE),
     "adamw": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "did you mean adamw?"),
         **dict.fromkeys(_EIGHT_BIT, "moments in 8 bit are not supported yet; write adamw"),
-        **dict.fromkeys(("muon", "lion", "galore_adamw", "lomo", "apollo_adamw", "adam_mini", "came"), _LATER),
+        **dict.fromkeys(("lion", "galore_adamw", "lomo", "apollo_adamw", "adam_mini", "came"), _LATER),
     },
     "wandb": dict.fromkeys(("none", "no", "null", "false"), "write [] for none"),
 }
 KEYS_LATER: dict[str, str] = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_config"), _QUANTISE),
-    **dict.fromkeys(("rl", "dpo", "grpo", "pref_loss", "reward_model"), _PREFERENCE),
+    **dict.fromkeys(("rl", "grpo", "pref_loss", "reward_model"), _PREFERENCE),
+    "dpo": "did you mean method: dpo?",
 }
 
 
 def suggest_word(value: object, known: Iterable[object]) -> str:
-    """The remedy for a word that is not in a closed list; empty where nothing is near."""
+    """Return the remedy for an unknown word of a closed list; empty if there is no similar one."""
     words = [str(word) for word in known]
     text = str(value).lower()
     for word in words:
@@ -181,15 +150,15 @@ def suggest_word(value: object, known: Iterable[object]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-def _tags(parent: Path, key: str) -> list[str]:
-    """The other kinds of a tagged section (adapter, method) that have this key."""
+def _tags(parent: KeyPath, key: str) -> list[str]:
+    """The other types of a tagged section (adapter, method) with this key."""
     shape = shape_at(parent)
     sections = shape.sections if shape is not None and len(shape.sections) > 1 else {}
     return [tag for tag, section in sections.items() if key in section.model_fields]
 
 
-def _near(key: str, parent: Path, siblings: list[str], places: dict[str, list[Path]]) -> Path | None:
-    """The key of a like spelling: one beside it, then a very like one anywhere, then a less like one beside it."""
+def _near(key: str, parent: KeyPath, siblings: list[str], places: dict[str, list[KeyPath]]) -> KeyPath | None:
+    """A similar key: in the same section, then a very similar one anywhere, then a less similar one in the section."""
     if near := get_close_matches(key, siblings, n=1, cutoff=0.7):
         return (*parent, near[0])
     if near := get_close_matches(key, places, n=1, cutoff=0.8):
@@ -198,13 +167,13 @@ def _near(key: str, parent: Path, siblings: list[str], places: dict[str, list[Pa
     return (*parent, near[0]) if near else None
 
 
-def _mean(*paths: Path) -> str:
+def _mean(*paths: KeyPath) -> str:
     return f"did you mean {' or '.join(dotted(path) for path in paths)}?"
 
 
-def _places() -> dict[str, list[Path]]:
-    """Leaf name → where it stands in the schema; one place for each, list entries as index 0."""
-    places: dict[str, list[Path]] = {}
+def _places() -> dict[str, list[KeyPath]]:
+    """Leaf name → its paths in the schema, with index 0 for list entries."""
+    places: dict[str, list[KeyPath]] = {}
     for path, _, _, _ in walk():
         known = places.setdefault(str(path[-1]), [])
         if path not in known:

@@ -1,7 +1,7 @@
-"""Reads YAML into plain values and remembers the line of every key and list entry.
+"""Reads YAML into plain values and records the line of every key and list entry.
 
-Plain scalars are read as YAML 1.2 and people mean them: ``1e-4`` is a number; ``yes``, ``no``, ``on``, ``off`` are text
-(a flag then asks for ``true`` or ``false``), and so are dates, ``010``, ``1:30`` and what is no finite number.
+Plain scalars are read as in YAML 1.2: ``1e-4`` is a number; ``yes``, ``no``, ``on``, ``off`` are strings (a flag then
+requires ``true`` or ``false``), and so are dates, ``010``, ``1:30`` and non-finite numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -19,7 +18,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from halftune.config.reading.yaml_errors import syntax_error
-from halftune.config.shape import Path, dotted
+from halftune.config.shape import KeyPath, dotted
 from halftune.config.shipped import listed
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import read_limited
@@ -35,17 +34,17 @@ TAG = "tag:yaml.org,2002:"
 
 
 class Place(NamedTuple):
-    """Where a value was written: for the origin of a value, and for an error."""
+    """The place of a value: ``origin`` for reports, ``where`` for errors."""
 
     origin: str
     where: str
 
 
 class KeyProblem(HalftuneError):
-    """Something wrong with the value at ``key``, a path of the schema."""
+    """An error in the value at ``key``, a path of the schema."""
 
-    def __init__(self, key: Path, what: str, *, where: str, remedy: str) -> None:
-        super().__init__(what, where=where, remedy=remedy)
+    def __init__(self, key: KeyPath, what: str, *, code: str, where: str, remedy: str) -> None:
+        super().__init__(what, code=code, where=where, remedy=remedy)
         self.key = key
 
 
@@ -54,74 +53,80 @@ class Tree:
     """Plain values with the place of each key and list entry.
 
     Attributes:
-        label: the file as the user named it.
+        label: the file name as given by the user.
         values: dicts, lists, text, numbers, booleans and None.
         places: path → place of the key or entry.
-        problems: what was wrong while reading; reading goes on.
-        written: path → the shorter path that the user wrote it under (``precision.compute`` → ``precision``).
+        problems: errors found while reading, which does not stop.
+        written: path → the user's shorter path (``precision.compute`` → ``precision``).
     """
 
     label: str
     values: Any = None
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[HalftuneError] = field(default_factory=list)
-    written: dict[Path, Path] = field(default_factory=dict)
+    written: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
-    def place(self, path: Path) -> Place:
-        """The place of a path or of the nearest key above it."""
+    def place(self, path: KeyPath) -> Place:
+        """Return the place of a path or of its nearest parent."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
         return Place(f"{self.label}:1", f"{self.label}:1")
 
-    def shown(self, path: Path) -> str:
-        """The dotted key as the user wrote it."""
+    def shown(self, path: KeyPath) -> str:
+        """Return the dotted key as the user wrote it."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.written:
                 return self.shown((*self.written[path[:end]], *path[end:]))
         return dotted(path)
 
-    def forget(self, path: Path) -> None:
-        """Drops the places at and below a path, and how what stood there was spelt."""
+    def forget(self, path: KeyPath) -> None:
+        """Remove the places and original paths at and below a path."""
         for known in [known for known in self.places if known[: len(path)] == path]:
             del self.places[known]
         for known in [known for known in self.written if known[: len(path)] == path and known != path]:
             del self.written[known]
 
-    def problem(self, path: Path, what: str, remedy: str = "") -> KeyProblem:
-        """An error about the value at a path."""
-        return KeyProblem(path, f"{self.shown(path)}: {what}", where=self.place(path).where, remedy=remedy)
+    def problem(self, path: KeyPath, what: str, remedy: str = "", *, code: str) -> KeyProblem:
+        """Return an error about the value at a path."""
+        return KeyProblem(path, f"{self.shown(path)}: {what}", where=self.place(path).where, remedy=remedy, code=code)
 
 
-def read_text(path: FilePath) -> str:
-    """The file as text.
+def read_text(path: FilePath, *, root: FilePath | None = None) -> str:
+    """Read a recipe's text.
+
+    Args:
+        path: the file.
+        root: an untrusted parent folder: symbolic links below it are not followed. Default: links are followed.
 
     Raises:
-        ConfigError: it is missing, a folder, no UTF-8, empty, or far too large to be a configuration.
+        ConfigError: it is missing, a folder, not UTF-8, too large for a recipe, or a link below ``root``.
     """
     label = str(path)
     try:
-        raw = read_limited(path, MAX_BYTES)
+        raw = read_limited(path, MAX_BYTES, root=root)
     except FileNotFoundError:
         if path.is_symlink():
-            what = f"is a link to {path.readlink()}, which is not there"
-            raise ConfigError(what, where=label, remedy="mend the link") from None
-        raise ConfigError("no such file", where=label, remedy=_neighbours(path)) from None
+            what = f"broken symbolic link to {path.readlink()}"
+            raise ConfigError(what, where=label, remedy="fix the symbolic link", code="core.broken_link") from None
+        raise ConfigError("no such file", where=label, remedy=_neighbours(path), code="config.file_not_found") from None
     except IsADirectoryError:
-        raise ConfigError("is a folder, not a YAML file", where=label, remedy=_recipes_in(path)) from None
+        what = "expected a YAML file, got a folder"
+        raise ConfigError(what, where=label, remedy=_recipes_in(path), code="config.not_a_file") from None
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            raise ConfigError(f"{error.strerror}, too many for a recipe", where=label, remedy="is it data?") from None
+            what = f"{error.strerror}, too large for a recipe"
+            raise ConfigError(what, where=label, remedy="check the file name", code="config.too_large") from None
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot be read: {reason}", where=label) from None
+        raise ConfigError(f"cannot read file: {reason}", where=label, code="core.unreadable") from None
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ConfigError("is UTF-16", where=label, remedy="save it as UTF-8")
+        raise ConfigError("expected UTF-8, got UTF-16", where=label, remedy="save it as UTF-8", code="core.not_utf8")
     try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        what = f"is not UTF-8: byte 0x{raw[error.start]:02x}"
-        raise ConfigError(what, where=f"{label}:{line}", remedy="save it as UTF-8") from None
+        what = f"not UTF-8: byte 0x{raw[error.start]:02x}"
+        raise ConfigError(what, where=f"{label}:{line}", remedy="save it as UTF-8", code="core.not_utf8") from None
 
 
 def _neighbours(path: FilePath) -> str:
@@ -129,45 +134,44 @@ def _neighbours(path: FilePath) -> str:
 
     folder = path.parent
     names = [p.name for p in folder.glob("*.y*ml")][:1000] if folder.is_dir() else []
-    shipped = f"halftune brings {listed()}"
+    shipped = f"shipped recipes: {listed()}"
     if not folder.is_dir():
-        return f"there is no folder {folder} either; {shipped}"
+        return f"the folder {folder} does not exist either; {shipped}"
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f"did you mean {folder / close[0]}?" if close else f"check the path; {shipped}"
 
 
 def _recipes_in(folder: FilePath) -> str:
     names = sorted(path.name for path in folder.glob("*.y*ml"))
-    return f"it holds {', '.join(names[:5])}{' …' if len(names) > 5 else ''}" if names else "name the file"
+    return f"use one of {', '.join(names[:5])}{' …' if len(names) > 5 else ''}" if names else "use a file"
 
 
 def parse(text: str, label: str) -> Tree:
-    """Values and places of a YAML text.
+    """Parse a YAML text into values and places.
 
     Raises:
-        ConfigError: the text is not one YAML mapping.
+        ConfigError: the text is not a single YAML mapping.
     """
     tree = Tree(label)
     node = _compose(text, label)
-    breaks = [match.start() for match in re.finditer("\n", text)]
 
-    def line_of(found: Node) -> int:
-        """The line as editors count; YAML 1.1 breaks lines at U+0085 and U+2028 too."""
-        return bisect_left(breaks, found.start_mark.index) + 1
+    def place(found: Node) -> Place:
+        """The line as editors count; YAML 1.1 also breaks lines at U+0085 and U+2028."""
+        where = f"{label}:{text.count(chr(10), 0, found.start_mark.index) + 1}"
+        return Place(where, where)
 
     if node is None:
-        raise ConfigError("is empty", where=label, remedy="start from configs/quickstart.yaml")
+        raise ConfigError("empty file", where=label, remedy="start from configs/quickstart.yaml", code="config.empty")
     if not isinstance(node, MappingNode):
-        kind = "a list" if isinstance(node, SequenceNode) else "a single value"
-        line = line_of(node)
-        remedy = "a recipe is made of 'key: value' lines (a space after the colon): model, data, training …"
-        raise ConfigError(f"is {kind}, not a set of keys", where=f"{label}:{line}", remedy=remedy)
-    _Reader(tree, line_of, lambda line: Place(f"{label}:{line}", f"{label}:{line}")).read_root(node)
+        what = f"expected a mapping, got {'a list' if isinstance(node, SequenceNode) else 'a single value'}"
+        remedy = "write 'key: value' lines (with a space after the colon): model, data, training …"
+        raise ConfigError(what, where=place(node).where, remedy=remedy, code="config.not_a_mapping")
+    tree.values = _Reader(tree, place).read(node, ())
     return tree
 
 
-def parse_value(text: str, tree: Tree, path: Path, place: Place) -> Any:
-    """One value of the command line, as YAML would read it; its places replace those that ``tree`` has there.
+def parse_value(text: str, tree: Tree, path: KeyPath, place: Place) -> Any:
+    """Parse a value of the command line as YAML; its places replace those in ``tree``.
 
     Raises:
         ConfigError: it is not valid YAML.
@@ -176,16 +180,15 @@ def parse_value(text: str, tree: Tree, path: Path, place: Place) -> Any:
         node = _compose(text, "")
     except ConfigError as error:
         first = error.problems[0]
-        raise ConfigError(f"{dotted(path)}: {first.what}", where=place.where, remedy=first.remedy) from None
+        what = f"{dotted(path)}: {first.what}"
+        raise ConfigError(what, where=place.where, remedy=first.remedy, code=first.code) from None
     tree.forget(path)
     tree.places[path] = place
-    if node is None:
-        return None
-    return _Reader(tree, lambda node: 0, lambda line: place).read(node, path, 0)
+    return None if node is None else _Reader(tree, lambda _: place).read(node, path)
 
 
 def _compose(text: str, label: str) -> Node | None:
-    if _DEEP.search(text):  # the parser takes a second to give up on what no recipe holds
+    if _DEEP.search(text):  # the parser would take a second to fail
         raise ConfigError([syntax_error(RecursionError(), text, label)])
     try:
         loader = yaml.SafeLoader(text)
@@ -198,62 +201,53 @@ def _compose(text: str, label: str) -> Node | None:
 
 
 class _Reader:
-    """Turns nodes into values; writes places and problems into the tree."""
+    """Converts nodes to values; adds places and problems to the tree."""
 
-    def __init__(self, tree: Tree, line: Callable[[Node], int], place: Callable[[int], Place]) -> None:
-        self._tree, self._line, self._place, self._count = tree, line, place, 0
+    def __init__(self, tree: Tree, place: Callable[[Node], Place]) -> None:
+        self._tree, self._place, self._count = tree, place, 0
 
-    def read_root(self, node: MappingNode) -> None:
-        self._tree.values = self.read(node, (), 0)
-
-    def read(self, node: Node, path: Path, depth: int) -> Any:
+    def read(self, node: Node, path: KeyPath, depth: int = 0) -> Any:
         self._count += 1
-        if depth > MAX_DEPTH or self._count > MAX_VALUES:
-            what = (
-                "is nested too deeply"
-                if depth > MAX_DEPTH
-                else f"holds more than {MAX_VALUES:,} values, aliases written out, too many"
-            )
-            where = self._place(self._line(node)).where
-            raise ConfigError(f"{what} for a configuration", where=where, remedy="is this the right file?")
+        if depth > MAX_DEPTH:
+            raise self._too_large(node, "nested too deeply")
+        if self._count > MAX_VALUES:
+            raise self._too_large(node, f"more than {MAX_VALUES:,} values with aliases expanded, too many")
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        if node.tag.removeprefix(TAG) not in ("map", "seq"):
+            self._refuse_tag(node, path)
         if isinstance(node, MappingNode):
             return self._mapping(node, path, depth)
-        if isinstance(node, SequenceNode):
-            self._known_tag(node, path, "seq")
-            values = []
-            for index, item in enumerate(node.value):
-                self._tree.places[(*path, index)] = self._place(self._line(item))
-                values.append(self.read(item, (*path, index), depth + 1))
-            return values
-        return self._scalar(node, path)
+        for index, item in enumerate(node.value):
+            self._tree.places[(*path, index)] = self._place(item)
+        return [self.read(item, (*path, index), depth + 1) for index, item in enumerate(node.value)]
 
-    def _mapping(self, node: MappingNode, path: Path, depth: int) -> dict[str, Any]:
-        self._known_tag(node, path, "map")
+    def _mapping(self, node: MappingNode, path: KeyPath, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        lines: dict[str, int] = {}
+        first: dict[str, Place] = {}
         for key_node, value_node in node.value:
-            line = self._line(key_node)
             if not isinstance(key_node, ScalarNode):
-                self._problem(line, "a key must be a plain word", "put text with brackets in quotes")
+                remedy = "quote strings with brackets"
+                self._problem(key_node, "a key must be a plain scalar", remedy, code="config.invalid_yaml")
                 continue
             key = key_node.value
             if key_node.tag == f"{TAG}merge":
                 for name, value in self._merged(value_node, path, depth):
                     values.setdefault(name, value)
                 continue
-            if key in lines:
-                what = f"{dotted((*path, key))}: is written twice, here and in line {lines[key]}"
-                self._problem(line, what, "keep one of them")
+            if key in first:
+                what = f"{dotted((*path, key))}: duplicate key, first in {first[key].where}"
+                self._problem(key_node, what, "keep one of them", code="config.duplicate_key")
                 continue
-            lines[key] = line
-            if key in values:  # a merged value gives way to the one written here
+            first[key] = self._place(key_node)
+            if key in values:  # explicit keys override merged ones
                 self._tree.forget((*path, key))
-            self._tree.places[(*path, key)] = self._place(line)
+            self._tree.places[(*path, key)] = first[key]
             values[key] = self.read(value_node, (*path, key), depth + 1)
         return values
 
-    def _merged(self, node: Node, path: Path, depth: int) -> list[tuple[str, Any]]:
-        """Entries of ``<<: *anchor``; explicit keys win over them, whichever comes first."""
+    def _merged(self, node: Node, path: KeyPath, depth: int) -> list[tuple[str, Any]]:
+        """Entries of ``<<: *anchor``; explicit keys override them, in any order."""
         nodes = node.value if isinstance(node, SequenceNode) else [node]
         found: list[tuple[str, Any]] = []
         for each in nodes:
@@ -262,41 +256,45 @@ class _Reader:
                 found += self.read(each, path, depth + 1).items()
                 self._tree.places.update(kept)
             else:
-                self._problem(self._line(each), "<<: takes a section (*name)", "name an anchor of a section")
+                remedy = "use the anchor of a section"
+                self._problem(each, "<<: expects a section (*name)", remedy, code="config.invalid_yaml")
         return found
 
-    def _scalar(self, node: Node, path: Path) -> Any:
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         text = str(node.value)
-        line = self._line(node)
         if any(0xD800 <= ord(character) < 0xE000 for character in text):
-            self._problem(line, f"{dotted(path)}: holds half of a surrogate pair", "write the character itself")
+            what = f"{dotted(path)}: unpaired surrogate"
+            self._problem(node, what, "write the character itself", code="config.invalid_yaml")
             return ""
-        if node.style in ("'", '"', "|", ">"):  # pyright: ignore[reportAttributeAccessIssue]
+        if node.style in ("'", '"', "|", ">"):
             return text
         kind = node.tag.removeprefix(TAG)
         if kind not in ("null", "bool", "int", "float", "str", "timestamp", "value", "merge"):
-            self._problem(line, f"{dotted(path)}: the YAML tag {node.tag} is not allowed", "write a plain value")
+            self._refuse_tag(node, path)
             return text
-        if kind == "str" and not FLOAT.fullmatch(text):  # also what `!!str` made text
+        if kind == "str" and not FLOAT.fullmatch(text):  # also with `!!str`
             return text
         return scalar(text)
 
-    def _known_tag(self, node: Node, path: Path, kind: str) -> None:
-        if node.tag != f"{TAG}{kind}":
-            line = self._line(node)
-            self._problem(line, f"{dotted(path)}: the YAML tag {node.tag} is not allowed", "write a plain value")
+    def _refuse_tag(self, node: Node, path: KeyPath) -> None:
+        what = f"{dotted(path)}: the YAML tag {node.tag} is not allowed"
+        self._problem(node, what, "write a plain value", code="config.yaml_tag_refused")
 
-    def _problem(self, line: int, what: str, remedy: str) -> None:
-        self._tree.problems.append(HalftuneError(what, where=self._place(line).where, remedy=remedy))
+    def _too_large(self, node: Node, what: str) -> ConfigError:
+        where, remedy = self._place(node).where, "check the file name"
+        return ConfigError(f"{what} for a configuration", where=where, remedy=remedy, code="config.too_large")
+
+    def _problem(self, node: Node, what: str, remedy: str, *, code: str) -> None:
+        self._tree.problems.append(HalftuneError(what, where=self._place(node).where, remedy=remedy, code=code))
 
 
 def scalar(text: str) -> Any:
-    """A plain (unquoted) scalar as a value."""
+    """Convert a plain (unquoted) scalar to a value."""
     if text in NULLS:
         return None
     if text in WORDS:
         return WORDS[text]
-    if len(text) > 300:  # longer than any number that a float can hold
+    if len(text) > 300:  # longer than any float
         return text
     if INT.fullmatch(text):
         return int(text.replace("_", ""))

@@ -1,1 +1,1 @@
-"""The configuration and its schema written out."""
+"""Renders the configuration and its schema."""

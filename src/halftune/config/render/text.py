@@ -1,4 +1,4 @@
-"""Writes the configuration and its schema out: resolved YAML with origins, JSON Schema, Markdown, a commented YAML."""
+"""Writes the resolved configuration as YAML, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pydantic import BaseModel
 
 from halftune.config.load import DEFAULT, LoadedConfig
 from halftune.config.reading.yaml_source import scalar
-from halftune.config.shape import Path, dotted
+from halftune.config.shape import KeyPath, dotted
 
 COLUMN = 60
 
 
 def resolved_yaml(loaded: LoadedConfig) -> str:
-    """Every value of a run with its origin as a comment; loads again into an equal configuration."""
-    head = f"# resolved from {loaded.path}; after each value: where it came from\n"
+    """Return every value of a run with its origin as a comment; loads into an equal configuration."""
+    head = f"# resolved from {loaded.path}; comments: origin of each value\n"
     lines = _section_lines(loaded.run, (), loaded.origins, 0)
     return head + "".join(f"{line}\n" for line in lines)
 
 
-def _section_lines(section: BaseModel, path: Path, origins: Mapping[str, str], depth: int) -> Iterator[str]:
+def _section_lines(section: BaseModel, path: KeyPath, origins: Mapping[str, str], depth: int) -> Iterator[str]:
     pad = "  " * depth
     for name in type(section).model_fields:
         value, here = section.__dict__[name], (*path, name)
@@ -41,7 +41,7 @@ def _section_lines(section: BaseModel, path: Path, origins: Mapping[str, str], d
 
 
 def inline(value: Any) -> str:
-    """A value on one line of YAML, read alike by YAML 1.1, YAML 1.2 and our loader."""
+    """Return a value on one line of YAML, valid for YAML 1.1, YAML 1.2 and our loader."""
     if value is None:
         return "null"
     if isinstance(value, bool):

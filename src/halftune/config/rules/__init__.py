@@ -1,1 +1,1 @@
-"""What no type can say: rules between keys, and about the files that keys name."""
+"""Rules between keys, and about files of the configuration."""

@@ -1,4 +1,4 @@
-"""Recipes that a recipe depends on: found beside it, without circles; what they leave may not exist yet."""
+"""Dependencies between recipes: paths, cycles, and outputs that may not exist yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halftune.core.errors import ConfigError, HalftuneError
 
 
 def make_absolute(tree: Tree, folder: Path) -> None:
-    """Writes the paths under ``depends_on`` out, so that they hold wherever the resolved recipe is put."""
+    """Make the paths under ``depends_on`` absolute, so that the resolved recipe can be moved."""
     names = child(tree.values, "depends_on")
     if isinstance(names, str):
         names = tree.values["depends_on"] = [names]
@@ -23,7 +23,7 @@ def make_absolute(tree: Tree, folder: Path) -> None:
 
 
 def outputs_of_dependencies(tree: Tree, recipe: Path) -> tuple[tuple[str, ...], list[HalftuneError]]:
-    """Run folders (absolute) of all recipes below this one, and what is wrong with the list."""
+    """Return the run folders (absolute) of all dependencies, and the problems of the list."""
     outputs: list[str] = []
     problems: list[HalftuneError] = []
     names = child(tree.values, "depends_on")
@@ -33,22 +33,24 @@ def outputs_of_dependencies(tree: Tree, recipe: Path) -> tuple[tuple[str, ...], 
         key = ("depends_on", index)
         try:
             _follow(name, (os.path.abspath(recipe),), outputs)
-        except _CircleError as circle:
-            problems.append(tree.problem(key, f"goes in a circle: {circle}", "take one of these out"))
+        except _CycleError as circle:
+            problems.append(
+                tree.problem(key, f"dependency cycle: {circle}", "remove one of these", code="config.dependency_circle")
+            )
         except ConfigError as error:
             first = error.problems[0]
-            problems.append(tree.problem(key, f"{first.what}: {first.where}", first.remedy))
+            problems.append(tree.problem(key, f"{first.what}: {first.where}", first.remedy, code=first.code))
     return tuple(outputs), problems
 
 
-class _CircleError(Exception):
-    """The recipes of a circle, as ``a.yaml → b.yaml → a.yaml``."""
+class _CycleError(Exception):
+    """The recipes of a cycle, as ``a.yaml → b.yaml → a.yaml``."""
 
 
 def _follow(recipe: str, above: tuple[str, ...], outputs: list[str]) -> None:
     if recipe in above:
         start = above.index(recipe)
-        raise _CircleError(" → ".join(os.path.basename(path) for path in (*above[start:], recipe)))
+        raise _CycleError(" → ".join(os.path.basename(path) for path in (*above[start:], recipe)))
     values: Any = parse(read_text(Path(recipe)), recipe).values
     output = child(child(values, "training"), "output_dir")
     if isinstance(output, str):

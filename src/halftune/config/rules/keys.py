@@ -1,44 +1,42 @@
-"""Rules between keys, one small function each: what no type can say, and a user would otherwise learn too late."""
+"""Rules between keys, one function each."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from halftune.config.facts.folder import COMMIT
-from halftune.config.rules.distributed import DISTRIBUTED_RULES
-from halftune.config.rules.files import FILE_RULES
-from halftune.config.rules.finding import Context, Finding
+from halftune.config.optimizers import OPTIMIZERS
+from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.adapter import LoraAdapter
 from halftune.config.sections.method import PretrainMethod
-from halftune.config.shape import Path, related
 from halftune.core.optional import extra_line, version_of
 
-Rule = Callable[[RunConfig, Context], Iterator[Finding]]
 FLASH = ("fa2", "fa3", "fa4")
-CONVERSATION_FORMATS = ("alpaca", "sharegpt", "messages", "prompt_completion")
+OPTIMIZER_OPTIONS = tuple(dict.fromkeys(key for spec in OPTIMIZERS.values() for key in spec.options))
 
 
-def flash_needs_half(run: RunConfig, context: Context) -> Iterator[Finding]:
+@rule("config.keys_conflict", "precision.compute", "attention.backend")
+def flash_needs_half(run: RunConfig, context: Context) -> Iterator[Violation]:
     """FlashAttention has no fp32 kernels."""
     backend = run.attention.backend
     if run.precision.compute == "fp32" and backend in FLASH:
-        yield Finding(
+        yield Violation(
             ("attention", "backend"),
-            f"{backend} cannot run with precision: fp32, FlashAttention computes in bf16 and fp16 only",
-            "precision: bf16 (or fp16); or attention: sdpa; or auto for either",
+            f"{backend} does not support precision: fp32 (bf16 and fp16 only)",
+            "use precision: bf16 or fp16, attention: sdpa, or auto for either",
         )
 
 
-def fp16_needs_fp32_masters(run: RunConfig, context: Context) -> Iterator[Finding]:
+@rule("config.keys_conflict", "precision.compute", "precision.trainable")
+def fp16_needs_fp32_masters(run: RunConfig, context: Context) -> Iterator[Violation]:
     """The loss scaler cannot unscale gradients of half-precision weights."""
     if run.precision.compute == "fp16" and run.precision.trainable == "bf16":
-        yield Finding(
+        yield Violation(
             ("precision", "trainable"),
-            "bf16 weights cannot be trained with compute: fp16, its loss scaling needs fp32 weights",
-            "trainable: auto; or compute: bf16",
+            "bf16 trainable weights are incompatible with compute: fp16, whose loss scaler requires fp32",
+            "use trainable: auto, or compute: bf16",
         )
 
 
@@ -46,7 +44,15 @@ def _evaluates(run: RunConfig) -> bool:
     return bool(run.data.eval) or run.data.eval_split > 0
 
 
-def evaluation_needs_data(run: RunConfig, context: Context) -> Iterator[Finding]:
+@rule(
+    "config.needs_eval_data",
+    "data.eval",
+    "data.eval_split",
+    "training.load_best",
+    "training.early_stopping_patience",
+    "training.eval_steps",
+)
+def evaluation_needs_data(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Options about evaluation have no effect without evaluation data."""
     training = run.training
     if _evaluates(run):
@@ -59,180 +65,163 @@ def evaluation_needs_data(run: RunConfig, context: Context) -> Iterator[Finding]
     for key, given in asked.items():
         if given:
             remedy = "set data.eval to a file or data.eval_split to a share such as 0.05, or remove this key"
-            yield Finding(("training", key), "needs evaluation data, and there is none", remedy)
+            yield Violation(("training", key), "requires evaluation data", remedy)
 
 
-def eval_split_is_share_or_count(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """Below 1 a share, from 1 on a number of samples."""
+@rule("config.out_of_range", "data.eval_split", "data.eval")
+def eval_split_is_share_or_count(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """A share below 1, or an integer number of samples."""
     split = run.data.eval_split
     if split >= 1 and not split.is_integer():
         remedy = f"write {round(split)}, or a share below 1"
-        yield Finding(("data", "eval_split"), f"{split} is neither a share (below 1) nor a number of samples", remedy)
+        yield Violation(("data", "eval_split"), f"expected a share < 1 or an integer ≥ 1, got {split}", remedy)
     if split > 0 and run.data.eval:
-        yield Finding(("data", "eval_split"), "has no effect beside data.eval", "keep one of them")
+        yield Violation(
+            ("data", "eval_split"), "has no effect with data.eval", "keep one of them", code="config.no_effect"
+        )
 
 
-def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """A warm-up as long as the run never reaches the learning rate."""
+@rule("config.out_of_range", "training.warmup_steps", "training.max_steps", "training.lr_scheduler_type")
+def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Warm-up must be shorter than the run."""
     training = run.training
     if training.warmup_steps and training.max_steps is not None and training.warmup_steps >= training.max_steps:
-        what = f"{training.warmup_steps} is not below max_steps ({training.max_steps}): warm-up would never end"
-        yield Finding(("training", "warmup_steps"), what, "lower it, or use warmup_ratio")
+        what = (
+            f"expected less than max_steps ({training.max_steps}), got {training.warmup_steps}: warm-up would never end"
+        )
+        yield Violation(("training", "warmup_steps"), what, "lower it, or use warmup_ratio")
     if training.warmup_steps and training.lr_scheduler_type == "constant":
-        remedy = "lr_scheduler_type: constant_with_warmup"
-        yield Finding(("training", "warmup_steps"), "has no effect with lr_scheduler_type: constant", remedy)
+        remedy = "set lr_scheduler_type: constant_with_warmup"
+        yield Violation(
+            ("training", "warmup_steps"),
+            "has no effect with lr_scheduler_type: constant",
+            remedy,
+            code="config.no_effect",
+        )
 
 
-def betas_are_adams(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """Other optimizers have no such numbers."""
-    if run.training.optim in ("adam", "adamw"):
-        return
-    for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        if run.training.__dict__[key] != type(run.training).model_fields[key].default:
+@rule("config.no_effect", "training.optim", *(f"training.{key}" for key in OPTIMIZER_OPTIONS))
+def options_are_the_optimizers(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Options of an optimizer have no effect with others."""
+    for key in OPTIMIZER_OPTIONS:
+        given = run.training.__dict__[key] != type(run.training).model_fields[key].default
+        if given and key not in OPTIMIZERS[run.training.optim].options:
             what = f"has no effect with optim: {run.training.optim}"
-            yield Finding(("training", key), what, "remove it, or optim: adamw")
+            reads = next(name for name, spec in OPTIMIZERS.items() if key in spec.options)
+            yield Violation(("training", key), what, f"remove it, or set optim: {reads}")
 
 
-def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """What should happen every n steps must happen at least once."""
+@rule("config.out_of_range", "training.max_steps", "training.eval_steps", "data.eval", "data.eval_split")
+def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Periodic evaluation must happen at least once."""
     training = run.training
     if training.max_steps is None or not _evaluates(run):
         return
     if isinstance(training.eval_steps, int) and training.eval_steps > training.max_steps:
-        what = f"{training.eval_steps} is above max_steps ({training.max_steps}): there would be no evaluation"
-        yield Finding(("training", "eval_steps"), what, f"at most {training.max_steps}")
+        what = f"{training.eval_steps} exceeds max_steps ({training.max_steps}): there would be no evaluation"
+        yield Violation(("training", "eval_steps"), what, f"use at most {training.max_steps}")
 
 
-def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[Finding]:
+@rule("config.bad_target_modules", "adapter.target_modules")
+def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[Violation]:
     """An empty list, a comma-separated string or a broken regular expression would match nothing."""
     if not isinstance(run.adapter, LoraAdapter):
         return
     targets, key = run.adapter.target_modules, ("adapter", "target_modules")
     if isinstance(targets, tuple):
         if not targets or not all(name.strip() for name in targets):
-            yield Finding(key, "names no module", "all-linear, or a list such as [q_proj, v_proj]")
+            yield Violation(key, "empty module name", "use all-linear, or a list such as [q_proj, v_proj]")
     elif "," in targets and re.fullmatch(r"[\w.,\s-]+", targets):
         names = ", ".join(name.strip() for name in targets.split(",") if name.strip())
-        yield Finding(key, "is one text with commas, which matches no module", f"write a list: [{names}]")
+        yield Violation(key, "a string with commas matches no module", f"use a list: [{names}]")
     elif targets in ("all", "all_linear", "linear", ""):
-        yield Finding(key, f"{targets!r} matches no module", "did you mean all-linear?")
+        yield Violation(key, f"{targets!r} matches no module", "did you mean all-linear?")
     else:
         try:
             re.compile(targets)
         except re.error as error:
-            yield Finding(key, f"is no regular expression: {error}", "all-linear, or a list such as [q_proj, v_proj]")
+            what = f"invalid regular expression: {error}"
+            yield Violation(key, what, "use all-linear, or a list such as [q_proj, v_proj]")
 
 
-def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """Pre-training reads text; fine-tuning reads conversations."""
-    pretrain = isinstance(run.method, PretrainMethod)
+@rule("data.preference_pairs", "method.type", "data.train", "data.eval", "data.system")
+def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Each method supports certain data formats."""
+    pretrain, pairs = isinstance(run.method, PretrainMethod), run.method.records == ("preference",)
     for part in ("train", "eval"):
         for index, source in enumerate(getattr(run.data, part)):
-            if not pretrain and source.format == "text":
-                what = "plain text has no answers to train on with method: sft"
-                yield Finding(("data", part, index, "format"), what, "method: pretrain")
+            key = ("data", part, index, "format")
+            if pairs and source.format not in ("auto", "preference"):
+                what = f"{source.format} rows have one answer, but method: {run.method.type} requires pairs"
+                yield Violation(key, what, "use format: preference, or method: sft")
+            elif not pairs and source.format == "preference":
+                what = f"method: {run.method.type} does not support pairs of answers"
+                yield Violation(key, what, "use method: dpo")
+            elif not pretrain and source.format == "text":
+                what = "method: sft requires answers; plain text has none"
+                yield Violation(key, what, "use method: pretrain", code="data.text_without_answers")
     if pretrain and run.data.system is not None:
-        yield Finding(("data", "system"), "has no effect with method: pretrain", "remove it, or method: sft")
+        yield Violation(
+            ("data", "system"),
+            "has no effect with method: pretrain",
+            "remove it, or use method: sft",
+            code="config.no_effect",
+        )
 
 
-def packing_split_needs_packing(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """Nothing is cut where nothing is packed."""
+@rule("config.no_effect", "data.packing", "method.type")
+def packing_split_needs_packing(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Splitting requires packing, and examples with one segment."""
+    if run.data.packing.split and run.method.segments > 1:
+        what = f"would split examples of method: {run.method.type}, which have {run.method.segments} segments each"
+        yield Violation(("data", "packing", "split"), what, "remove it", code="config.keys_conflict")
     if run.data.packing.split and run.data.packing.enabled is False:
-        yield Finding(("data", "packing", "split"), "has no effect without packing", "packing: {enabled: true, …}")
+        yield Violation(
+            ("data", "packing", "split"), "has no effect without packing", "set packing: {enabled: true, …}"
+        )
 
 
-def batches_have_one_size(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """A batch is so many rows or so many tokens, and the longest sample fits into it."""
+@rule(
+    "config.keys_conflict",
+    "training.tokens_per_batch",
+    "training.per_device_train_batch_size",
+    "data.max_length",
+    "method.type",
+)
+def batches_have_one_size(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """The batch size is in rows or in tokens, and the longest sample fits."""
     training, key = run.training, ("training", "tokens_per_batch")
     if training.tokens_per_batch is None:
         return
     if training.per_device_train_batch_size is not None:
-        what = "and per_device_train_batch_size are both set, and each says how large a batch is"
-        yield Finding(key, what, "remove one of them")
-    if training.tokens_per_batch < run.data.max_length:
-        what = f"{training.tokens_per_batch:,} tokens do not hold a sample of max_length ({run.data.max_length:,})"
-        yield Finding(key, what, f"at least {run.data.max_length}, or a smaller data.max_length")
+        what = "conflicts with per_device_train_batch_size: both set the batch size"
+        yield Violation(key, what, "remove one of them")
+    longest = run.method.segments * run.data.max_length
+    if training.tokens_per_batch < longest:
+        what = f"{training.tokens_per_batch:,} tokens are fewer than a sample of max_length ({run.data.max_length:,})"
+        yield Violation(key, what, f"use at least {longest}, or reduce data.max_length", code="config.out_of_range")
 
 
-def remote_code_is_pinned(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """Code from the hub must not change between two runs."""
+@rule("model.revision_not_pinned", "model")
+def remote_code_is_pinned(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Remote code from the hub must be pinned to a commit."""
     model = run.model
     if model.trust_remote_code and context.is_hub_id(model.name_or_path):
-        remedy = "set model.revision to the commit (40 hexadecimal digits) whose code you have read"
+        remedy = "set model.revision to the commit (40 hexadecimal digits) whose code you reviewed"
         if model.revision is None:
-            yield Finding(("model", "trust_remote_code"), "runs code that may change, without a revision", remedy)
+            yield Violation(("model", "trust_remote_code"), "remote code is not pinned to a revision", remedy)
         elif not COMMIT.fullmatch(model.revision):
-            what = f"{model.revision} can be a branch or a tag, whose code may change under trust_remote_code"
-            yield Finding(("model", "revision"), what, remedy)
+            what = f"{model.revision} may be a branch or tag; trust_remote_code requires a commit"
+            yield Violation(("model", "revision"), what, remedy)
     if model.revision is not None and not context.is_hub_id(model.name_or_path):
-        what = "has no effect: the model does not come from the hub"
-        yield Finding(("model", "revision"), what, "remove it")
+        what = "has no effect: the model is not from the hub"
+        yield Violation(("model", "revision"), what, "remove it", code="config.no_effect")
 
 
-def loggers_are_installed(run: RunConfig, context: Context) -> Iterator[Finding]:
-    """Better now than after the model has been loaded."""
+@rule("core.package_missing", "logging.report_to")
+def loggers_are_installed(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Packages of loggers are installed."""
     for index, name in enumerate(run.logging.report_to):
         if context.look_at_files and version_of(name) is None:
-            remedy = f"{extra_line(name)}, or remove it"
-            yield Finding(("logging", "report_to", index), f"{name} is not installed", remedy)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One rule and the keys that it reads: it is left out where one of them is wrong already."""
-
-    rule: Rule
-    reads: tuple[Path, ...]
-
-
-def _row(rule: Rule, *keys: str) -> Row:
-    return Row(rule, tuple(tuple(key.split(".")) for key in keys))
-
-
-RULES: tuple[Row, ...] = (
-    _row(flash_needs_half, "precision.compute", "attention.backend"),
-    _row(fp16_needs_fp32_masters, "precision.compute", "precision.trainable"),
-    _row(
-        evaluation_needs_data,
-        "data.eval",
-        "data.eval_split",
-        "training.load_best",
-        "training.early_stopping_patience",
-        "training.eval_steps",
-    ),
-    _row(eval_split_is_share_or_count, "data.eval_split", "data.eval"),
-    _row(warmup_ends_before_training, "training.warmup_steps", "training.max_steps", "training.lr_scheduler_type"),
-    _row(betas_are_adams, "training.optim", "training.adam_beta1", "training.adam_beta2", "training.adam_epsilon"),
-    _row(periods_fit_into_run, "training.max_steps", "training.eval_steps", "data.eval", "data.eval_split"),
-    _row(target_modules_name_something, "adapter.target_modules"),
-    _row(method_fits_formats, "method.type", "data.train", "data.eval", "data.system"),
-    _row(packing_split_needs_packing, "data.packing"),
-    _row(
-        batches_have_one_size,
-        "training.tokens_per_batch",
-        "training.per_device_train_batch_size",
-        "data.max_length",
-    ),
-    _row(remote_code_is_pinned, "model"),
-    _row(loggers_are_installed, "logging.report_to"),
-    *(_row(rule, *keys) for rule, *keys in DISTRIBUTED_RULES),
-    *(_row(rule, *keys) for rule, keys in FILE_RULES),
-)
-
-
-def check(run: RunConfig, context: Context, broken: set[Path]) -> list[Finding]:
-    """What every rule finds. A rule is left out where a key that it reads is in ``broken``; one entry of a list being
-    broken does not keep it from looking at the others."""
-    findings: list[Finding] = []
-    for row in RULES:
-        if not any(
-            related(read, path) and (len(path) <= len(read) or _in_section(path))
-            for read in row.reads
-            for path in broken
-        ):
-            findings += row.rule(run, context)
-    return [finding for finding in findings if not any(related(finding.key, path) for path in broken)]
-
-
-def _in_section(path: Path) -> bool:
-    return not any(isinstance(part, int) for part in path)
+            remedy = f"run {extra_line(name)}, or remove it"
+            yield Violation(("logging", "report_to", index), f"{name} is not installed", remedy)

@@ -1,4 +1,4 @@
-"""The ``attention`` section: which backend, how strict the guard in front of it."""
+"""The ``attention`` section: backends and the dtype guard."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class AttentionSection(Section):
     word: ClassVar[str | None] = "backend"
 
     backend: Backend = "auto"
-    """Softmax-attention backend. `auto` takes the fastest that device, dtype and model allow; the plan says why."""
+    """Softmax-attention backend. `auto`: the fastest that device, dtype and model support; the plan has the reason."""
 
     linear: Literal["auto", "halftune", "fla", "torch"] = "auto"
     """Backend of linear-attention layers (gated delta rule, Mamba-2, short convolutions …) where the model has them:
     halftune's own operators, flash-linear-attention, or transformers' torch code, which cannot pack rows."""
 
     guard: Literal["cast", "strict", "off"] = "cast"
-    """An operand that left the planned dtype on its way into attention is cast and logged, raises, or is ignored."""
+    """Attention operands outside the planned dtype are cast and logged, raise an error, or are ignored."""

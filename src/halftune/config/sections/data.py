@@ -1,4 +1,4 @@
-"""The ``data`` section: sources, lengths, what happens to samples that do not fit."""
+"""The ``data`` section: sources, lengths, packing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from halftune.config.section import LISTED, Flag, Int, Number, Section
+
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"]
+"""The row formats in the order of detection; each is the file of this name in ``halftune.data.formats``."""
 
 
 class SourceSection(Section):
@@ -20,29 +23,29 @@ class SourceSection(Section):
     split: str = "train"
     """Split of a hub data set."""
 
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
-    """Row format; `auto` detects it from the columns and prints what it found."""
+    format: Literal["auto", FormatName] = "auto"
+    """Row format; `auto` detects it from the columns and prints it."""
 
     columns: dict[str, str] = Field(default_factory=dict)
-    """Where the format's columns are under other names, e.g. `{prompt: question, completion: answer}`."""
+    """Other names of the format's columns, e.g. `{prompt: question, completion: answer}`."""
 
     samples: Annotated[Int, Field(ge=1)] | None = None
-    """Take this many rows (the first ones after a shuffle by `training.seed`); all by default."""
+    """Number of rows to use (the first ones after a shuffle by `training.seed`); all by default."""
 
     weight: Annotated[Number, Field(gt=0)] = 1.0
     """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
 
 
 class PackingSection(Section):
-    """Packing with pins. `packing: true` is short for `packing: {enabled: true}`."""
+    """Packing. `packing: true` is short for `packing: {enabled: true}`."""
 
     word: ClassVar[str | None] = "enabled"
 
     enabled: Flag | Literal["auto"] = "auto"
-    """Put several samples into one row without attention across them. `auto`: where the model keeps samples apart."""
+    """Put several samples into one row without attention across them. `auto`: if the model supports it."""
 
     split: Flag = False
-    """Cut a sample that does not fit in the rest of a row in two, instead of leaving the rest empty."""
+    """Split a sample that does not fit in the rest of a row, instead of leaving the rest empty."""
 
 
 class DataSection(Section):
@@ -61,23 +64,23 @@ class DataSection(Section):
     """Longest sample in tokens; with packing, the length of a row."""
 
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a longer sample. Truncation never cuts a header, an end-of-turn token or a whole answer."""
+    """Handling of longer samples. Truncation never cuts a header, an end-of-turn token or a whole answer."""
 
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""
 
     group_by_length: Flag = True
-    """Without packing: samples of like length share a batch, which cuts padding; the order of batches stays random."""
+    """Without packing: batch samples of similar length, which reduces padding; the order of batches stays random."""
 
     system: str | None = None
-    """A system message for conversations that bring none. The data's own is never changed."""
+    """System message for conversations without one."""
 
     merge_system: Flag = False
-    """Where the chat template has no place for a system message (Gemma 1 and 2): put it in front of the first question.
-    Otherwise such rows are left out, or the system message is, as the template has it."""
+    """If the chat template does not support system messages (Gemma 1 and 2), prepend it to the first user message.
+    Otherwise such rows, or their system messages, are dropped, depending on the template."""
 
     num_workers: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Processes that tokenise; `auto` takes one per core for large sets and none for small ones."""
+    """Tokeniser processes; `auto`: one per core for large data sets, none for small ones."""
 
     cache: Flag = True
-    """Keep tokenised data in the user's cache folder, keyed by content, tokenizer and settings."""
+    """Cache tokenised data in the user's cache folder, keyed by content, tokenizer and settings."""

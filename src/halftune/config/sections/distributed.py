@@ -1,4 +1,4 @@
-"""The ``distributed`` section: how many processes, on how many machines, and how they share a model."""
+"""The ``distributed`` section: processes, machines, and the parallelism strategy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class FsdpSection(Section):
     """Options of `strategy: fsdp2`."""
 
     wrap: Annotated[tuple[str, ...], LISTED] = ()
-    """Class names of the modules whose weights are gathered one after the other; by default the decoder layers."""
+    """Class names of the modules to shard as units; by default the decoder layers."""
 
     reshard_after_forward: Flag = True
-    """Let a layer's gathered weights go after its forward pass and gather them again for the backward pass: less
-    memory, half as much communication again."""
+    """Free a layer's gathered weights after its forward pass and gather them again for backward: less memory, 1.5 times
+    the communication."""
 
     sync_each_batch: Flag | Literal["auto"] = "auto"
-    """Sum gradients over processes after every micro-batch of a step. Otherwise once a step, which sends less and keeps
-    whole gradients on each device in between. `auto`: once a step where the estimate says that these fit."""
+    """Reduce gradients after every micro-batch. Otherwise once per step, with less communication and full gradients on
+    each device. `auto`: once per step if the estimate says that they fit."""
 
     cpu_offload: Flag = False
-    """Keep shards, their gradients and the optimizer's state in main memory, and update there."""
+    """Keep shards, gradients and optimizer state in main memory, and run the optimizer on the CPU."""
 
 
 class DistributedSection(Section):
@@ -33,8 +33,8 @@ class DistributedSection(Section):
     word: ClassVar[str | None] = "strategy"
 
     strategy: Literal["auto", "ddp", "fsdp2", "deepspeed"] = "auto"
-    """`ddp`: a whole model on each device; `fsdp2`: each holds a share of weights, gradients and optimizer state.
-    `auto`: ddp where the estimate says that a whole one fits, else fsdp2."""
+    """`ddp`: a full model on each device; `fsdp2`: sharded weights, gradients and optimizer state. `auto`: ddp if the
+    estimate says that the full model fits, else fsdp2."""
 
     num_processes: Annotated[Int, Field(ge=1)] | None = None
     """Processes over all machines, one device each; by default one per visible device, and one on a CPU."""
@@ -43,24 +43,24 @@ class DistributedSection(Section):
     """Machines that train together; each starts the same command, with its own `machine_rank`."""
 
     machine_rank: Annotated[Int, Field(ge=0)] = 0
-    """Which of the machines this one is, from 0."""
+    """Rank of this machine, from 0."""
 
     main_process_ip: str | None = None
-    """Name or address of machine 0, as the others reach it."""
+    """Host name or address of machine 0 for the others."""
 
     main_process_port: Annotated[Int, Field(ge=1024, le=65534)] = 29500
-    """Port on which processes meet. With several machines the next one is used, too: open both."""
+    """Port of the rendezvous. Several machines also use the next port: open both."""
 
     max_restarts: Annotated[Int, Field(ge=0)] = 0
-    """How often a job in which a process fails is started again, from its newest valid checkpoint."""
+    """Number of restarts from the newest valid checkpoint after a process fails."""
 
     timeout_seconds: Annotated[Number, Field(ge=5)] = 600.0
-    """How long processes wait for one that gives no sign of life before the job ends. Reading and writing have longer,
-    by their bytes."""
+    """Timeout for a process without a heartbeat, after which the job ends. Reading and writing extend it by their
+    size."""
 
     stop_seconds: Annotated[Number, Field(ge=1)] = 30.0
-    """How long a process that was asked to stop (SIGTERM, Ctrl-C) may go without a sign of life before it ends without
-    saving; at least twice what a step has taken so far."""
+    """Timeout for a process without a heartbeat after SIGTERM or Ctrl-C, after which it exits without saving; at least
+    twice the longest step so far."""
 
     fsdp: FsdpSection = FsdpSection()
     """Options of fsdp2."""

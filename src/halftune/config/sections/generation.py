@@ -1,4 +1,4 @@
-"""The ``generation`` section: how `halftune chat` and the report's samples are decoded."""
+"""The ``generation`` section: decoding of `halftune chat` and the report's samples."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class GenerationSection(Section):
     """Decoding."""
 
     max_new_tokens: Annotated[Int, Field(ge=1)] = 256
-    """Longest answer in tokens."""
+    """Maximum number of generated tokens."""
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
-    """0 decodes greedily."""
+    """Sampling temperature; 0: greedy decoding."""
 
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling."""
+    """Top-p (nucleus) sampling."""
 
     top_k: Annotated[Int, Field(ge=0)] = 0
-    """Sample among the k likeliest tokens; 0 for all."""
+    """Top-k sampling; 0: all tokens."""
 
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
-    """Above 1 makes repetition less likely."""
+    """Repetition penalty; values above 1 make repetition less likely."""

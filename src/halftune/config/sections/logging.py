@@ -1,4 +1,4 @@
-"""The ``logging`` section: where metrics go besides the run folder."""
+"""The ``logging`` section: experiment trackers, sample prompts, profiling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halftune.config.section import LISTED, Flag, Int, Section
 
 
 class LoggingSection(Section):
-    """`metrics.jsonl`, `loss.png` and `report.html` are always written; these come on top."""
+    """Loggers, in addition to `metrics.jsonl`, `loss.png` and `report.html`, which are always written."""
 
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], LISTED] = ()
     """Further loggers."""
@@ -25,4 +25,4 @@ class LoggingSection(Section):
     """Prompts answered before and after training; the report shows both answers."""
 
     profile: Annotated[Int, Field(ge=1, le=100)] | None = None
-    """Record so many steps, after three that warm up, with torch.profiler: a trace, and a table in the report."""
+    """Number of steps to profile with torch.profiler, after three warm-up steps: a trace, and a table in the report."""

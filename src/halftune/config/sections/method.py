@@ -1,29 +1,92 @@
-"""The ``method`` section: what is learned from a sample, a tagged union on ``type``."""
+"""The ``method`` section: the training method, a tagged union on ``type``."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from halftune.config.section import TYPED, Section
+from halftune.config.section import TYPED, Number, Section
+
+RecordName = Literal["conversation", "document", "preference"]
 
 
-class SftMethod(Section):
+class Method(Section):
+    """Properties of a method for data, plan and memory estimate.
+
+    Attributes:
+        title: what the report calls it.
+        learns: what is trained on, as the plan says it.
+        records: what its rows say; the first name is what an error asks for.
+        segments: token sequences of an example; one forward pass holds all of them.
+        needs_reference: whether it compares with the model as it was before training.
+    """
+
+    title: ClassVar[str]
+    learns: ClassVar[str]
+    records: ClassVar[tuple[RecordName, ...]]
+    segments: ClassVar[int] = 1
+    needs_reference: ClassVar[bool] = False
+
+    @property
+    def labelled_share(self) -> float:
+        """Share of the tokens whose log-probability is computed, which the memory of the loss grows with."""
+        return 0.5  # answers are about as long as what they answer
+
+
+class SftMethod(Method):
     """Supervised fine-tuning on conversations."""
+
+    title: ClassVar[str] = "Supervised fine-tuning"
+    learns: ClassVar[str] = "the labelled tokens of conversations"
+    records: ClassVar[tuple[RecordName, ...]] = ("conversation",)
 
     type: Literal["sft"] = "sft"
     """Supervised fine-tuning."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Which tokens carry a label: every assistant turn, the last assistant turn only, or the whole rendering."""
+    """Labelled tokens: every assistant turn, the last assistant turn only, or the whole conversation."""
+
+    @property
+    def labelled_share(self) -> float:
+        return 1.0 if self.train_on == "all" else super().labelled_share
 
 
-class PretrainMethod(Section):
+class PretrainMethod(Method):
     """Continued pre-training on plain text: every token is trained, documents are cut into `data.max_length` pieces."""
+
+    title: ClassVar[str] = "Pre-training"
+    learns: ClassVar[str] = "every token of documents"
+    records: ClassVar[tuple[RecordName, ...]] = ("document", "conversation")
 
     type: Literal["pretrain"]
     """Causal language modelling on plain text."""
 
+    @property
+    def labelled_share(self) -> float:
+        return 1.0
 
-MethodSection = Annotated[SftMethod | PretrainMethod, Field(discriminator="type"), TYPED]
+
+class DpoMethod(Method):
+    """Direct preference optimisation (arXiv:2305.18290) on pairs of answers. Needs an adapter."""
+
+    title: ClassVar[str] = "Preference optimisation (DPO)"
+    learns: ClassVar[str] = "pairs of a chosen and a rejected answer, both in one forward pass"
+    records: ClassVar[tuple[RecordName, ...]] = ("preference",)
+    segments: ClassVar[int] = 2
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["dpo"]
+    """Direct preference optimisation: the model without its adapter is the reference, and `data.max_length` limits each
+    of the two answers with its prompt."""
+
+    beta: Annotated[Number, Field(gt=0)] = 0.1
+    """Strength of the constraint to the reference model; larger values keep the model closer to it."""
+
+
+MethodSection = Annotated[SftMethod | PretrainMethod | DpoMethod, Field(discriminator="type"), TYPED]
+
+METHOD_SECTIONS: dict[str, type[Method]] = {
+    get_args(one.model_fields["type"].annotation)[0]: one for one in get_args(get_args(MethodSection)[0])
+}
+"""The sections by their ``type``."""

@@ -1,4 +1,4 @@
-"""The ``model`` section: which checkpoint, which tokenizer."""
+"""The ``model`` section: checkpoint and tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from halftune.config.section import Flag, Section
+from halftune.config.weight_formats import OnLoad
 
 
 class ModelSection(Section):
@@ -19,8 +20,12 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub model."""
 
     parts: Literal["all", "text"] = "all"
-    """Of a multimodal checkpoint: `all` keeps its towers (vision, audio), frozen and saved as they came; `text` takes
-    the class for text alone, and the result has no towers."""
+    """For a multimodal checkpoint: `all` keeps its towers (vision, audio), frozen and saved unchanged; `text` uses the
+    text-only class, and the result has no towers."""
+
+    quantization: OnLoad = "none"
+    """Quantise the frozen linear layers on load, by bitsandbytes: `nf4` (QLoRA: 4 bit, quantised scales) or `int8`
+    (LLM.int8). Embeddings, output layer and norms stay as they are. For a quantised checkpoint, leave it `none`."""
 
     tokenizer: str | None = None
     """Hub id or folder of another tokenizer; the model's own by default."""
@@ -29,7 +34,7 @@ class ModelSection(Section):
     """Path of a Jinja file that replaces the tokenizer's chat template, or `chatml`."""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, e.g. `{enable_thinking: false}`; what they may be, the template decides."""
+    """Variables of the chat template, e.g. `{enable_thinking: false}`."""
 
     trust_remote_code: Flag = False
-    """Run Python code that comes with the checkpoint. Needs `revision`, so that the code cannot change later."""
+    """Execute the checkpoint's remote code. Requires `revision`, so that the code cannot change."""

@@ -1,4 +1,4 @@
-"""The ``precision`` section: a word, or a word with pins."""
+"""The ``precision`` section: number formats."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class PrecisionSection(Section):
     word: ClassVar[str | None] = "compute"
 
     compute: Request = "auto"
-    """Dtype of matmuls and attention. `auto` takes the best that the device does at full speed."""
+    """Dtype of matmuls and attention. `auto`: the best that the device runs at full speed."""
 
     trainable: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of the weights that are trained. `auto` is fp32 (master weights)."""
+    """Dtype of the trained weights. `auto`: fp32 (master weights)."""
 
     optimizer_state: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the optimizer's moments; `auto` follows `trainable`."""
 
     tf32: Flag | Literal["auto"] = "auto"
-    """Whether fp32 matmuls may run in TF32 on devices that have it. `auto` allows it only where compute is not fp32."""
+    """Whether fp32 matmuls may use TF32. `auto`: only if compute is not fp32."""
 
     on_unsupported: Literal["error", "fallback"] = "error"
-    """What to do when the device cannot run the dtype asked for: stop before loading, or take the next best."""
+    """If the device does not support the requested dtype: stop before loading, or use the choice of `auto`."""

@@ -1,4 +1,4 @@
-"""The builtin data sets: plain text of this Python's standard library, and questions on it."""
+"""Builtin data sets: text of Python's standard library, and questions about it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 from halftune.core.errors import DataError
+from halftune.data.builtin import number_formats
 from halftune.data.files import FileRows
 
 QUESTIONS = Path(__file__).parent / "python_docs.jsonl"
-FORMAT_VERSION = 1  # raise it when the same Python would give another text
+FORMAT_VERSION = 1  # increase when the same Python version yields different text
 DOCSTRING_BYTES, SOURCE_BYTES = 2_000_000, 1_000_000  # of text; enough for a short pre-training, quick to tokenise
 MIN_DOCSTRING = 200
 SKIPPED = {
@@ -32,19 +33,21 @@ SKIPPED = {
 
 
 def builtin_fingerprint(name: str) -> str:
-    """Identifies a builtin set's content without making it."""
-    if name == "python-docs":
-        return hashlib.sha256(QUESTIONS.read_bytes()).hexdigest()
+    """Return a key of a builtin set's content, without generating the content."""
+    if name.startswith("python-"):
+        return hashlib.sha256(QUESTIONS.read_bytes()).hexdigest() + ("" if name == "python-docs" else f" {name}")
+    if name.startswith("number-formats"):
+        return hashlib.sha256(json.dumps(ROWS[name]()).encode()).hexdigest()
     return f"{name} v{FORMAT_VERSION} of Python {sys.version} in {sysconfig.get_paths()['stdlib']}"
 
 
 def builtin_rows(name: str) -> FileRows:
-    """Rows of a builtin set, a key of ``BUILTIN_DATA``.
+    """Return the rows of a builtin set, a key of ``BUILTIN_DATA``.
 
     Raises:
-        DataError: this Python comes without its library's sources.
+        DataError: the standard-library sources are not installed.
     """
-    rows = _stdlib_text() if name == "stdlib-text" else _python_docs()
+    rows = ROWS[name]()
     return FileRows(Path(f"builtin:{name}"), "row", list(range(1, len(rows) + 1)), list(rows))
 
 
@@ -52,19 +55,30 @@ def _python_docs() -> list[dict[str, str]]:
     return [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
 
 
+def _python_pairs() -> list[dict[str, str]]:
+    """Pairs: the right answer as chosen, the answer to another question as rejected."""
+    rows = _python_docs()
+    others = [rows[(index + len(rows) // 2) % len(rows)] for index in range(len(rows))]
+    return [
+        {"prompt": row["instruction"], "chosen": row["output"], "rejected": other["output"]}
+        for row, other in zip(rows, others, strict=True)
+    ]
+
+
 @lru_cache(maxsize=1)
 def _stdlib_text() -> list[dict[str, str]]:
-    """Documents: of each module its docstrings, then whole sources, up to fixed sizes.
+    """Documents: docstrings of each module, then whole sources, up to fixed sizes.
 
-    The order is that of the paths' hashes, so that what is within the size comes from the whole library.
+    Files are ordered by path hash, so the size limit samples the whole library.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in library.rglob("*.py") if not SKIPPED & set(path.relative_to(library).parts)]
     if not files:
         raise DataError(
-            "this Python comes without the sources of its library",
+            "this Python has no standard-library sources",
             where=str(library),
-            remedy="give a text file instead",
+            remedy="use a text file instead",
+            code="core.python_sources_missing",
         )
     files.sort(key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
     docstrings = (_docstrings(_read(path)) for path in files)
@@ -88,10 +102,10 @@ def _up_to(limit: int, documents: Iterator[str]) -> Iterator[str]:
 
 
 def _docstrings(source: str) -> str:
-    """All docstrings of a module, each under the name of what it documents."""
+    """All docstrings of a module, each prefixed with the name of its class or function."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # the library ships some files that are wrong on purpose
+    except SyntaxError:  # the library ships some files with deliberate syntax errors
         return ""
     found = []
     for node in ast.walk(tree):
@@ -100,3 +114,13 @@ def _docstrings(source: str) -> str:
             if text:
                 found.append(text if isinstance(node, ast.Module) else f"{node.name}: {text}")
     return "\n\n".join(found)
+
+
+ROWS: dict[str, Callable[[], Sequence[dict[str, str]]]] = {
+    "stdlib-text": _stdlib_text,
+    "python-docs": _python_docs,
+    "python-pairs": _python_pairs,
+    "number-formats": partial(number_formats.questions, held_out=False),
+    "number-formats-test": partial(number_formats.questions, held_out=True),
+    "number-formats-text": number_formats.text,
+}

@@ -1,17 +1,14 @@
-"""Row formats, one file each. The order is that of detection."""
+"""Row formats, one file each, in detection order."""
 
 from __future__ import annotations
 
+from typing import get_args
+
+from halftune.config.sections.data import FormatName
 from halftune.core import table
 from halftune.data.conversation import Format
 
-FORMATS: dict[str, str] = {
-    "messages": "halftune.data.formats.messages:FORMAT",
-    "sharegpt": "halftune.data.formats.sharegpt:FORMAT",
-    "alpaca": "halftune.data.formats.alpaca:FORMAT",
-    "prompt_completion": "halftune.data.formats.prompt_completion:FORMAT",
-    "text": "halftune.data.formats.text:FORMAT",
-}
+FORMATS: dict[str, str] = {name: f"halftune.data.formats.{name}:FORMAT" for name in get_args(FormatName)}
 
 
 def load_format(name: str) -> Format:

@@ -1,4 +1,4 @@
-"""alpaca rows: ``instruction``, ``output``, and where they are there ``input``, ``system`` and ``history``."""
+"""alpaca rows: ``instruction``, ``output``, optional ``input``, ``system`` and ``history``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _read(row: Mapping[str, Any]) -> Conversation:
 
 def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier exchanges, a list of [question, answer] pairs."""
-    wrong = RowError("history should be a list of [question, answer] pairs")
+    wrong = RowError("history: expected a list of [question, answer] pairs")
     pairs, messages = fields.parse_json(row.get("history") or [], "history"), []
     if not isinstance(pairs, list | tuple):
         raise wrong

@@ -1,4 +1,4 @@
-"""Reads typed values out of a row: texts, flags, JSON columns. Whatever is not what it should be names itself."""
+"""Reads typed values from a row: texts, flags, JSON columns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.missing import holds_missing, is_missing
-from halftune.data.strict_json import BadJson, fault, parse
+from halftune.data.strict_json import BadJson, find_fault, parse
 
 MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
 
 
 def text(row: Mapping[str, Any], column: str) -> str:
-    """A text column; "" where it is absent, null, NaN or infinite. Numbers are written out.
+    """A text column; "" if absent, null, NaN or infinite. Numbers become text.
 
     Raises:
         RowError: the value is a list, an object or a boolean.
@@ -25,11 +25,11 @@ def text(row: Mapping[str, Any], column: str) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise RowError(f"{column} should be a text, not {_kind(value)}")
+    raise RowError(f"{column}: expected text, got {_kind(value)}")
 
 
 def answer(row: Mapping[str, Any], column: str) -> str:
-    """The column that holds the answer.
+    """The answer column.
 
     Raises:
         RowError: the row has no such column.
@@ -44,7 +44,7 @@ def answer(row: Mapping[str, Any], column: str) -> str:
 
 
 def parse_json(value: Any, what: str) -> Any:
-    """A JSON column: parsed where it is a string, as it is otherwise.
+    """A JSON column: strings are parsed, other values are returned unchanged.
 
     Raises:
         RowError: the string is not valid JSON.
@@ -57,33 +57,33 @@ def parse_json(value: Any, what: str) -> Any:
         start = value if len(value) <= 60 else value[:57] + "..."
         place = f" at column {error.column} of {start!r}" if error.column else ""
         raise RowError(f"{what} is {error.what}{place}") from error
-    if suspect and (wrong := fault(parsed)):
+    if suspect and (wrong := find_fault(parsed)):
         raise RowError(f"{what}: {wrong}")
     if holds_missing(parsed):
-        raise RowError(f"{what} is not valid JSON: NaN and infinities are no JSON")
+        raise RowError(f"{what} is not valid JSON: NaN and Infinity are not allowed")
     return parsed
 
 
 def flag(message: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message is trained, as ``train`` (a boolean) or ``weight`` (0 or 1) says; None where neither does.
+    """Whether ``train`` (a boolean) or ``weight`` (0 or 1) marks a message as trained; None if neither is set.
 
     Raises:
-        RowError: something else stands there, such as the string "false".
+        RowError: any other value, such as the string "false".
     """
     train, weight = message.get("train"), message.get("weight")
     if train is not None:
         if not isinstance(train, bool):
-            raise RowError(f"{where}: train should be true or false, not {train!r}")
+            raise RowError(f"{where}: train: expected true or false, got {train!r}")
         return train
     if weight is None:
         return None
     if isinstance(weight, bool | str) or weight not in (0, 1):
-        raise RowError(f"{where}: weight should be 0 or 1, not {weight!r}")
+        raise RowError(f"{where}: weight: expected 0 or 1, got {weight!r}")
     return weight == 1
 
 
 def tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The ``tools`` column, a list of function schemas or such a list as a JSON string; None where there are none.
+    """The ``tools`` column, a list of function schemas, optionally as a JSON string; None if there are none.
 
     Raises:
         RowError: it is not valid JSON, or not a list of objects with a name.
@@ -93,7 +93,7 @@ def tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return None
     parsed = parse_json(value, "tools")
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
-        raise RowError(f"tools should be a list of function schemas, not {_kind(parsed)}")
+        raise RowError(f"tools: expected a list of function schemas, got {_kind(parsed)}")
     return [_tool(tool) for tool in parsed] or None
 
 
@@ -105,10 +105,10 @@ def _tool(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_media(row: Mapping[str, Any]) -> None:
-    """Raises RowDropped where the row comes with images, audio or video: only text is trained."""
+    """Raise RowDropped if the row has images, audio or video: only text is trained."""
     for column in MEDIA_COLUMNS:
         if row.get(column):
-            raise RowDropped(f"it comes with {column}, and only text is trained")
+            raise RowDropped(f"row with {column}: only text is supported")
 
 
 def _kind(value: Any) -> str:

@@ -24,20 +24,15 @@ def _read(row: Mapping[str, Any]) -> Conversation:
 
 
 def _of_messages(prompt: Any, completion: Any, row: Mapping[str, Any]) -> Conversation:
-    """Messages on either side; only those of the completion are trained, whatever stands in the prompt."""
+    """Lists of messages; only messages of the completion are trained."""
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion or []
     if not isinstance(before, list | tuple) or not isinstance(after, list | tuple):
-        raise RowError("prompt and completion should be texts or lists of messages")
+        raise RowError("prompt and completion: expected text or lists of messages")
     if not after:
         raise RowDropped("the answer is empty")
     made = turns.conversation([*before, *after], row, "prompt and completion")
-    first = len(made.messages) - len(after)
-    train = tuple(
-        False if index < first and message["role"] == "assistant" else wish
-        for index, (message, wish) in enumerate(zip(made.messages, made.train, strict=True))
-    )
-    return Conversation(made.messages, made.tools, train, made.notes)
+    return turns.train_from(made, len(made.messages) - len(after))
 
 
 FORMAT = Format("prompt_completion", ("prompt", "completion"), ("system", "tools"), _read)

@@ -1,4 +1,4 @@
-"""sharegpt rows: ``conversations`` with from and value, tool calls and observations as turns of their own."""
+"""sharegpt rows: ``conversations`` with from and value; tool calls and observations are separate turns."""
 
 from __future__ import annotations
 

@@ -16,4 +16,4 @@ def _read(row: Mapping[str, Any]) -> str:
     return document
 
 
-FORMAT = Format("text", ("text",), (), _read)
+FORMAT = Format("text", ("text",), (), _read, "document")

@@ -1,8 +1,9 @@
-"""Messages of sharegpt and OpenAI rows: roles, contents in parts, tool calls, reasoning."""
+"""Messages of sharegpt and OpenAI rows: roles, content parts, tool calls, reasoning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -28,33 +29,39 @@ ROLES = {
     "tool": "tool",
 }
 MEDIA_PARTS = ("image", "image_url", "audio", "input_audio", "video", "video_url")
+PARTS = {
+    "text": "content",
+    "reasoning": "reasoning_content",
+    "thinking": "reasoning_content",
+    "tool_call": "tool_calls",
+}  # types of content parts → keys of the message
 MARKS = ("train", "weight")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN = {*MARKS, *REASONING, "tool_calls", "function_call", "name", "tool_call_id"}
 
 
 def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversation:
-    """Makes a conversation of a row's list of turns, whether they say role/content or from/value.
+    """Parse a row's list of turns, with either role/content or from/value keys.
 
     Args:
         turns: the list.
         row: the whole row, for its ``tools``, ``system`` and media.
-        column: the list's column, for messages.
+        column: the list's column, for error messages.
 
     Raises:
         RowError: a turn is malformed.
-        RowDropped: there is nothing to train on, or it needs more than text.
+        RowDropped: nothing to train on, or not only text.
     """
     fields.refuse_media(row)
     turns = fields.parse_json(turns, column)
     if not isinstance(turns, list | tuple):
-        raise RowError(f"{column} should be a list of messages")
+        raise RowError(f"{column}: expected a list of messages")
     messages, train = [], []
     unknown: set[str] = set()
     for number, turn in enumerate(turns, start=1):
         where = f"message {number}"
         if not isinstance(turn, Mapping):
-            raise RowError(f"{where} should be an object with role and content")
+            raise RowError(f"{where}: expected an object with role and content")
         message = _message(turn, where)
         messages.append(message)
         train.append(fields.flag(turn, where))
@@ -64,21 +71,28 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversatio
         messages, train = [{"role": "system", "content": system}, *messages], [None, *train]
     if not any(message["role"] == "assistant" for message in messages):
         raise RowDropped("no assistant turn")
-    notes = (f"unknown message keys: {_listed(unknown)} (they change nothing)",) if unknown else ()
+    notes = (f"unknown message keys ignored: {_listed(unknown)}",) if unknown else ()
     return Conversation(messages, fields.tools(row), tuple(train), notes)
 
 
+def train_from(made: Conversation, first: int) -> Conversation:
+    """A copy in which answers before message ``first`` are not trained, even if the row marks them."""
+    wishes = enumerate(zip(made.messages, made.train, strict=True))
+    train = tuple(False if i < first and one["role"] == "assistant" else wish for i, (one, wish) in wishes)
+    return replace(made, train=train)
+
+
 def _unknown_keys(turn: Mapping[str, Any], where: str) -> set[str]:
-    """Keys that nothing reads; null under a key is the same as no key.
+    """Unknown keys with a value other than null.
 
     Raises:
-        RowError: one of them is nearly ``train`` or ``weight``: what it asks for would not happen.
+        RowError: a likely misspelling of ``train`` or ``weight``.
     """
-    known = {*(("role", "content") if "role" in turn else ("from", "value")), *KNOWN}
+    known = {*_keys(turn), *KNOWN}
     unknown = {str(key) for key, value in turn.items() if key not in known and value is not None}
     for key in unknown:
         if meant := get_close_matches(key.lower(), MARKS, n=1, cutoff=0.75):
-            raise RowError(f"{where}: unknown key {key!r}", f"did you mean {meant[0]}? It says whether to train this")
+            raise RowError(f"{where}: unknown key {key!r}", f"did you mean {meant[0]}?")
     return unknown
 
 
@@ -88,73 +102,68 @@ def _listed(keys: set[str]) -> str:
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
-    if role_key not in turn:
-        raise RowError(f"{where} has neither role nor from")
-    name = turn[role_key]
-    role = ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise RowError(f"{where}: unknown role {name!r}", did_you_mean(str(name), ROLES))
+    role, content = _role(turn, where), turn.get(_keys(turn)[1])
     if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": calls(turn.get(content_key), where)}
-    message: dict[str, Any] = {"role": role, **_content(turn.get(content_key), where)}
-    for key in ("tool_calls", "function_call"):  # the second is OpenAI's earlier name for a single one
-        if turn.get(key):
-            message["tool_calls"] = calls(turn[key], where)
-            break
-    for key in REASONING:
-        if isinstance(turn.get(key), str) and turn[key]:
-            message["reasoning_content"] = turn[key]
-            break
-    for key in ("name", "tool_call_id"):
-        if isinstance(turn.get(key), str):
-            message[key] = turn[key]
-    return message
+        return {"role": "assistant", "content": "", "tool_calls": calls(content, where)}
+    message: dict[str, Any] = {"role": role, **_content(content, where)}
+    if called := turn.get("tool_calls") or turn.get("function_call"):  # the second is OpenAI's earlier name
+        message["tool_calls"] = calls(called, where)
+    texts = {key: value for key, value in turn.items() if isinstance(value, str)}
+    if reasoning := next(filter(None, map(texts.get, REASONING)), ""):
+        message["reasoning_content"] = reasoning
+    return message | {key: texts[key] for key in ("name", "tool_call_id") if key in texts}
+
+
+def _keys(turn: Mapping[str, Any]) -> tuple[str, str]:
+    """The keys of role and content: OpenAI's or sharegpt's."""
+    return ("role", "content") if "role" in turn else ("from", "value")
+
+
+def _role(turn: Mapping[str, Any], where: str) -> str:
+    key = _keys(turn)[0]
+    if key not in turn:
+        raise RowError(f"{where} has neither role nor from")
+    role = ROLES.get(turn[key]) if isinstance(turn[key], str) else None
+    if role is None:
+        raise RowError(f"{where}: unknown role {turn[key]!r}", did_you_mean(str(turn[key]), ROLES))
+    return role
 
 
 def _content(value: Any, where: str) -> dict[str, Any]:
-    """The keys that a content brings: a string, null, or a list of parts ``{"type": …, "text" or "value": …}``."""
+    """Message keys from a content: a string, null, or a list of parts ``{"type": …, "text" or "value": …}``."""
     if value is None or isinstance(value, str):
         return {"content": value or ""}
     if not isinstance(value, list | tuple):
-        raise RowError(f"{where}: content should be a text or a list of parts")
-    texts, reasoning, tool_calls = [], [], []
+        raise RowError(f"{where}: content: expected text or a list of parts")
+    found: dict[str, Any] = {"content": ""}
     for part in value:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind in MEDIA_PARTS:
-            raise RowDropped(f"it holds {kind} parts, and only text is trained")
-        inner = part if isinstance(part, str) else _part_text(part, kind, where)
-        if kind in ("reasoning", "thinking"):
-            reasoning.append(inner)
-        elif kind == "tool_call":
-            tool_calls += calls(inner, where)
-        elif kind == "text":
-            texts.append(inner)
-        else:
-            raise RowError(
-                f"{where}: unknown part {kind!r}", did_you_mean(str(kind), ("text", "reasoning", "tool_call"))
-            )
-    found: dict[str, Any] = {"content": "".join(texts)}
-    if reasoning:
-        found["reasoning_content"] = "".join(reasoning)
-    if tool_calls:
-        found["tool_calls"] = tool_calls
+        kind, inner = _part(part, where)
+        key, inner = PARTS[kind], calls(inner, where) if kind == "tool_call" else inner
+        found[key] = found[key] + inner if key in found else inner
     return found
 
 
-def _part_text(part: Any, kind: str, where: str) -> Any:
+def _part(part: Any, where: str) -> tuple[str, Any]:
+    """Type and value of a content part."""
+    if isinstance(part, str):
+        return "text", part
     if not isinstance(part, Mapping):
-        raise RowError(f"{where}: a part should be a text or an object")
-    for key in ("text", "value", kind):
-        if part.get(key) is not None:
-            if not isinstance(part[key], str) and kind != "tool_call":
-                raise RowError(f"{where}: the {key} of a part should be a text")
-            return part[key]
-    raise RowError(f"{where}: a part of type {kind!r} has neither text nor value")
+        raise RowError(f"{where}: content part: expected text or an object")
+    kind = str(part.get("type", "text"))
+    if kind in MEDIA_PARTS:
+        raise RowDropped(f"row with {kind} parts: only text is supported")
+    if kind not in PARTS:
+        raise RowError(f"{where}: unknown part {kind!r}", did_you_mean(kind, PARTS))
+    key = next((key for key in ("text", "value", kind) if part.get(key) is not None), None)
+    if key is None:
+        raise RowError(f"{where}: a part of type {kind!r} has neither text nor value")
+    if not isinstance(part[key], str) and kind != "tool_call":
+        raise RowError(f"{where}: {key} of a content part: expected text")
+    return kind, part[key]
 
 
 def calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls in the form that templates take: ``{"type": "function", "function": {"name", "arguments": {…}}}``.
+    """Tool calls as chat templates expect them: ``{"type": "function", "function": {"name", "arguments": {…}}}``.
 
     Raises:
         RowError: not valid JSON, or not an object with a name and arguments.
@@ -171,6 +180,6 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     arguments = fields.parse_json({} if arguments in (None, "") else arguments, f"{where}: arguments of a tool call")
     if not isinstance(arguments, Mapping):
-        raise RowError(f"{where}: the arguments of a tool call should be an object")
+        raise RowError(f"{where}: arguments of a tool call: expected an object")
     call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
     return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call

@@ -1,4 +1,4 @@
-"""Attaches the adapter that the config asks for; the table of adapters is here."""
+"""Attaches the configured adapter; holds the table of adapters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from halftune.config.facts.safetensors_headers import read_header
 from halftune.config.sections.adapter import AdapterSection
 from halftune.core import table
 from halftune.core.errors import ModelError
-from halftune.model.adapters.mixtures import as_made, targets_as_written
+from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
 from halftune.model.adapters.weights import cast_adapter
-from halftune.model.damage import DAMAGE, first_line
-from halftune.model.quiet import quiet_peft
+from halftune.model.library_output import ignore_peft_warnings
+from halftune.model.load_errors import LOAD_ERRORS, first_line
 from halftune.model.towers import towers_of
 from halftune.plan import Plan
 
@@ -32,17 +32,17 @@ ADAPTERS: dict[str, str] = {
 def attach_adapter(
     model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int, *, revision: str | None = None
 ) -> torch.nn.Module:
-    """The model ready for training: what is trained requires a gradient, in ``plan.precision.trainable``.
+    """Attach the adapter; trained weights require gradients and have dtype ``plan.precision.trainable``.
 
     Args:
         model: as ``load_model`` returns it.
         adapter: which adapter.
         plan: gives the dtypes.
-        seed: of the adapter's first weights; the global random state is left alone.
-        revision: of the base model, written into the adapter's config.
+        seed: of the adapter's initial weights; the global random state does not change.
+        revision: revision of the base model, saved in the adapter's config.
 
     Raises:
-        ConfigError: the adapter does not fit this model; says what would.
+        ConfigError: the adapter does not fit this model.
     """
     adapted = table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
     if isinstance(adapted, PeftModel):
@@ -51,43 +51,48 @@ def attach_adapter(
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
-    """The model with a saved adapter, for inference, the adapter's weights in the dtype they were trained in.
+    """Load a saved adapter for inference, its weights in the trainable dtype.
 
     Raises:
-        ModelError: the folder holds no adapter, or one of another model.
+        ModelError: the folder has no adapter, or the adapter of another model.
     """
     if not (folder / "adapter_config.json").is_file():
-        raise ModelError("no adapter here (adapter_config.json)", where=str(folder), remedy="write a finished run")
+        what = "no adapter found (adapter_config.json is missing)"
+        raise ModelError(
+            what, where=str(folder), remedy="use the folder of a finished run", code="model.adapter_missing"
+        )
     check_adapter(folder)
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
-        ours = as_made(config, model)
-        with quiet_peft(), targets_as_written() if ours else nullcontext():
+        ours = restore_targets(config, model)
+        with ignore_peft_warnings(), unchanged_targets() if ours else nullcontext():
             adapted = PeftModel.from_pretrained(
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
             )
-    except DAMAGE as error:
-        what = f"the adapter does not load: {first_line(error)}"
-        raise ModelError(what, where=str(folder), remedy=_remedy(model)) from error
+    except LOAD_ERRORS as error:
+        what = f"cannot load the adapter: {first_line(error)}"
+        raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
     _check_whole(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()
 
 
 def _remedy(model: torch.nn.Module) -> str:
-    of_text = "; model.parts: text for an adapter of the language model alone" if towers_of(model) is not None else ""
-    return f"check that adapter and base model belong together{of_text}"
+    of_text = "; set model.parts: text for an adapter of the language model" if towers_of(model) is not None else ""
+    return f"check that the adapter was trained on this base model{of_text}"
 
 
 def _check_whole(adapted: PeftModel, folder: Path) -> None:
-    """Makes sure that the adapter's file holds its weights, all and only: peft leaves those that it misses random.
+    """Check that the adapter's file has exactly its weights: peft leaves missing ones random.
 
     Raises:
-        ModelError: names how many are missing or left over, and the first.
+        ModelError: weights are missing or unexpected; names their number and the first.
     """
     stored = set(read_header(folder / "adapter_model.safetensors"))
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    for kind, names in (("missing from its file", wanted - stored), ("without a place in this model", stored - wanted)):
+    for kind, names in (("missing", wanted - stored), ("unexpected", stored - wanted)):
         if names:
-            what = f"{len(names)} of the adapter's weights are {kind}, first {min(names)}"
-            raise ModelError(what, where=str(folder), remedy=_remedy(adapted.get_base_model()))
+            what = f"{len(names)} {kind} weights in the adapter's file, first {min(names)}"
+            raise ModelError(
+                what, where=str(folder), remedy=_remedy(adapted.get_base_model()), code="model.adapter_mismatch"
+            )

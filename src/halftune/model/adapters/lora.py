@@ -1,8 +1,9 @@
-"""LoRA, rsLoRA and DoRA through peft, with deterministic first weights and planned dtypes."""
+"""LoRA, rsLoRA and DoRA by peft, with deterministic initial weights and planned dtypes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,25 +11,25 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from peft.utils.integrations import dequantize_module_weight
 from transformers import PreTrainedModel
 
 from halftune.config.sections.adapter import LoraAdapter
 from halftune.core.errors import ConfigError
-from halftune.model.adapters.mixtures import taken_for_experts, targets_as_written
+from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
 from halftune.model.adapters.targets import without_routers
 from halftune.model.adapters.weights import cast_adapter
-from halftune.model.quiet import quiet_peft
+from halftune.model.library_output import ignore_peft_warnings
 from halftune.model.towers import towers_of
 from halftune.model.tying import is_tied
 from halftune.plan import Plan
 
 
 def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) -> PeftModel:
-    """The model with adapters on its target modules; everything else is frozen.
+    """Attach adapters to the target modules; all other weights are frozen.
 
     Raises:
-        ConfigError: a target or a module to save does not exist in this model (names those that do), or peft could not
-            load the adapter again.
+        ConfigError: a target or a module to save does not exist in this model, or peft cannot load such an adapter.
     """
     targets = without_routers(model) if adapter.target_modules == "all-linear" else _targets(model, adapter)
     towers = towers_of(model)
@@ -47,13 +48,14 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         bias="none",
         ensure_weight_tying=tied,
     )
-    with torch.random.fork_rng(devices=[]), quiet_peft(), targets_as_written():
+    with torch.random.fork_rng(devices=[]), ignore_peft_warnings(), unchanged_targets():
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             remedy = "choose other adapter.target_modules or adapter.modules_to_save"
-            raise ConfigError(f"peft refuses: {error}", where="adapter", remedy=remedy) from error
+            what = f"rejected by peft: {error}"
+            raise ConfigError(what, where="adapter", remedy=remedy, code="config.bad_target_modules") from error
     assert isinstance(adapted, PeftModel)
     if adapter.use_dora:
         _check_dora(adapted)
@@ -64,58 +66,67 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
 
 
 def _check_dora(adapted: PeftModel) -> None:
-    """Refuses what plain peft could not load again: it has DoRA for modules only.
+    """Refuse adapters that peft cannot load again: it supports DoRA on modules only.
 
     Raises:
-        ConfigError: names the modules that peft takes for experts.
+        ConfigError: names the modules that peft treats as experts.
     """
     base: Any = adapted.get_base_model()
     modules: list[str] = list(adapted.base_model.targeted_module_names)  # type: ignore[arg-type,union-attr]
-    if lost := taken_for_experts(base, modules):
+    if lost := mistaken_for_experts(base, modules):
         kind, kinds = base.config.model_type, sorted({name.rpartition(".")[2] for name in lost})
         others = sorted({name.rpartition(".")[2] for name in modules} - set(kinds))
-        what = f"DoRA on {', '.join(kinds)} of {kind}: peft takes these names for experts and has none there"
+        what = f"DoRA on {', '.join(kinds)} of {kind}: peft treats these as experts, on which it has no DoRA"
         remedy = f"adapter.use_dora: false, or adapter.target_modules: [{', '.join(others)}]"
-        raise ConfigError(what, where="adapter.use_dora", remedy=remedy)
+        raise ConfigError(what, where="adapter.use_dora", remedy=remedy, code="plan.dora_on_experts")
 
 
 def _measure_magnitudes(adapted: PeftModel) -> None:
-    """DoRA's magnitudes from the frozen weights in fp32: peft takes the norms in the weights' own dtype, and rounded to
-    bf16 they are off by up to 0.4 %, so that the adapter would change the model before its first step.
+    """Initialise DoRA's magnitudes in fp32. peft computes the norms in the weights' dtype; bf16 rounding (up to 0.4 %)
+    would change the model before the first step.
     """
     layers: list[Any] = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         for dora in layer.lora_magnitude_vector.values():
-            weight = layer.get_base_layer().weight.detach().float()
+            weight = dequantize_module_weight(layer.get_base_layer()).detach().float()
             norms = dora.get_weight_norm(weight=weight, lora_weight=torch.zeros(()), scaling=1.0)
             dora.weight.data.copy_(norms)  # lora_B is zero, so these are the norms of the sum
 
 
 def _targets(model: PreTrainedModel, adapter: LoraAdapter) -> str | list[str]:
-    """What peft is to match, after checking that each part of it matches something.
+    """Target modules for peft; checks that each entry matches a module.
 
     Raises:
-        ConfigError: something matches nothing.
+        ConfigError: an entry matches no module.
     """
     asked = adapter.target_modules
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
-    where, endings = "adapter.target_modules", sorted({name.rpartition(".")[2] for name in names})
+    endings = sorted({name.rpartition(".")[2] for name in names})
     known = f"this model has: {', '.join(endings)}"
     if isinstance(asked, str):
-        try:
-            found = any(re.fullmatch(asked, name) for name in names)
-        except re.error as error:
-            raise ConfigError(f"{asked!r} is not a regular expression: {error}", where=where) from error
-        if not found:
-            hint = f"write it as a list: [{asked}]" if asked in endings else f"it must match whole names; {known}"
-            raise ConfigError(f"the expression {asked!r} matches no module", where=where, remedy=hint)
+        hint = f"write it as a list: [{asked}]" if asked in endings else f"it must match full names; {known}"
+        _check_pattern(asked, names, hint)
         return asked
     for ending in asked:
-        if not any(name == ending or name.endswith(f".{ending}") for name in names):
+        if not any(f".{name}".endswith(f".{ending}") for name in names):
             close = get_close_matches(ending, endings, n=1)
-            remedy = f"did you mean {close[0]}? {known}" if close else known
-            raise ConfigError(f"no module is called {ending!r}", where=where, remedy=remedy)
+            raise _bad_targets(
+                f"no module is called {ending!r}", f"did you mean {close[0]}? {known}" if close else known
+            )
     return list(asked)
+
+
+def _check_pattern(asked: str, names: Iterable[str], hint: str) -> None:
+    try:
+        pattern = re.compile(asked)
+    except re.error as error:
+        raise _bad_targets(f"{asked!r} is not a regular expression: {error}") from error
+    if not any(map(pattern.fullmatch, names)):
+        raise _bad_targets(f"regular expression {asked!r} matches no module", hint)
+
+
+def _bad_targets(what: str, remedy: str = "") -> ConfigError:
+    return ConfigError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
 
 
 def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter) -> list[str] | None:
@@ -124,5 +135,6 @@ def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter) -> list[str] 
         if module.rpartition(".")[2] not in names:
             close = get_close_matches(module, sorted(names), n=1)
             remedy = f"did you mean {close[0]}?" if close else "write names such as embed_tokens, lm_head"
-            raise ConfigError(f"no module is called {module!r}", where="adapter.modules_to_save", remedy=remedy)
+            what = f"no module is called {module!r}"
+            raise ConfigError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
     return list(adapter.modules_to_save) or None

@@ -1,4 +1,4 @@
-"""Full fine-tuning: every parameter of the language model is trained."""
+"""Full fine-tuning: trains every parameter of the language model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from halftune.precision.dtypes import stays_fp32, torch_dtype
 
 
 def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) -> PreTrainedModel:
-    """The same model, every parameter but those of towers requiring a gradient, in the plan's trainable dtype.
+    """Make all parameters except those of towers trainable, in the plan's trainable dtype.
 
-    Parameters are cast one by one and the module never: that would cast rotary tables along with them.
+    Casts parameters one by one: casting the module would also cast rotary tables.
     """
     trainable = torch_dtype(plan.precision.trainable.value)
     towers = towers_of(model)

@@ -1,4 +1,4 @@
-"""Which weights of a model belong to an adapter, and their dtype."""
+"""Dtypes of adapter weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_d
 from halftune.precision.report import is_adapter_weight
 
 
-def _hand_over_in_storage_dtype(model: torch.nn.Module, plan: Plan) -> None:
-    """A saved embedding (``modules_to_save``) is trained in fp32; what it returns goes on in the base's dtype.
+def _cast_embedding_output(model: torch.nn.Module, plan: Plan) -> None:
+    """Cast the output of a trained fp32 embedding (``modules_to_save``) to the base model's dtype.
 
-    Otherwise the whole residual stream would be fp32 in an otherwise half model, and layers that do not cast for
-    themselves (LayerNorm on a CPU) refuse it beside their half weights.
+    Otherwise the residual stream of a half-precision model would be fp32, and layers that do not cast their input
+    (LayerNorm on a CPU) would fail.
     """
     storage = torch_dtype(plan.precision.storage.value)
 
@@ -30,11 +30,10 @@ def _hand_over_in_storage_dtype(model: torch.nn.Module, plan: Plan) -> None:
 
 
 def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
-    """Brings the adapter's weights to ``plan.precision.trainable``, parameter by parameter.
+    """Cast the adapter's weights to ``plan.precision.trainable``, parameter by parameter.
 
-    Under autocast the adapters' matmuls are cast by autocast itself, so peft's own cast of their input to the adapter's
-    dtype (a whole fp32 copy of every activation) is switched off. DoRA keeps it: its weight norms are computed in the
-    input's dtype, and magnitudes are compared with them.
+    Under autocast, peft's cast of inputs to the adapter's dtype (an fp32 copy of every activation) is disabled, since
+    autocast casts the matmuls. DoRA keeps it: it computes weight norms in the input's dtype and divides by them.
     """
     trainable = torch_dtype(plan.precision.trainable.value)
     stay = kept_names(model, plan.precision.keep_fp32.value)
@@ -43,8 +42,8 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
             kept = plain_name(name) in stay
             parameter.data = parameter.data.to(torch.float32 if kept else trainable)
             if kept:
-                mark_kept(parameter)  # a copy that peft made of a marked weight has no mark yet
-    _hand_over_in_storage_dtype(model, plan)
+                mark_kept(parameter)  # peft's copy of a marked weight is not marked
+    _cast_embedding_output(model, plan)
     if plan.precision.autocast.value:
         for module in model.modules():
             if isinstance(module, LoraLayer) and not module.lora_variant:

@@ -1,4 +1,4 @@
-"""Layers of a live model computed by one operator each: scoped to the instance, reversible, state dict untouched."""
+"""Replaces layers of a model instance by fused operators; reversible, the state dict does not change."""
 
 from halftune.model.fused.install import FusedLayers, fuse
 

@@ -1,15 +1,17 @@
-"""Finds the layers of a model that an operator computes, proves each kind on random input, and gives them its forward.
+"""Finds layers that a fused operator can compute, verifies each kind on random input, and replaces their forward.
 
-Only instances change: their ``forward`` attribute, which ``FusedLayers.remove`` takes away again. Names of weights,
-classes and other models stay as they are.
+Only the ``forward`` attribute of instances changes; ``FusedLayers.remove`` restores it. Weight names, classes and other
+models do not change.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from halftune.model.fused import mlp, norm
 from halftune.model.fused.linear import adapted_weight
 from halftune.model.fused.projections import SHARING, FusedProjection, Projections
 
-# What third-party layers raise that want other arguments than one tensor, or other shapes than they seem to.
+# Errors of third-party layers with other arguments or shapes than assumed.
 _REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 _ROWS, _SIZES = 5, (0.1, 1.0, 10.0)  # of the random inputs
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -31,11 +33,11 @@ Forward = Callable[..., Any]
 
 @dataclass
 class FusedLayers:
-    """What was changed in a model.
+    """The fused layers of a model.
 
     Attributes:
         fused: layers by kind.
-        left: layers of these kinds that keep their own code, by reason.
+        left: unfused layers of these kinds, by reason.
     """
 
     fused: Counter[str] = field(default_factory=Counter)
@@ -43,14 +45,14 @@ class FusedLayers:
     modules: list[nn.Module] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
 
-    def give(self, module: nn.Module, forward: Forward, kind: str) -> None:
-        """Gives a module a forward of its own."""
+    def set_forward(self, module: nn.Module, forward: Forward, kind: str) -> None:
+        """Replace a module's forward."""
         module.forward = forward
         self.modules.append(module)
         self.fused[kind] += 1
 
     def remove(self) -> None:
-        """Gives every module the forward of its class back."""
+        """Restore every module's forward."""
         for module in self.modules:
             vars(module).pop("forward", None)
         for handle in self.handles:
@@ -66,18 +68,17 @@ class FusedLayers:
 
 
 def fuse(model: nn.Module) -> FusedLayers:
-    """Computes a model's norms, gated feed-forward layers and adapted linear layers by one operator each.
+    """Fuse a model's norms, gated feed-forward layers and adapted linear layers.
 
-    Where a layer is unusual, now or later (DoRA, dropout, trained base weights, a merged, disabled or second adapter,
-    quantised weights, hooks on its parts, other activations), its own code runs. Draws nothing from the global random
-    state.
+    Unsupported layers, checked at every call, run their own code: DoRA, dropout, trained base weights, a merged,
+    disabled or second adapter, quantised weights, hooks, other activations. The global random state does not change.
 
     Args:
         model: with its adapter, in its final dtypes and on its device.
     """
     done = FusedLayers()
     proven: dict[tuple[Any, ...], int | str] = {}
-    inside: set[nn.Module] = set()  # layers that a fused one computes with
+    inside: set[nn.Module] = set()  # layers inside a fused layer
     for module in model.modules():
         if "forward" in vars(module):
             continue
@@ -86,33 +87,37 @@ def fuse(model: nn.Module) -> FusedLayers:
             _try(done, module, forwards, proven, "norms", module.get_parameter("weight"))
         elif candidates := list(mlp.candidates(module)):
             if (weights := candidates[0].read()) is None:
-                done.left["feed-forward layers with trained or unusual parts"] += 1
+                done.left["feed-forward layers with trained or unsupported parts"] += 1
                 continue
             forwards = [candidate.forward for candidate in candidates]
             if _try(done, module, forwards, proven, "feed-forward layers", weights[0].weight):
                 inside.update(module.children())
     for parent in model.modules():
-        _give_projections(done, parent, inside)
+        _fuse_projections(done, parent, inside)
     return done
 
 
-def _give_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Module]) -> None:
-    """Fuses the adapted linear children of a module; query, key and value together."""
+def _fuse_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Module]) -> None:
+    """Fuse the adapted linear children of a module; query, key and value as one group."""
     children = {
         name: child for name, child in parent.named_children() if type(child) is LoraLinear and child not in inside
     }
     usual = {name: child for name, child in children.items() if adapted_weight(child) is not None}
-    done.left["adapted linear layers with unusual parts"] += len(children) - len(usual)
+    done.left["adapted linear layers with unsupported parts"] += len(children) - len(usual)
     done.left += Counter()  # drops zeros
-    together = [usual[name] for name in SHARING if name in usual]
-    groups = [together] if together else []
-    groups += [[child] for name, child in usual.items() if name not in SHARING]
-    for layers in groups:
+    for layers in _groups(usual):
         projections = Projections(layers)
         if len(layers) > 1:
             done.handles += projections.watch(parent)
         for index, layer in enumerate(layers):
-            done.give(layer, FusedProjection(projections, index).forward, "adapted linear layers")
+            done.set_forward(layer, FusedProjection(projections, index).forward, "adapted linear layers")
+
+
+def _groups(layers: dict[str, LoraLinear]) -> list[list[LoraLinear]]:
+    """Layers that are computed together: query, key and value; every other one alone."""
+    together = [layers[name] for name in SHARING if name in layers]
+    alone = [[layer] for name, layer in layers.items() if name not in SHARING]
+    return [together, *alone] if together else alone
 
 
 def _try(
@@ -123,9 +128,9 @@ def _try(
     kind: str,
     weight: torch.Tensor,
 ) -> bool:
-    """Gives a module the first of ``forwards`` that computes what its own does; layers alike are compared once.
+    """Replace a module's forward by the first candidate with equal results; equal layers are compared once.
 
-    That a comparison failed says nothing about what the layer computes: such a reason is told apart, with the error.
+    A comparison that raises is reported separately, with its error.
     """
     sizes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
     alike = (type(module), kind, sizes, _settings(module))
@@ -135,12 +140,12 @@ def _try(
     if isinstance(found, str):
         done.left[f"{kind} that {found} ({type(module).__name__})"] += 1
         return False
-    done.give(module, forwards[found], kind)
+    done.set_forward(module, forwards[found], kind)
     return True
 
 
 def _first(module: nn.Module, forwards: list[Forward], weight: torch.Tensor) -> int | str:
-    """The number of the first forward that computes what the module's own does, or why there is none."""
+    """Index of the first candidate with equal results, or the reason why there is none."""
     errors, refusals = [], []
     for index, forward in enumerate(forwards):
         try:
@@ -156,7 +161,7 @@ def _first(module: nn.Module, forwards: list[Forward], weight: torch.Tensor) -> 
 
 
 def _settings(module: nn.Module) -> tuple[str, ...]:
-    """What a module computes with beside weights, its numbers and its activation: may differ from layer to layer."""
+    """A module's settings besides weights (numbers, activation), which may differ between layers."""
     chosen = [
         f"{name}={value!r}"
         for name, value in vars(module).items()
@@ -167,35 +172,45 @@ def _settings(module: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[float, float]:
-    """‖ours − own‖/‖own‖ of a forward on random rows of several sizes, and how large it may be; the first that is over.
+    """‖ours − own‖/‖own‖ on random rows of several scales, and its tolerance; returns the first failure.
 
-    Where weights are of several formats (half precision with an fp32 adapter) the comparison is made under autocast, as
-    training is: without it most layers refuse to mix them. A result of another shape or dtype is infinitely off.
+    Weights of mixed dtypes (half precision with an fp32 adapter) are compared under autocast, as in training. A result
+    with another shape or dtype counts as an infinite error.
     """
     generator = torch.Generator().manual_seed(0)
     dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
-    # The products that an activation sees are of these sizes, whatever the sizes of the weights: small ones look alike.
+    # Scale inputs so that activations get products of these sizes: for small inputs, activations are too similar.
     gain = float(weight.double().norm()) / weight.shape[0] ** 0.5 if weight.ndim > 1 else 1.0
-    formats = {parameter.dtype for parameter in module.parameters()}
-    half = next((one for one in (torch.bfloat16, torch.float16) if one in formats), None) if len(formats) > 1 else None
-    autocast = torch.autocast(weight.device.type, half, enabled=half is not None)
-    modes = {part: part.training for part in module.modules()}
-    module.eval()  # without dropout
+    half = _half_of_mixed(module)
     error, allowed = math.inf, 0.0
-    try:
-        for dtype in sorted(dtypes, key=str):
+    with _without_dropout(module), torch.autocast(weight.device.type, half, enabled=half is not None):
+        for dtype, size in product(sorted(dtypes, key=str), _SIZES):
             allowed = _TOLERANCE[half or dtype]
-            for size in _SIZES:
-                x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
-                x = x.to(weight.device, dtype)
-                with autocast:
-                    own, ours = type(module).forward(module, x), forward(x)
-                if own.dtype != ours.dtype or own.shape != ours.shape:
-                    return math.inf, allowed
-                error = float((own.double() - ours.double()).norm() / own.double().norm())
-                if not error <= allowed:
-                    return error, allowed
+            x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
+            x = x.to(weight.device, dtype)
+            own, ours = type(module).forward(module, x), forward(x)
+            if own.dtype != ours.dtype or own.shape != ours.shape:
+                return math.inf, allowed
+            error = float((own.double() - ours.double()).norm() / own.double().norm())
+            if not error <= allowed:
+                return error, allowed
+    return error, allowed
+
+
+def _half_of_mixed(module: nn.Module) -> torch.dtype | None:
+    """The half format of a module with weights of several formats."""
+    formats = {parameter.dtype for parameter in module.parameters()}
+    half = next((one for one in (torch.bfloat16, torch.float16) if one in formats), None)
+    return half if len(formats) > 1 else None
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in evaluation mode."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
     finally:
         for part, mode in modes.items():
             part.training = mode
-    return error, allowed

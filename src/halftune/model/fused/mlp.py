@@ -1,14 +1,15 @@
-"""Gated feed-forward layers, ``down(silu(gate(x)) · up(x))``, recognised by what they compute."""
+"""Fused gated feed-forward layers, ``down(silu(gate(x)) · up(x))``, recognised by their results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import nn
 
-from halftune.model.fused.linear import adapted_weight, fits
+from halftune.model.fused.linear import adapted_weight, common_dtype
 from halftune_kernels.ops.lora_linear import AdaptedWeight
 from halftune_kernels.ops.lora_mlp import lora_mlp
 
@@ -16,19 +17,19 @@ Weights = tuple[AdaptedWeight, AdaptedWeight, AdaptedWeight]
 
 
 class FusedMlp:
-    """Stands in for a layer's forward: the operator, or the layer's own code where something is unusual at the moment.
+    """The replacement of a layer's forward: the operator, or the layer's own code if unsupported.
 
     Args:
         module: the layer.
-        names: of its children gate, up and down, or of the one that makes gate and up at once, and down. The children
-            are looked up at every call: adapters come and go by replacing them.
+        names: of its children gate, up and down, or of gate_up and down. Children are looked up at every call, since
+            adapters replace them.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self.module, self.names = module, tuple(names)
 
     def read(self) -> Weights | None:
-        """Gate, up and down as they are now; None where one of them is unusual."""
+        """Gate, up and down in their current state; None if one is unsupported."""
         layers = [adapted_weight(self.module.get_submodule(name)) for name in self.names]
         if any(layer is None for layer in layers):
             return None
@@ -44,7 +45,7 @@ class FusedMlp:
         if args or kwargs or torch.compiler.is_compiling():
             return type(module).forward(module, x, *args, **kwargs)
         weights = self.read()
-        dtype = None if weights is None else fits(x, weights)
+        dtype = None if weights is None else common_dtype(x, weights)
         if weights is None or dtype is None:
             return type(module).forward(module, x)
         with torch.autocast(x.device.type, enabled=False):
@@ -52,25 +53,25 @@ class FusedMlp:
 
 
 def candidates(module: nn.Module) -> Iterator[FusedMlp]:
-    """Ways to read gate, up and down of a module, which one is right only a comparison tells; none for most modules.
+    """Candidate assignments of gate, up and down of a module, to be verified by comparison; none for most modules.
 
-    Three linear children, two of them with the same sizes, or two of which the first makes gate and up at once.
+    Three linear children, two of them with equal sizes, or two, the first of which computes gate and up.
     """
     sizes: dict[str, tuple[int, int]] = {
         name: (child.in_features, child.out_features)  # type: ignore[misc]
         for name, child in module.named_children()
         if hasattr(child, "in_features") and hasattr(child, "out_features")
     }
+    for order in permutations(sizes) if len(sizes) in (2, 3) else ():
+        if _fits([sizes[name] for name in order]):
+            yield FusedMlp(module, order)
+
+
+def _fits(sizes: Sequence[tuple[int, int]]) -> bool:
+    """Whether (inputs, outputs) of layers are those of gate, up and down, or of gate and up in one layer and down."""
     if len(sizes) == 3:
-        for down in sizes:
-            one, other = (name for name in sizes if name != down)
-            if sizes[one] == sizes[other] == sizes[down][::-1]:
-                for order in ((one, other, down), (other, one, down)):
-                    yield FusedMlp(module, order)
-    elif len(sizes) == 2:
-        for first, second in (tuple(sizes), tuple(sizes)[::-1]):
-            if sizes[first] == (sizes[second][1], 2 * sizes[second][0]):
-                yield FusedMlp(module, (first, second))
+        return sizes[0] == sizes[1] == sizes[2][::-1]
+    return sizes[0] == (sizes[1][1], 2 * sizes[1][0])
 
 
 def _rows(layer: AdaptedWeight, cut: slice) -> AdaptedWeight:

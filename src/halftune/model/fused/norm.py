@@ -1,4 +1,4 @@
-"""Root-mean-square norms, with weights ``w`` or ``1 + w``, recognised by what they compute."""
+"""Fused RMS norms, with weights ``w`` or ``1 + w``, recognised by their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halftune.precision.trace.recorder import credit, recorded
+from halftune.precision.trace.recorder import copy_record, recorded
 from halftune_kernels.ops.rms_norm import rms_norm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -17,14 +17,14 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 @dataclass(frozen=True)
 class Form:
-    """How a norm uses its weight: ``weight + offset``, and whether the result takes the promoted dtype of the two."""
+    """How a norm applies its weight: ``weight + offset``, and whether the result has the promoted dtype."""
 
     offset: float
     promotes: bool
 
 
 def forms(module: nn.Module) -> list[Form]:
-    """Forms that a module may have; only a comparison tells which. None for most modules, nor for norms with a gate."""
+    """Candidate forms of a module, to be verified by comparison; empty for most modules and for gated norms."""
     parameters = dict(module.named_parameters(recurse=False))
     single = set(parameters) == {"weight"} and parameters["weight"].ndim == 1
     if not single or any(True for _ in module.children()) or _epsilon(module) is None:
@@ -35,7 +35,7 @@ def forms(module: nn.Module) -> list[Form]:
 
 
 class FusedNorm:
-    """Stands in for a norm's forward: the operator, or the layer's own code where something is unusual."""
+    """The replacement of a norm's forward: the operator, or the layer's own code if unsupported."""
 
     def __init__(self, module: nn.Module, form: Form) -> None:
         eps = _epsilon(module)
@@ -53,7 +53,7 @@ class FusedNorm:
             out = rms_norm(x, weight, self.eps, offset=self.form.offset, dtype=dtype)
         if recorded(module):
             with torch.no_grad():
-                credit(out, type(module).forward(module, x))
+                copy_record(out, type(module).forward(module, x))
         return out
 
 

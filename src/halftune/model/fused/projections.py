@@ -1,4 +1,4 @@
-"""Adapted linear layers: those that read the same input (query, key, value) as one operator, others each as one."""
+"""Fused adapted linear layers: those with a common input (query, key, value) together, others alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from halftune.model.fused.linear import adapted_weight, fits
+from halftune.model.fused.linear import adapted_weight, common_dtype
 from halftune_kernels.ops.lora_linear import AdaptedWeight, lora_linear
 
 SHARING = ("q_proj", "k_proj", "v_proj")
 
 
 class Projections:
-    """Computes the layers of a group when the first of them is called; the others find their result waiting.
+    """Computes all layers of a group when the first is called, and caches the results for the others.
 
-    Results wait only while the parent runs, and only for the very tensor that the first layer was called with: the
-    group is a guess about speed, never about values. A layer that is called otherwise computes for itself.
+    Cached results are valid only while the parent runs, and only for the same input tensor. A layer that is called with
+    another input computes its own result.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -28,7 +28,7 @@ class Projections:
         self._waiting: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None
 
     def watch(self, parent: nn.Module) -> list[RemovableHandle]:
-        """Lets results wait while ``parent`` runs, and drops what nobody took, also where it ends in an exception."""
+        """Enable caching while ``parent`` runs; unused results are dropped, also after an exception."""
         return [
             parent.register_forward_pre_hook(self._begin),
             parent.register_forward_hook(self._end, always_call=True),
@@ -41,22 +41,26 @@ class Projections:
         self._open, self._waiting = False, None
 
     def compute(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The result of the layer at ``index``; None where something is unusual."""
-        waiting = self._waiting  # read once: another thread may use the same model
-        if index and waiting is not None and waiting[0] is x and waiting[1] == x._version:
-            output = waiting[2].pop(index, None)
-            if output is not None:
-                return output
-        # Inference tensors count no versions: whether one has changed since could not be told.
+        """The result of the layer at ``index``; None if it is unsupported."""
+        if index and (output := self._take(index, x)) is not None:
+            return output
+        # Inference tensors have no version counter: in-place changes would go unnoticed.
         together = index == 0 and self._open and not x.is_inference()
         outputs = _compute(x, self.layers if together else self.layers[index : index + 1])
         if outputs is not None and len(outputs) > 1:
             self._waiting = x, x._version, dict(enumerate(outputs[1:], 1))
         return outputs[0] if outputs else None
 
+    def _take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The cached result of a layer for this very input."""
+        waiting = self._waiting  # read once: another thread may use the same model
+        if waiting is not None and waiting[0] is x and waiting[1] == x._version:
+            return waiting[2].pop(index, None)
+        return None
+
 
 class FusedProjection:
-    """Stands in for the forward of the layer at ``index`` of a group."""
+    """The replacement of the forward of the layer at ``index`` of a group."""
 
     def __init__(self, group: Projections, index: int) -> None:
         self.group, self.index = group, index
@@ -76,7 +80,7 @@ def _compute(x: torch.Tensor, layers: Sequence[nn.Module]) -> tuple[torch.Tensor
         if weight is None:
             return None
         weights.append(weight)
-    dtype = fits(x, weights)
+    dtype = common_dtype(x, weights)
     if dtype is None:
         return None
     with torch.autocast(x.device.type, enabled=False):

@@ -1,6 +1,6 @@
-"""The configuration of an RWKV-7: names and defaults of flash-linear-attention's format, so files read both ways."""
+"""The configuration of RWKV-7, compatible with flash-linear-attention's format."""
 
-# No `from __future__ import annotations`: transformers checks values by these types, and takes a string for none.
+# No `from __future__ import annotations`: transformers validates values by these types and ignores strings.
 
 from typing import Any, ClassVar
 
@@ -12,15 +12,15 @@ from halftune.config.facts.rwkv7_shape import Rwkv7Shape, rwkv7_shape
 
 @strict
 class RWKV7Config(PreTrainedConfig):
-    """What config.json says. Files leave out what equals a default, so the defaults are part of the format.
+    """Values of config.json. Files omit defaults, so the defaults are part of the format.
 
-    ``attn_mode``, ``fuse_cross_entropy``, ``fuse_linear_cross_entropy`` and ``use_l2warp`` tell flash-linear-attention
-    how to compute and are carried along. ``fuse_norm`` tells which epsilon the keys' norm has.
+    ``attn_mode``, ``fuse_cross_entropy``, ``fuse_linear_cross_entropy`` and ``use_l2warp`` are settings of
+    flash-linear-attention and are preserved. ``fuse_norm`` selects the epsilon of the key norm.
     """
 
     model_type: ClassVar[str] = "rwkv7"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    number_of_conv_states: ClassVar[int] = 2  # what transformers' cache holds: the last token of either mixing
+    number_of_conv_states: ClassVar[int] = 2  # in transformers' cache: the last token of both mixings
 
     attn_mode: str = "chunk"
     hidden_size: int = 2048
@@ -53,21 +53,21 @@ class RWKV7Config(PreTrainedConfig):
     value_dim: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Makes the model's class known to ``AutoModelForCausalLM``: whoever reads no RWKV-7 imports none."""
+        """Register the model class with ``AutoModelForCausalLM`` on first use."""
         super().__post_init__(**kwargs)
         from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
 
-        # The class is the key here, and it is ours alone: nothing of anybody else's is replaced.
+        # The config class is the key, so no other registration is replaced.
         AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
 
     @property
     def layer_types(self) -> list[str]:
-        """What transformers' cache asks: every layer carries a state."""
+        """Layer types for transformers' cache: every layer has a recurrent state."""
         return ["linear_attention"] * self.num_hidden_layers
 
     @property
     def shape(self) -> Rwkv7Shape:
-        """The sizes that follow.
+        """The derived sizes.
 
         Raises:
             ModelError: see ``rwkv7_shape``.

@@ -1,8 +1,8 @@
-"""The two halves of a layer of RWKV-7: time mixing, which carries a state, and channel mixing.
+"""The two parts of an RWKV-7 layer: time mixing, with a recurrent state, and channel mixing.
 
 Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution" (2025), section 4, in the parametrisation and with
-the parameter names of flash-linear-attention's checkpoints. Parameters may be fp32 beside half activations: what they
-touch is computed in fp32, and is given to matrix products and to the operator in the dtype of the activations.
+the parameter names of flash-linear-attention's checkpoints. Parameters may be fp32 with half activations: arithmetic
+with them is in fp32, and matmuls and the operator get the dtype of the activations.
 
 Shapes: B batch, T tokens, D hidden, H heads, K and V widths of a head of keys and values.
 """
@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from halftune.config.facts.rwkv7_shape import Rwkv7Shape
 from halftune.core.errors import ModelError
-from halftune.model.rwkv7.row import CHANNEL, TIME, Row
+from halftune.model.rwkv7.row_context import CHANNEL, TIME, RowContext
 from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 
 SLOWEST_DECAY = -math.exp(-0.5)  # times a sigmoid: the log of a decay
@@ -28,14 +28,14 @@ _SMALLEST_NORM = 1e-12
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """fp32, or fp64 where it is."""
+    """Cast to fp32; fp64 stays fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class WideBias(nn.Linear):
-    """A linear layer whose product is in the dtype of its input and whose bias is added in fp32, which it returns.
+    """A linear layer with the product in its input's dtype and the bias added in fp32; returns fp32.
 
-    The biases are the decay's base and the like, far larger than what is added to them: in half they would round it.
+    The biases, such as the decay's base, are far larger than the product: half precision would round it away.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -61,9 +61,9 @@ class TimeMixing(nn.Module):
 
     Args:
         shape: the sizes.
-        layer: its number; the first layer's values are mixed into those of all others.
-        norm_eps: of the norm over heads, before it is multiplied by a head's width.
-        fused_norm: which epsilon the norm of keys has.
+        layer: layer index; the first layer's values are mixed into those of all others.
+        norm_eps: epsilon of the norm over heads, before multiplication with the head width.
+        fused_norm: selects the epsilon of the key norm.
     """
 
     def __init__(self, shape: Rwkv7Shape, layer: int, *, norm_eps: float, fused_norm: bool) -> None:
@@ -84,14 +84,14 @@ class TimeMixing(nn.Module):
         self.g_norm = nn.GroupNorm(shape.heads, value, eps=shape.head_dim * norm_eps)
 
     def forward(
-        self, x_BTD: torch.Tensor, first_BTE: torch.Tensor | None, row: Row
+        self, x_BTD: torch.Tensor, first_BTE: torch.Tensor | None, row: RowContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Mixes along time.
 
         Args:
-            x_BTD: normed input.
-            first_BTE: the first layer's values, heads side by side; None in the first layer.
-            row: of the batch.
+            x_BTD: normalised input.
+            first_BTE: the first layer's values, heads concatenated; None in the first layer.
+            row: context of the batch.
 
         Returns:
             [B, T, D], and the first layer's values.
@@ -131,9 +131,9 @@ class TimeMixing(nn.Module):
         v_BTHV: torch.Tensor,
         a_BTHK: torch.Tensor,
         b_BTHK: torch.Tensor,
-        row: Row,
+        row: RowContext,
     ) -> torch.Tensor:
-        """The state's output [B, T, H, V]; with a cache, from its state and into it."""
+        """The output of the recurrence [B, T, H, V]; reads and updates the state in the cache, if there is one."""
         inputs = (r_BTHK, w_BTHK, k_BTHK, v_BTHV, a_BTHK, b_BTHK)
         state = row.cache.get_recurrent_state(self.layer) if row.cache is not None else None
         if state is not None and v_BTHV.shape[1] == 1 and not torch.is_grad_enabled():
@@ -158,7 +158,7 @@ class TimeMixing(nn.Module):
         v_BTHV: torch.Tensor,
         g_BTE: torch.Tensor,
     ) -> torch.Tensor:
-        """The norm over each head, the token's own value weighted by r, k and ``r_k``, the gate, the projection."""
+        """Norm per head, plus the token's own value weighted by r, k and ``r_k``, then gate and output projection."""
         norm, size = self.g_norm, o_BTHV.shape
         with torch.autocast(o_BTHV.device.type, enabled=False):
             flat = wide(o_BTHV).reshape(-1, self.shape.value)
@@ -170,11 +170,11 @@ class TimeMixing(nn.Module):
 
 
 class ChannelMixing(nn.Module):
-    """RWKV-7's feed-forward layer over a token and the one before it.
+    """RWKV-7's feed-forward layer over a token and its predecessor.
 
     Args:
         shape: the sizes.
-        layer: its number.
+        layer: layer index.
         act: ``sqrelu``, the square of a ReLU, or another name that transformers knows.
     """
 
@@ -186,15 +186,16 @@ class ChannelMixing(nn.Module):
         self.value = nn.Linear(shape.width, shape.hidden, bias=False)
         name = "relu2" if act == "sqrelu" else act
         if name not in ACT2FN:
-            raise ModelError(f"config.json: hidden_act {act!r} is not known", remedy="fetch the checkpoint again")
+            what = f"config.json: unknown hidden_act {act!r}"
+            raise ModelError(what, remedy="download the checkpoint again", code="model.config_invalid")
         self.act = ACT2FN[name]
 
-    def forward(self, x_BTD: torch.Tensor, row: Row) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, row: RowContext) -> torch.Tensor:
         """[B, T, D] of the normed input [B, T, D]."""
         x_BTD = row.without_padding(x_BTD)
         return self.value(self.act(self.key(_shifted(x_BTD, row.previous(x_BTD, self.layer, CHANNEL), self.x_k))))
 
 
 def _shifted(x_BTD: torch.Tensor, before_BTD: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Each token moved towards the one before it, in the dtype of ``x_BTD``."""
+    """Interpolate each token towards its predecessor, in the dtype of ``x_BTD``."""
     return (x_BTD + (before_BTD - x_BTD) * share).to(x_BTD.dtype)

@@ -1,4 +1,4 @@
-"""RWKV-7 for causal language modelling: the parameter names and the arithmetic of flash-linear-attention's model."""
+"""RWKV-7 for causal language modelling, with flash-linear-attention's parameter names and arithmetic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from halftune.core.errors import ModelError
 from halftune.model.rwkv7.configuration import RWKV7Config
-from halftune.model.rwkv7.initial import begin_channel_mixing, begin_embedding, begin_head, begin_time_mixing
+from halftune.model.rwkv7.initialization import init_channel_mixing, init_embedding, init_head, init_time_mixing
 from halftune.model.rwkv7.mixing import ChannelMixing, TimeMixing
-from halftune.model.rwkv7.row import Row, States, describe_row
+from halftune.model.rwkv7.row_context import RecurrentCache, RowContext, describe_row
 
 
 class RWKV7Block(GradientCheckpointingLayer):
@@ -33,9 +33,9 @@ class RWKV7Block(GradientCheckpointingLayer):
         self.ffn = ChannelMixing(shape, layer, config.hidden_act)
 
     def forward(
-        self, x_BTD: torch.Tensor, first_BTE: torch.Tensor | None, row: Row
+        self, x_BTD: torch.Tensor, first_BTE: torch.Tensor | None, row: RowContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream after this layer, and the first layer's values."""
+        """The hidden states after this layer, and the first layer's values."""
         if hasattr(self, "pre_norm"):
             x_BTD = self.pre_norm(x_BTD)
         mixed_BTD, values_BTE = self.attn(self.attn_norm(x_BTD), first_BTE, row)
@@ -44,7 +44,7 @@ class RWKV7Block(GradientCheckpointingLayer):
 
 
 class RWKV7PreTrainedModel(PreTrainedModel):
-    """What transformers asks about the architecture."""
+    """Base class with transformers' settings of the architecture."""
 
     config: RWKV7Config
     config_class = RWKV7Config
@@ -59,19 +59,19 @@ class RWKV7PreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         layers = self.config.num_hidden_layers
         if isinstance(module, TimeMixing):
-            begin_time_mixing(module, layers)
+            init_time_mixing(module, layers)
         elif isinstance(module, ChannelMixing):
-            begin_channel_mixing(module, layers)
+            init_channel_mixing(module, layers)
         elif isinstance(module, nn.Embedding):
-            begin_embedding(module.weight)
+            init_embedding(module.weight)
         elif isinstance(self, RWKV7ForCausalLM) and module is self.lm_head:
-            begin_head(self.lm_head.weight)
+            init_head(self.lm_head.weight)
         else:
             super()._init_weights(module)
 
 
 class RWKV7Model(RWKV7PreTrainedModel):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the final norm."""
 
     def __init__(self, config: RWKV7Config) -> None:
         super().__init__(config)
@@ -80,6 +80,11 @@ class RWKV7Model(RWKV7PreTrainedModel):
         self.norm = _norm(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _caches(self, use_cache: bool | None) -> bool:
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return use_cache and not (self.gradient_checkpointing and self.training)
 
     def forward(
         self,
@@ -90,34 +95,30 @@ class RWKV7Model(RWKV7PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The stream after the last norm, [B, T, hidden].
+        """The hidden states after the final norm, [B, T, hidden].
 
         Args:
             input_ids: [B, T].
             attention_mask: [B, tokens so far], 0 for padding.
             inputs_embeds: [B, T, hidden] in place of ``input_ids``.
-            past_key_values: the states after the tokens before.
-            use_cache: return the states; by default outside training, as config.json says. A packed row has none to
-                go on from: its samples are whole.
+            past_key_values: the states after previous tokens.
+            use_cache: return the states; default config.json's value, False in training. Packed rows have no cache.
             kwargs: ``cu_seq_lens_q``, ``cu_seqlens`` or ``seq_idx`` of a packed row; others are ignored.
 
         Raises:
-            ModelError: a packed row with states of a past.
+            ModelError: a packed row with ``past_key_values``.
         """
         x_BTD = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
         row = describe_row(x_BTD, attention_mask, kwargs)
         if row.starts_BT1 is not None and past_key_values is not None:
-            what = "past_key_values came with boundaries of samples, which begin without a past"
-            raise ModelError(what, remedy="pass one of the two")
-        recomputed = self.gradient_checkpointing and self.training
-        if use_cache and not recomputed and row.starts_BT1 is None:
-            row = replace(row, cache=States(self.config) if past_key_values is None else past_key_values)
+            what = "past_key_values and sample boundaries are mutually exclusive"
+            raise ModelError(what, remedy="pass one of the two", code="model.wrong_use")
+        if row.starts_BT1 is None and self._caches(use_cache):
+            row = replace(row, cache=RecurrentCache(self.config) if past_key_values is None else past_key_values)
         first_BTE: torch.Tensor | None = None
         for layer in self.layers:
             x_BTD, first_BTE = layer(x_BTD, first_BTE, row)
-        if isinstance(row.cache, States):
+        if isinstance(row.cache, RecurrentCache):
             row.cache.seen += x_BTD.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x_BTD), past_key_values=row.cache)
 
@@ -136,7 +137,7 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own
+        return False  # the model creates its own cache
 
     def forward(
         self,
@@ -149,10 +150,10 @@ class RWKV7ForCausalLM(RWKV7PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T or fewer, vocabulary], and the loss where ``labels`` [B, T] are given; the rest as the model.
+        """Logits [B, T or fewer, vocabulary], and the loss if ``labels`` [B, T] are given.
 
         Args:
-            logits_to_keep: so many last tokens, or these; 0 keeps all.
+            logits_to_keep: number of last tokens, or indices of tokens; 0 keeps all.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -1,1 +1,1 @@
-"""Who promoted this tensor: runs a model under the plan's autocast and names the line that left the number format."""
+"""Finds the line that promoted a tensor: runs a model under the plan's autocast and records torch calls."""

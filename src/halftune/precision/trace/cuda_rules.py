@@ -1,4 +1,4 @@
-"""CUDA autocast's casting rules for tensors on the CPU, so that what they promote can be seen without a GPU.
+"""CUDA autocast's casting rules for CPU tensors, so that their promotions can be traced without a GPU.
 
 ``torch.autocast("cpu")`` has rules of its own: layer_norm, softmax, pow, rsqrt, cumsum and many others stay in half
 precision there and become fp32 on CUDA. Inside ``cuda_autocast_rules`` the AutocastCPU dispatch key does what
@@ -39,7 +39,7 @@ FP32 = _names(
     upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
     upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"""
 )
-# The result's dtype is set to fp32 where the caller sets none.
+# The result is fp32 unless the caller sets a dtype.
 FP32_RESULT = _names(
     """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList"""
@@ -48,13 +48,13 @@ FP32_RESULT = _names(
 FP32_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
 # Operands are cast to the widest dtype among them.
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
-# CUDA refuses it under autocast; it is left as it is here.
+# CUDA refuses it under autocast; unchanged here.
 BANNED = ("binary_cross_entropy",)
 
 
 @contextmanager
 def cuda_autocast_rules() -> Iterator[None]:
-    """Inside, ``torch.autocast("cpu", …)`` casts as ``torch.autocast("cuda", …)`` does; for the whole process."""
+    """Inside, ``torch.autocast("cpu", …)`` casts like ``torch.autocast("cuda", …)``, in the whole process."""
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
     listed = {*LOWER, *FP32, *FP32_RESULT, *FP32_NORMS, *PROMOTE, *BANNED}
     try:
@@ -92,7 +92,7 @@ def _without_autocast() -> Any:
 
 
 def _eligible(value: Any) -> bool:
-    """Whether autocast casts it: a floating tensor on its device, no double."""
+    """Whether autocast casts a tensor: floating, on its device, not fp64."""
     is_tensor = isinstance(value, torch.Tensor)
     return is_tensor and value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == "cpu"
 

@@ -1,4 +1,4 @@
-"""From what arrived at the sites of a trace to findings: which line promoted it, in how many layers, at what cost."""
+"""Converts traced calls to findings: the promoting line, the layers and the cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Finding:
-    """A tensor that left the plan on its way, equal layers in one.
+    """An operand outside the planned dtype; equal layers share a finding.
 
     Attributes:
         target: where it arrives: ``attention``, ``rotary``, ``linear attention`` or ``loss``.
@@ -61,14 +61,14 @@ class Finding:
     bytes_per_step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data."""
+        """Return the finding as JSON data."""
         return asdict(self)
 
 
 def findings(
     arrivals: Iterable[Arrival], *, mode: str, scale: float, objection: Callable[[Arrival], str], training: str
 ) -> list[Finding]:
-    """Groups what strayed: same operand, promoted by the same line, in modules that differ by layer numbers only.
+    """Group operands outside the planned dtype by name, promoting line and module (layer numbers ignored).
 
     Args:
         arrivals: of all phases.
@@ -138,29 +138,30 @@ def _finding(
 
 def _cause(step: Step | None, operand: Operand) -> str:
     if step is None:
-        return "it arrives as it was made"
+        return "created in this dtype"
     if step.promotes or step.escapes:
         return step.cause()
     if operand.dtype in HALF:
-        return "it is in another half format"
+        return "in another half format"
     leaves = ", ".join(dict.fromkeys(source.leaf for source in step.sources if source.leaf))
     off = "" if step.autocast is not None else " and autocast is off"
-    return f"it never was half: {leaves or 'its operands'} {'are' if ',' in leaves or not leaves else 'is'} fp32{off}"
+    verb = "are" if "," in leaves or not leaves else "is"
+    return f"never in half precision: {leaves or 'its operands'} {verb} fp32{off}"
 
 
 def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
     if arrival.settled:
         return f"nothing: {arrival.settled}"
     if not arrival.guarded:
-        return "nothing: the model's own call, which the guard does not see"
+        return "nothing: the model's own call, outside the guard"
     if arrival.dtype is None:
         return "raises: two half formats"
     if operand.name in ("k_cache", "v_cache") and mode != "off":
-        return "raises: a cast would copy the cache, which is written to"
+        return "raises: the cache is written in place and cannot be cast"
     if mode == "strict":
         return "raises"
     if mode == "off":
-        return "nothing: attention.guard is off, cast turns it on"
+        return "nothing: attention.guard is off (set it to cast)"
     if arrival.target == "rotary":
         x, tables = arrival.operands[0], _tables(arrival)
         names = " and ".join(each.name for each in tables) if operand is x else operand.name
@@ -169,9 +170,9 @@ def _action(arrival: Arrival, operand: Operand, mode: str) -> str:
 
 
 def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
-    """Written by a call's casts: the copies forward, the gradients in the operands' own dtype backward.
+    """Bytes written by a call's casts: copies in forward, gradients in the operands' dtypes in backward.
 
-    What gradient checkpointing computes again is written again, and not counted.
+    Recomputation under gradient checkpointing is not counted.
     """
     if arrival.dtype is None:
         return 0
@@ -181,11 +182,11 @@ def _cast_bytes(arrival: Arrival, operand: Operand) -> int:
 
 
 def _tables(arrival: Arrival) -> list[Operand]:
-    """The rotary tables that do not have the dtype of what they rotate: the guard gives it to them."""
+    """The rotary tables with another dtype than ``x``, which the guard casts."""
     x, *tables = arrival.operands
     return [table for table in tables if table.dtype is not x.dtype]
 
 
 def starred(path: str) -> str:
-    """A module's path in the model's own words, layer numbers as ``*``."""
+    """Return a module's path without peft's wrappers, with layer numbers replaced by ``*``."""
     return _INDEX.sub("*", plain_name(path))

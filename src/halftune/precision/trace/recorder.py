@@ -1,4 +1,4 @@
-"""Records every torch call of a model's own source: what went in, what came out, in which module, on which line.
+"""Records every torch call in a model's source: inputs, output, module and line.
 
 It stands above autocast: one record per call as the author wrote it, ``F.normalize`` and not the five operations that
 it is made of.
@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from halftune.precision.dtypes import plain_name
 from halftune.precision.trace.steps import Place, Source, Step, spelled
 
-_STEP = "halftune_step"  # a tensor's attribute: the call that made it; it goes when the tensor goes
+_STEP = "halftune_step"  # attribute of a tensor: the call that created it
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _OUTSIDE = (_TORCH, _OURS, "<")
-# Torch's own attention; the second and third project as well.
+# torch's attention functions; the second and third include projections.
 _ATTENTION = (
     nn.functional.scaled_dot_product_attention,
     nn.functional.multi_head_attention_forward,
@@ -51,11 +51,11 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.on_attention, self.on_step = model, on_attention, on_step
         self.count = 0
-        self.refused: tuple[Source, ...] = ()  # what the last call was given that raised
+        self.refused: tuple[Source, ...] = ()  # operands of the last call that raised
         self._leaves: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks = ExitStack()
-        self._autocast = False  # whether it is on around the model
+        self._autocast = False  # whether autocast is enabled around the model
 
     def __enter__(self) -> Recorder:
         first = next(self.model.parameters(), None)
@@ -67,7 +67,7 @@ class Recorder(TorchFunctionMode):
         for name, module in self.model.named_modules():
             self._hooks.callback(module.register_forward_pre_hook(self._enter_module(name), prepend=True).remove)
             self._hooks.callback(module.register_forward_hook(self._leave_module(), always_call=True).remove)
-        self._hooks.enter_context(_batches_credited())
+        self._hooks.enter_context(_records_through_vmap())
         super().__enter__()
         return self
 
@@ -92,22 +92,22 @@ class Recorder(TorchFunctionMode):
 
     @property
     def module(self) -> str:
-        """Path of the module that is running; empty outside of all."""
+        """Path of the running module; empty outside."""
         return self._stack[-1] if self._stack else ""
 
     def step_of(self, tensor: torch.Tensor) -> Step | None:
-        """The call that made a tensor, or None."""
+        """Return the call that created a tensor, or None."""
         return step_made_by(tensor)
 
     def leaf_of(self, tensor: torch.Tensor) -> str:
-        """``parameter …`` or ``buffer …`` with its name, or empty."""
+        """Return ``parameter …`` or ``buffer …`` with its name, or an empty string."""
         return self._leaves.get(id(tensor), "")
 
     def _source(self, tensor: torch.Tensor) -> Source:
         return Source(tensor.dtype, tensor.ndim == 0, self.step_of(tensor), self.leaf_of(tensor))
 
     def _record(self, func: Any, made: list[torch.Tensor], args: Any, kwargs: Mapping[str, Any]) -> None:
-        # What an operand was made by is still on it: an operation in place is recorded on its result from here on.
+        # Operands still have their records: in-place operations update the record of their result below.
         sources = tuple(self._source(tensor) for tensor in _floating((args, kwargs)))
         name = _name(func)
         if name == "__get__":
@@ -144,47 +144,47 @@ class Recorder(TorchFunctionMode):
 
 
 def only_records(hook: Callable[..., Any]) -> bool:
-    """Whether a module's hook is one of a recorder's, which changes nothing."""
+    """Whether a module's hook is a recorder's."""
     return hook.__module__ == __name__
 
 
 def recorded(module: nn.Module) -> bool:
-    """Whether a recorder looks at a module."""
+    """Whether a recorder is attached to a module."""
     return any(map(only_records, module._forward_hooks.values()))
 
 
 def step_made_by(tensor: torch.Tensor) -> Step | None:
-    """The call that made a tensor, or None where no recorder saw it."""
+    """Return the call that created a tensor; None if it was not recorded."""
     return vars(tensor).get(_STEP) if hasattr(tensor, "__dict__") else None
 
 
-def credit(tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """Gives ``tensor`` the record of another that was made in its place, as the author of the model wrote it."""
-    put_back(tensor, step_made_by(like))
+def copy_record(tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Copy the record of ``like``, computed by the model's own code, to ``tensor``."""
+    set_record(tensor, step_made_by(like))
 
 
-def put_back(tensor: torch.Tensor, step: Step | None) -> None:
-    """Makes ``step`` the call that made a tensor."""
+def set_record(tensor: torch.Tensor, step: Step | None) -> None:
+    """Set the call that created a tensor."""
     if step is not None:
         setattr(tensor, _STEP, step)
 
 
 @contextmanager
-def _batches_credited() -> Iterator[None]:
-    """Inside, what goes into ``torch.vmap`` and what comes out of it keeps its record: the mode sees neither."""
+def _records_through_vmap() -> Iterator[None]:
+    """Inside, inputs and outputs of ``torch.vmap`` keep their records, which the mode does not see."""
 
-    def crediting(convert: Callable[..., Any], at: int) -> Callable[..., Any]:
+    def copying(convert: Callable[..., Any], at: int) -> Callable[..., Any]:
         def converted(*args: Any) -> Any:
             result = convert(*args)
             if isinstance(result, torch.Tensor) and isinstance(args[at], torch.Tensor):
-                credit(result, args[at])
+                copy_record(result, args[at])
             return result
 
         return converted
 
     before = {name: vars(vmap)[name] for name in ("_add_batch_dim", "_maybe_remove_batch_dim")}
     for at, (name, convert) in enumerate(before.items()):  # the tensor is the first argument, and the second
-        setattr(vmap, name, crediting(convert, at))
+        setattr(vmap, name, copying(convert, at))
     try:
         yield
     finally:
@@ -193,7 +193,7 @@ def _batches_credited() -> Iterator[None]:
 
 
 def calling_line(frame: FrameType | None) -> Place:
-    """The innermost line outside of torch and of the trace itself, from ``frame`` outwards."""
+    """The innermost line outside torch and the trace, from ``frame`` outwards."""
     while frame is not None and frame.f_code.co_filename.startswith(_OUTSIDE):
         frame = frame.f_back
     if frame is None:
@@ -206,7 +206,7 @@ def _name(func: Any) -> str:
 
 
 def _floating(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of numbers with a fraction: complex ones too, which rotate queries in many a model."""
+    """Whether a tensor is floating or complex (rotary embeddings of some models)."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

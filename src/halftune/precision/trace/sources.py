@@ -1,25 +1,25 @@
-"""Where a user finds the source file of a model that brings its own code."""
+"""Maps source files of remote code to the model's folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_folders: list[str] = []  # whose code runs in this process, as recipes name them
+_folders: list[str] = []  # folders of models whose code runs in this process
 
 
 def brought_code(folder: str) -> None:
-    """Notes a model's folder whose code is about to run, for ``where_written``."""
+    """Register a model's folder for ``where_written``."""
     if folder not in _folders:
         _folders.append(folder)
 
 
 def where_written(file: str) -> str:
-    """``written_in`` for whichever of the folders that brought code in this process."""
+    """Return ``written_in`` for the registered folder that contains ``file``."""
     return next((found for folder in _folders if (found := written_in(file, folder)) != file), file)
 
 
 def written_in(file: str, folder: str) -> str:
-    """The file in the model's folder that ``file`` is a copy of, or ``file`` itself.
+    """Return the file in the model's folder of which ``file`` is a copy, or ``file`` itself.
 
     transformers runs a checkpoint's code from a copy in its cache.
 

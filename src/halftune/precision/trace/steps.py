@@ -1,4 +1,4 @@
-"""What a trace remembers of a torch call, and the way back from a tensor to what made it fp32."""
+"""Records of torch calls, and the search for the call that made a tensor fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 HALF = (torch.bfloat16, torch.float16)
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-_SHAPED_LIKE = frozenset({"view_as", "reshape_as", "expand_as"})  # of the second operand only the shape counts
+_SHAPED_LIKE = frozenset({"view_as", "reshape_as", "expand_as"})  # only the shape of the second operand matters
 _LOWERED = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d"})
 _CASTS = frozenset({"float", "to", "type", "type_as", "double", "_to_copy"})
 _SPELLED = {"truediv": "div", "matmul": "matmul", "getitem": "index", "setitem": "index_put"}
@@ -46,13 +46,13 @@ class Source:
 
     @property
     def constant(self) -> bool:
-        """Whether it comes from buffers and from nothing else, as rotary tables do."""
+        """Whether it depends on buffers only, like rotary tables."""
         return self.step.constant if self.step is not None else self.leaf.startswith("buffer ")
 
 
 @dataclass
 class Step:
-    """One torch call in the model's source whose result is floating.
+    """A torch call in the model's source with a floating result.
 
     Attributes:
         index: order of execution.
@@ -83,31 +83,31 @@ class Step:
 
     @property
     def promotes(self) -> bool:
-        """Whether something in half precision goes in and something wider comes out."""
+        """Whether a half-precision operand yields a wider result."""
         sources = self.sources[:1] if self.op in _SHAPED_LIKE else self.sources
         return self.dtype not in HALF and any(source.dtype in HALF and not source.scalar for source in sources)
 
     @property
     def carries(self) -> bool:
-        """Whether what goes in half is data, no table."""
+        """Whether a half-precision operand is data, not a table."""
         return any(source.dtype in HALF and not source.scalar and not source.constant for source in self.sources)
 
     @property
     def escapes(self) -> bool:
-        """Whether autocast would have brought this into half, had the model's code not switched it off."""
+        """Whether autocast would have cast it to half precision if the model's code had not disabled autocast."""
         return self.outside and self.op in _LOWERED and self.dtype not in HALF and not self.constant
 
     @property
     def wide(self) -> list[Source]:
-        """Operands that were wide before, and can promote."""
+        """Wide operands, which can promote the result."""
         return [source for source in self.sources if source.dtype not in HALF and not source.scalar]
 
     def formula(self) -> str:
-        """``addcmul(fp16, fp16, fp32)``."""
+        """Return the call as ``addcmul(fp16, fp16, fp32)``."""
         return f"{self.op}({', '.join(shown(source.dtype) for source in self.sources)})"
 
     def cause(self) -> str:
-        """Why the result is fp32, in words."""
+        """Return the reason why the result is fp32."""
         if self.escapes and not self.promotes:
             return "the model's code switches autocast off here"
         if self.explicit or self.op in _CASTS:
@@ -119,12 +119,12 @@ class Step:
 
 
 def shown(dtype: torch.dtype) -> str:
-    """``bf16``, ``fp16``, ``fp32``, or torch's own name."""
+    """Return ``bf16``, ``fp16``, ``fp32``, or torch's name."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def spelled(name: str) -> str:
-    """The name of a torch function as one writes it: ``__rmul__`` → ``mul``, ``add_`` → ``add``."""
+    """Return a torch function's plain name: ``__rmul__`` → ``mul``, ``add_`` → ``add``."""
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
         name = name[1:] if name in ("radd", "rmul", "rsub", "rtruediv", "rpow", "rmatmul") else name
@@ -134,7 +134,7 @@ def spelled(name: str) -> str:
 
 
 def _origin(source: Source) -> str:
-    """Where a wide operand comes from: its weights and buffers, or the line that made it."""
+    """The origin of a wide operand: its weights and buffers, or the line that created it."""
     if source.leaf:
         return source.leaf
     if source.step is None:
@@ -146,7 +146,7 @@ def _origin(source: Source) -> str:
 
 
 def _region(end: Step) -> Iterator[Step]:
-    """The steps of the fp32 region that ``end`` closes, latest first.
+    """Yield the steps of the fp32 region that ends at ``end``, latest first.
 
     It begins where the model's code takes a matmul out of autocast: whatever was wide before would be half after.
     """
@@ -163,12 +163,12 @@ def _region(end: Step) -> Iterator[Step]:
 
 
 def _just_cast(source: Source) -> bool:
-    """Whether an operand was brought out of half by a cast on its way into this call."""
+    """Whether an operand was cast from half precision for this call."""
     return source.step is not None and source.step.promotes and source.step.op in _CASTS
 
 
 def first_promotion(end: Step) -> Step:
-    """The call at which a wide tensor left half precision; where its data never was half, the call that computed it.
+    """Return the call at which a wide tensor left half precision; if it never was, the call that computed it.
 
     Walks back over calls whose results are wide and takes the earliest that was given something half: of those through
     which data flows, else of those that make tables of buffers. Where there is none (fp32 weights, no autocast), the

@@ -1,4 +1,4 @@
-"""Runs a model under a plan's autocast and notes in which dtypes tensors arrive at attention and at the loss."""
+"""Runs a model under a plan's autocast and records the dtypes of operands at attention and at the loss."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.plan import PrecisionPlan
 from halftune.precision.rebind import EntryPoint, Scope, fla_operators, installed
-from halftune.precision.trace.by_hand import written_attention
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
-from halftune.precision.trace.flash_sinks import SINKS
+from halftune.precision.trace.flash_stubs import STUBS
+from halftune.precision.trace.manual_attention import find_manual_attention
 from halftune.precision.trace.recorder import Recorder
 from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.steps import HALF, Step, first_promotion, shown
@@ -30,7 +30,7 @@ _WITH_LAYERS = (".modeling_", "halftune.model.rwkv7.")  # modules that call func
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as it arrives at a site: its name there, dtype, shape, what made it, and whether it has a gradient."""
+    """An operand of a traced call: name, dtype, shape, the call that created it, and whether it has a gradient."""
 
     name: str
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One call of a site.
+    """A traced call.
 
     Attributes:
         target: ``attention``, ``rotary``, ``linear attention`` or ``loss``.
@@ -66,7 +66,7 @@ class Arrival:
 
     @property
     def strays(self) -> list[Operand]:
-        """Operands in another dtype than the call computes in."""
+        """Operands with another dtype than the call's compute dtype."""
         return [operand for operand in self.operands if operand.dtype is not self.dtype]
 
 
@@ -88,8 +88,8 @@ class Tracer:
     arrivals: list[Arrival] = field(default_factory=list)
     _phase: str = ""
     _recorder: Recorder | None = None
-    _inside: bool = False  # a site's own work is no news
-    _backward: bool = False  # nor is what is computed again for it
+    _inside: bool = False  # inside a traced call, nested calls are ignored
+    _backward: bool = False  # recomputation in backward is ignored
 
     def attention(
         self,
@@ -102,35 +102,35 @@ class Tracer:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """For transformers' attention interface: notes what arrives, casts as the guard does, attends without mask."""
+        """Attention function for transformers' interface: records operands, casts like the guard, ignores masks."""
         named = {"query": query, "key": key, "value": value}
         dtype = self._arrive("attention", "attention interface", named)
-        with self._at_work():
+        with self._inside_site():
             out = _attend(*(operand.to(dtype) for operand in named.values()))
             return returned((out, None), list(named.values()), dtype)
 
     def importing(self) -> Scope:
-        """A model whose code is imported inside is seen wherever it keeps a function that it calls by hand."""
+        """Inside, remote code is imported, so that its references to attention functions can be traced."""
         entries = (*self.functions, *self.rotary)
         return Scope({function: function for function in map(installed, entries) if function is not None})
 
     @contextmanager
     def phase(self, name: str, model: nn.Module, *, grad: bool) -> Iterator[Recorder]:
-        """What runs inside is traced as ``name``, under the plan's autocast."""
+        """Inside, calls are traced as phase ``name``, under the plan's autocast."""
         with ExitStack() as stack:
             if self.cuda_rules:
                 stack.enter_context(cuda_autocast_rules())
-            stack.enter_context(Scope(dict((*self._by_hand(), *self._linear()))))
+            stack.enter_context(Scope(dict((*self._imported(), *self._linear()))))
             stack.enter_context(torch.set_grad_enabled(grad))
             half = self.precision.autocast.value
             dtype = torch_dtype(self.precision.compute.value)
             stack.enter_context(torch.autocast("cpu", enabled=half, dtype=dtype if half else None, cache_enabled=False))
             self._phase, self._backward = name, False
-            self._recorder = Recorder(model, self._direct, self._written)
+            self._recorder = Recorder(model, self._on_torch_attention, self._on_step)
             yield stack.enter_context(self._recorder)
 
     def refusal(self, folder: str) -> str:
-        """Which operands were wide in the call that ended a phase, where they disagreed, and since which line.
+        """Describe the mixed dtypes of the call that raised, with the promoting lines.
 
         Args:
             folder: the model as the recipe names it.
@@ -147,58 +147,58 @@ class Tracer:
         return "; ".join(dict.fromkeys(said))
 
     def loss(self, logits: torch.Tensor) -> None:
-        """Notes in which dtype logits arrive at the loss, which sums in fp32 whatever they are; backward follows."""
+        """Record the dtype of the logits at the loss, which sums in fp32; backward follows."""
         assert self._recorder is not None, "inside a phase"
         operand = self._operand("logits", logits)
         self.arrivals.append(Arrival("loss", "", "cross-entropy", self._phase, (operand,), logits.dtype))
         self._backward = True
 
     def _arrive(self, target: str, function: str, operands: Mapping[str, torch.Tensor]) -> torch.dtype:
-        """Notes a call; returns what it computes in, the first operand's where two half dtypes contradict."""
+        """Record a call; returns its compute dtype (the first operand's if two half dtypes conflict)."""
         assert self._recorder is not None, "inside a phase"
         named = [self._operand(name, tensor) for name, tensor in operands.items()]
         tensors = list(operands.values())
         planned = torch_dtype(self.precision.compute.value)
         plain = target == "linear attention" and not any(tensor.dtype in HALF for tensor in tensors)
         if plain and not torch.is_autocast_enabled("cpu"):
-            planned = torch.float32  # these are legal in fp32 throughout
+            planned = torch.float32  # these may be all fp32
         dtype = computing_dtype(tensors, planned)
         if target == "rotary":
-            # The helper takes any dtype that x and the tables share. The guard gives the tables that of x; but where
-            # they differ, it is the wide operand whose promotion tells why.
+            # The function requires that x and the tables share one dtype. The guard casts the tables to that of x; the
+            # cause of a difference is the promotion of the wider operand.
             alike = len({tensor.dtype for tensor in tensors}) == 1
             dtype = tensors[0].dtype if alike else next((t.dtype for t in tensors if t.dtype in HALF), tensors[0].dtype)
         self._note(Arrival(target, self._recorder.module, function, self._phase, tuple(named), dtype))
         return dtype or tensors[0].dtype
 
-    def _direct(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A model's own call of torch's attention."""
+    def _on_torch_attention(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Record a model's own call of torch's attention."""
         if self._inside:
             return
         named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
         operands = {name: self._operand(name, named[name]) for name in ("query", "key", "value")}
         if function is nn.functional.scaled_dot_product_attention:
             dtypes = {operand.dtype for operand in operands.values()}
-            self._by_itself(function.__name__, operands, contradict=len(dtypes) > 1)
-        else:  # its projections bring what arrives into their own format
+            self._note_unguarded(function.__name__, operands, contradict=len(dtypes) > 1)
+        else:  # its projections cast their inputs
             (first, *_), phase = operands.values(), self._phase
             every = tuple(replace(operand, dtype=first.dtype) for operand in operands.values())
             site = self._recorder.module if self._recorder is not None else ""
             self._note(Arrival("attention", site, "multi-head attention", phase, every, first.dtype, False))
 
-    def _written(self, step: Step) -> None:
-        """Looks whether a call ends an attention that the model writes out itself."""
-        found = written_attention(step) if not self._inside else None
+    def _on_step(self, step: Step) -> None:
+        """Record a call that ends attention written in the model's own code."""
+        found = find_manual_attention(step) if not self._inside else None
         if found is not None:
             sources = found.operands.items()
             operands = {name: Operand(name, each.dtype, (), each.step, each.leaf) for name, each in sources}
             elements = found.by_elements
-            self._by_itself("softmax of a product", operands, contradict=found.contradict, as_written=elements)
+            self._note_unguarded("softmax of a product", operands, contradict=found.contradict, as_written=elements)
 
-    def _by_itself(
+    def _note_unguarded(
         self, function: str, operands: Mapping[str, Operand], *, contradict: bool, as_written: bool = False
     ) -> None:
-        """Notes attention outside of the guard: autocast brings it into one dtype, and without it torch wants one."""
+        """Record attention outside the guard, which needs one dtype unless autocast casts it."""
         assert self._recorder is not None, "inside a phase"
         on = torch.is_autocast_enabled("cpu") and not as_written
         dtype = torch.get_autocast_dtype("cpu") if on else torch_dtype(self.precision.compute.value)
@@ -218,19 +218,19 @@ class Tracer:
         return Operand(name, tensor.dtype, tuple(tensor.shape), step, leaf, tensor.requires_grad)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _inside_site(self) -> Iterator[None]:
         before, self._inside = self._inside, True
         try:
             yield
         finally:
             self._inside = before
 
-    def _by_hand(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+    def _imported(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         for entries, target in ((self.functions, "attention"), (self.rotary, "rotary")):
             for entry in entries:
                 function = installed(entry)
                 if function is not None:
-                    yield function, self._sink(target, entry, SINKS[entry.name])
+                    yield function, self._sink(target, entry, STUBS[entry.name])
 
     def _linear(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         for function, entry in _everywhere(self.linear):
@@ -250,7 +250,7 @@ class Tracer:
             found = {name: bound.arguments.get(name) for name in entry.operands}
             operands = {name: operand for name, operand in found.items() if isinstance(operand, torch.Tensor)}
             dtype = self._arrive(target, entry.name, operands)
-            with self._at_work():
+            with self._inside_site():
                 bound.arguments.update({name: operand.to(dtype) for name, operand in operands.items()})
                 return then(*bound.args, **bound.kwargs)
 
@@ -259,7 +259,7 @@ class Tracer:
 
 @dataclass(frozen=True)
 class _Operator:
-    """An ``EntryPoint`` that was found in a loaded module."""
+    """An ``EntryPoint`` found in a loaded module."""
 
     module: str
     name: str
@@ -267,7 +267,7 @@ class _Operator:
 
 
 def _everywhere(entries: Iterable[EntryPoint]) -> Iterator[tuple[Callable[..., Any], EntryPoint]]:
-    """Each distinct function that a loaded modeling module knows by an entry's name."""
+    """Yield each distinct function of an entry's name in loaded modeling modules."""
     by_name = {entry.name: entry for entry in entries}
     seen: set[int] = set()
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:

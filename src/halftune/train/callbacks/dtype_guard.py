@@ -11,7 +11,8 @@ from halftune.core.log import get_logger
 from halftune.model.patch import current_guard
 from halftune.precision.guard import Guard
 from halftune.precision.report import dtype_report
-from halftune.train.callbacks.base import Callback, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, StepMetrics
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 
@@ -22,14 +23,14 @@ class DtypeGuard(Callback):
     def __init__(self) -> None:
         self.guard: Guard | None = None
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Writes ``dtypes.json``, and tells the guard the names of the model's modules."""
         self.guard = current_guard()
         self.guard.watch(run.model)
         if run.is_main:
             _write(run.folder / "dtypes.json", dtype_report(run.model, run.plan.precision).to_dict())
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """Stops a run whose model caught the guard's refusal and went on without attention.
 
         Raises:
@@ -38,7 +39,7 @@ class DtypeGuard(Callback):
         if self.guard is not None:
             self.guard.check()
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """Writes ``guard.json``; casts of this sitting only, and of this process."""
         if self.guard is None or not run.is_main:
             return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halftune.train.callbacks.base import Callback, Run
+from halftune.train.callbacks.base import Callback
+from halftune.train.state import TrainState
 
 
 class EarlyStopping(Callback):
@@ -25,17 +26,17 @@ class EarlyStopping(Callback):
         """Goes on counting."""
         self.since = state["since"]
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """A run that had stopped stays stopped, unless patience is longer now."""
         self._look(run)
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
         """Sets ``run.stop`` when patience is over."""
         better = run.best is not None and run.best[0] == run.step
         self.since = 0 if better else self.since + 1
         self._look(run)
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: TrainState) -> None:
         if run.best is not None and self.since >= self.patience:
             step, loss = run.best
             run.stop = f"no better evaluation loss than {loss:.4g} (step {step}) in {self.since} evaluations"

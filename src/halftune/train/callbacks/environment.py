@@ -7,8 +7,9 @@ import json
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.hardware.probe import probe
-from halftune.train.callbacks.base import Callback, Run
+from halftune.train.callbacks.base import Callback
 from halftune.train.environment import environment
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 NAME = "environment.json"
@@ -19,14 +20,14 @@ class Environment(Callback):
 
     watches = True
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Writes the file on the main process."""
         if not run.is_main:
             return
-        sources, made = (*run.config.data.train, *run.config.data.eval), run.made_of
+        sources, made = (*run.config.data.train, *run.config.data.eval), run.inputs
         fingerprints = [*made["train_data"], *made["eval_data"]]
         data = {source.path: fingerprint for source, fingerprint in zip(sources, fingerprints, strict=True)}
-        facts = environment(probe(), data) | {part: made[part] for part in ("model", "tokenizer", "template")}
+        facts = environment(probe(), data) | made
         try:
             write_text(run.folder / NAME, json.dumps(facts, indent=1))
         except OSError as error:

@@ -12,7 +12,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFinite:
     """Where the first non-finite number appeared.
 
     Attributes:
@@ -52,7 +52,7 @@ class Watcher:
     """Collects the first finding of a forward and backward pass; ``finding`` is None while all is finite."""
 
     def __init__(self) -> None:
-        self.finding: Finding | None = None
+        self.finding: NonFinite | None = None
 
     def look(self, name: str, module: nn.Module, place: str, values: Any) -> None:
         """Notes the first non-finite tensor in ``values`` (tensors in tuples, lists and dicts)."""
@@ -65,7 +65,7 @@ class Watcher:
                 finite = tensor.detach()[healthy].abs()
                 largest = float(finite.max()) if finite.numel() else 0.0
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                self.finding = Finding(name, type(module).__name__, place, number, dtype, largest)
+                self.finding = NonFinite(name, type(module).__name__, place, number, dtype, largest)
                 return
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from halftune.core.log import get_logger
-from halftune.train.callbacks.base import Callback, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, StepMetrics
 from halftune.train.callbacks.window import Window
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 
@@ -45,7 +46,7 @@ class Logger(Callback):
         """Goes on where the checkpoint was."""
         self.window.restore(state["window"])
 
-    def open(self, run: Run) -> None:
+    def open(self, run: TrainState) -> None:
         """Starts logging a run."""
         raise NotImplementedError
 
@@ -57,7 +58,7 @@ class Logger(Callback):
         """Ends the run in the logger."""
         raise NotImplementedError
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Opens the logger on the main process.
 
         Raises:
@@ -66,16 +67,16 @@ class Logger(Callback):
         self.on = run.is_main
         self._try(run, self.open, run)
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """Sends a line per ``logging_steps``."""
         if self.on and (line := self.window.add(run, metrics)):
             self._try(run, self.send, run.step, tree(line))
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
         """Sends the evaluation's numbers."""
         self._try(run, self.send, run.step, tree(metrics))
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """Sends what is left and closes."""
         if self.on and (line := self.window.line(run)):
             self._try(run, self.send, run.step, tree(line))
@@ -83,7 +84,7 @@ class Logger(Callback):
         if self.lost is not None:
             log.warning("%s has nothing of what came after step %d", self.name, self.lost)
 
-    def _try(self, run: Run, action: Callable[..., None], *details: Any) -> None:
+    def _try(self, run: TrainState, action: Callable[..., None], *details: Any) -> None:
         if not self.on:
             return
         try:
@@ -98,5 +99,6 @@ def tree(line: dict[str, Any]) -> dict[str, float]:
     numbers = {NAMES[name]: value for name, value in line.items() if name in NAMES}
     if line.get("seconds"):
         numbers |= {shown: line[name] / line["seconds"] for name, shown in _SPEEDS.items() if name in line}
-    numbers |= {f"train/{name}": value for name, value in line.items() if name not in _OWN}
+    for name in line.keys() - _OWN:
+        numbers[f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"] = line[name]
     return {name: float(value) for name, value in numbers.items() if value is not None}

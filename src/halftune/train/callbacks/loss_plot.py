@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 from halftune.core.atomic import whole_file
-from halftune.train.callbacks.base import Callback, Run
+from halftune.train.callbacks.base import Callback
 from halftune.train.callbacks.metrics import read_metrics
 from halftune.train.quantities import significant
-from halftune.train.report.curve import Curve, curve, smooth, thin
+from halftune.train.report.series import Curves, Points, Series, smoothed, thinned
+from halftune.train.state import TrainState
 
 NAME = "loss.png"
 _INK, _SOFT, _LINE, _EVAL = "#23211d", "#77726a", "#1f5f8b", "#b4512a"
@@ -19,26 +22,26 @@ class LossPlot(Callback):
 
     watches = True
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
         """Draws the plot so far."""
         self._draw(run)
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """Draws the whole plot, also of a run that was stopped."""
         self._draw(run)
 
-    def _draw(self, run: Run) -> None:
+    def _draw(self, run: TrainState) -> None:
         if not run.is_main:
             return
-        lines = list(read_metrics(run.folder))
-        training, evaluation = curve(lines, "loss"), curve(lines, "eval_loss")
-        if not training and not evaluation:
-            return
-        name = run.config.logging.run_name or run.folder.name
-        draw(run.folder / NAME, name, training, evaluation)
+        curves = Curves()
+        for line in read_metrics(run.folder):
+            curves.take(line)
+        if curves.series:
+            name = run.config.logging.run_name or run.folder.name
+            draw(run.folder / NAME, name, curves["loss"], curves["eval_loss"])
 
 
-def draw(path: Path, title: str, training: Curve, evaluation: Curve) -> None:
+def draw(path: Path, title: str, training: Series, evaluation: Series) -> None:
     """Writes the plot to ``path``.
 
     Raises:
@@ -51,26 +54,21 @@ def draw(path: Path, title: str, training: Curve, evaluation: Curve) -> None:
     figure = Figure(figsize=(9, 5), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    crowded = len(training.steps) > 30
+
+    def plot(points: Points, **style: Any) -> None:
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, [math.nan if value is None else value for value in values], **style)
+
     if training:
-        raw, smoothed = thin(training, 4000), thin(smooth(training), 4000)
-        style = {"color": _LINE, "alpha": 0.25, "linewidth": 0.8} if crowded else {"color": _LINE, "linewidth": 1.8}
-        axes.plot(raw.steps, raw.values, label=f"training, last {significant(training.values[-1])}", **style)
-        if crowded:
-            axes.plot(smoothed.steps, smoothed.values, color=_LINE, linewidth=2.0, label="training, smoothed")
+        smooth = smoothed(training)
+        style = {"alpha": 0.25, "linewidth": 0.8} if smooth else {"linewidth": 1.8}
+        plot(thinned(training), color=_LINE, label=f"training, last {significant(training.values[-1])}", **style)
+        if smooth:
+            plot(smooth, color=_LINE, linewidth=2.0, label="training, smoothed")
     if evaluation:
-        best = min(evaluation.values)
-        axes.plot(
-            evaluation.steps,
-            evaluation.values,
-            color=_EVAL,
-            linewidth=1.6,
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            markeredgewidth=0.8,
-            label=f"evaluation, best {significant(best)}",
-        )
+        best = min(filter(math.isfinite, evaluation.values), default=math.nan)
+        label = f"evaluation, best {significant(best)}"
+        plot(thinned(evaluation), color=_EVAL, linewidth=1.6, marker="o", markersize=5, label=label)
     axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=14, parse_math=False)
     axes.set_xlabel("optimizer step", color=_SOFT, labelpad=8)
     axes.set_ylabel("loss, nats per trained token", color=_SOFT, labelpad=8)

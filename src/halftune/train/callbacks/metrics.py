@@ -13,11 +13,13 @@ from typing import Any
 from halftune.core.atomic import sync, write_text
 from halftune.core.files import open_file
 from halftune.core.log import get_logger
-from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, Phase, StepMetrics
 from halftune.train.callbacks.window import Window, finite
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 NAME = "metrics.jsonl"
+_LONGEST = 1 << 20  # bytes of a line
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
@@ -31,10 +33,10 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
         log.warning("cannot read %s: %s", path, error.strerror)
         return
     with file:
-        for line in file:
+        while line := file.readline(_LONGEST):
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             if isinstance(entry, dict):
                 yield entry
@@ -53,7 +55,7 @@ class MetricsFile(Callback):
         self.written: int | None = None  # length of the file at the restored checkpoint, in bytes
         self.waiting: list[str] = []
         self.warned = False
-        self.run: Run | None = None
+        self.run: TrainState | None = None
 
     def state(self) -> dict[str, Any]:
         """How long the file is, what waits to be written, and the steps that no line has told of yet."""
@@ -70,7 +72,7 @@ class MetricsFile(Callback):
         self.written, self.waiting = state["bytes"], list(state["waiting"])
         self.window.restore(state["window"])
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Cuts the file back: what comes after the restored step will be measured again."""
         path = run.folder / NAME
         if not run.is_main:
@@ -85,27 +87,27 @@ class MetricsFile(Callback):
         kept = [line for line in read_metrics(run.folder) if line.get("step", 0) <= run.step and run.step > 0]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """A line per ``logging_steps``, and one for the last step."""
         self._append(run, self.window.add(run, metrics))
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
         """A line per evaluation."""
         numbers = {name: finite(value) for name, value in metrics.items()}
         self._append(run, {"step": run.step, "epoch": round(run.epoch, 6), **numbers, "time": round(time.time(), 3)})
 
-    def on_phase(self, run: Run, phase: Phase) -> None:
+    def on_phase(self, run: TrainState, phase: Phase) -> None:
         """The last steps of a run that stops early: no checkpoint shall hold them back."""
         if phase == "saving" and run.stop:
             self._append(run, self.window.line(run))
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """The steps that no line has told of yet; a run that goes on from a checkpoint takes this line back."""
         self._append(run, self.window.line(run))
         if self.waiting:
             log.warning("%s lacks %d lines that could not be written", run.folder / NAME, len(self.waiting))
 
-    def _append(self, run: Run, line: dict[str, Any] | None) -> None:
+    def _append(self, run: TrainState, line: dict[str, Any] | None) -> None:
         if line is None or not run.is_main:
             return
         self.waiting.append(json.dumps(line) + "\n")
@@ -115,7 +117,7 @@ class MetricsFile(Callback):
             if not self.warned:
                 self.warned = True
                 log.warning(
-                    "cannot write %s: %s; training goes on, and the lines are tried again with the next one",
+                    "cannot write %s: %s; training continues, the next write retries these lines",
                     run.folder / NAME,
                     error.strerror,
                 )

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 
 from halftune.core.errors import TrainingError
+from halftune.data.batch import Batch
 from halftune.model.state import trainable_state
-from halftune.precision.dtypes import autocast
-from halftune.train.callbacks.base import Callback, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, StepMetrics
 from halftune.train.callbacks.first_nonfinite import watch
 from halftune.train.checkpoint_list import checkpoints
-from halftune.train.losses import forward_loss_sum
+from halftune.train.state import TrainState
 
 MAX_SKIPPED = 30  # the scale starts at 2^16 and halves at each skip: by then it is far below one
+
+
+Forward = Callable[[Batch], torch.Tensor]
 
 
 class NonFiniteStep(TrainingError):
@@ -32,12 +35,17 @@ class NonFiniteStep(TrainingError):
     """
 
     def __init__(self, what: str, remedy: str, loss: float, grad_norm: float) -> None:
-        super().__init__(what, remedy=remedy)
+        super().__init__(what, code="train.non_finite", remedy=remedy)
         self.loss, self.grad_norm = loss, grad_norm
 
 
 def check_finite(
-    run: Run, loss: float, grad_norm: float, batches: Sequence[dict[str, Any]], rows: Callable[[slice], str]
+    run: TrainState,
+    loss: float,
+    grad_norm: float,
+    batches: Sequence[Batch],
+    forward: Forward,
+    rows: Callable[[slice], str],
 ) -> None:
     """Called after the backward pass, before the weights change.
 
@@ -45,8 +53,9 @@ def check_finite(
         run: the run; ``run.step`` steps are done.
         loss: mean loss of the global batch, over all processes.
         grad_norm: global gradient norm; 0 where a loss scaler looks after overflowing gradients itself.
-        batches: this process's micro-batches as the collator made them.
-        rows: which rows of the data a part of ``batches`` was made of.
+        batches: this process's micro-batches.
+        forward: computes the loss of one of them again, by the model as it was built.
+        rows: which rows of the data a part of the micro-batches was made of.
 
     Raises:
         NonFiniteStep: loss or gradient norm is not finite. Names the first module that went non-finite and the last
@@ -55,7 +64,7 @@ def check_finite(
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-    cause, part = _cause(run, batches)
+    cause, part = _cause(run, batches, forward)
     made_of = rows(part)
     raise NonFiniteStep(
         f"{what} in step {run.step + 1}: {cause}{f'; it was fed {made_of}' if made_of else ''}",
@@ -65,7 +74,7 @@ def check_finite(
     )
 
 
-def check_weights(run: Run) -> None:
+def check_weights(run: TrainState) -> None:
     """Called before a checkpoint is written, so that no broken one pushes a good one out.
 
     Raises:
@@ -76,6 +85,7 @@ def check_weights(run: Run) -> None:
             raise TrainingError(
                 f"the weight {name} is not finite after step {run.step}: its update overflowed",
                 remedy=f"{_remedy(run)}; nothing was saved, {intact(run.folder)}",
+                code="train.non_finite",
             )
 
 
@@ -93,7 +103,7 @@ class NonFiniteWatch(Callback):
         """Goes on counting."""
         self.skipped = state["skipped"]
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """Counts skipped updates in a row.
 
         Raises:
@@ -107,7 +117,9 @@ class NonFiniteWatch(Callback):
             what = f"fp16 gradients overflow even at a loss scale of {scale:.3g}"
             remedy = "this model needs precision: bf16 or fp32"
         raise TrainingError(
-            f"the last {self.skipped} updates were skipped: {what}", remedy=f"{remedy}; {intact(run.folder)}"
+            f"the last {self.skipped} updates were skipped: {what}",
+            remedy=f"{remedy}; {intact(run.folder)}",
+            code="train.gradients_overflow",
         )
 
 
@@ -117,7 +129,7 @@ def intact(folder: Path) -> str:
     return f"{done[-1]} is intact" if done else "there is no checkpoint yet"
 
 
-def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> tuple[str, slice]:
+def _cause(run: TrainState, batches: Sequence[Batch], forward: Forward) -> tuple[str, slice]:
     """Runs the micro-batches again; where the first non-finite number came from, and which of them showed it."""
     everything = slice(None)
     if name := first_bad_weight(run.model):
@@ -129,9 +141,7 @@ def _cause(run: Run, batches: Sequence[dict[str, Any]]) -> tuple[str, slice]:
     # Hooks and compiled code do not go together; eagerly the same numbers appear, to rounding.
     with torch.compiler.set_stance("force_eager"), watch(run.model) as watcher:
         for index, batch in enumerate(batches):
-            inputs = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in batch.items()}
-            with autocast(run.plan.precision, run.device):
-                loss = forward_loss_sum(run.model, inputs)[0]
+            loss = forward(batch)
             if watcher.finding is None and loss.requires_grad:
                 # not backward(): that would add to .grad, and talk to other processes
                 torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -159,7 +169,7 @@ def _bad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor.detach()).all())
 
 
-def _remedy(run: Run) -> str:
+def _remedy(run: TrainState) -> str:
     frozen = first_bad_weight(run.model, frozen=True)
     fp16 = run.plan.precision.compute.value == "fp16"
     # rounding to fp16 makes infinities of large weights, and never NaN

@@ -15,10 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
-from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, Phase, StepMetrics
 from halftune.train.callbacks.operator_groups import PYTHON, WAIT
 from halftune.train.callbacks.profile_tables import tables
 from halftune.train.quantities import duration
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 NAME, TRACE = "profile.json", "profile_trace.json.gz"
@@ -43,7 +44,7 @@ class Profile(Callback):
         self.hook: RemovableHandle | None = None
         self.peak = 0
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """Starts the profiler after the warm-up, and stops it after ``steps`` steps."""
         if not run.is_main:
             return
@@ -61,7 +62,7 @@ class Profile(Callback):
         if self.profiler is not None:
             self._open()
 
-    def on_phase(self, run: Run, phase: Phase) -> None:
+    def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Evaluating and saving between two steps belong to neither."""
         if self.profiler is None:
             return
@@ -69,7 +70,7 @@ class Profile(Callback):
         if phase == "training":
             self._open()
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """What was recorded of a run that ended early; a warning where it was nothing."""
         if self.profiler is not None:
             self._close()
@@ -77,7 +78,7 @@ class Profile(Callback):
         elif run.is_main and not self.recorded and error is None:
             log.warning("no step was profiled: the run has %d, and the first %d warm up", self.seen, WARM_UP)
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: TrainState) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the recorder tells the terminal of every start and stop
         activities = [ProfilerActivity.CPU]
         if run.device.type in ("cuda", "xpu"):
@@ -94,7 +95,7 @@ class Profile(Callback):
         self.waiting.close()
         self.ranges.close()
 
-    def _stop(self, run: Run) -> None:
+    def _stop(self, run: TrainState) -> None:
         profiler, self.profiler = self.profiler, None
         assert profiler is not None
         assert self.hook is not None
@@ -112,7 +113,7 @@ class Profile(Callback):
             log.warning("cannot write the profile: %s", error.strerror)
         log.info("%s", console(found, run.folder))
 
-    def _summary(self, run: Run, profiler: torch.profiler.profile) -> dict[str, Any]:
+    def _summary(self, run: TrainState, profiler: torch.profiler.profile) -> dict[str, Any]:
         return {
             "first_step": run.step - len(self.recorded) + 1,
             "last_step": run.step,

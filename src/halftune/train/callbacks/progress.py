@@ -14,9 +14,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from halftune.core.log import FILE_ONLY, get_logger
-from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, Phase, StepMetrics
 from halftune.train.callbacks.window import Window
 from halftune.train.quantities import clock, count, rate, significant, size
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 _RECENT = 20  # steps that a speed on the bar is measured over
@@ -64,7 +65,7 @@ class ProgressBar(Callback):
         self.bar: _Bar | None = None
         self.redirected: list[tuple[logging.StreamHandler, Any]] = []
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Shows the bar on the main process."""
         if not run.is_main:
             return
@@ -86,12 +87,12 @@ class ProgressBar(Callback):
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 self.redirected.append((handler, handler.setStream(sys.stderr)))
 
-    def on_phase(self, run: Run, phase: Phase) -> None:
+    def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Names the phase in front of the bar."""
         if self.bar is not None:
             self.bar.update(self.task, description=phase)
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """Moves the bar on."""
         if self.bar is None:
             return
@@ -110,12 +111,12 @@ class ProgressBar(Callback):
         )
         self.bar.update(self.task, completed=run.step, left=f"ETA {clock(left)}" if left else "")
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
         """Leaves a line above the bar."""
         if self.bar is not None:
             self.bar.console.print(evaluation_line(run, metrics), highlight=False)
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """Takes the bar down; it stays visible as it was."""
         if self.bar is None:
             return
@@ -144,7 +145,7 @@ class ProgressLines(Callback):
         self.extra = None if shown else FILE_ONLY
         self.started = self.last = -float("inf")
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """Logs a line where one is due."""
         now = time.monotonic()
         left = self.pace.left(run.step, run.total_steps, now)
@@ -169,13 +170,13 @@ class ProgressLines(Callback):
             extra=self.extra,
         )
 
-    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
         """Logs the evaluation's loss."""
         if run.is_main:
             log.info(evaluation_line(run, metrics), extra=self.extra)
 
 
-def evaluation_line(run: Run, metrics: dict[str, float]) -> str:
+def evaluation_line(run: TrainState, metrics: dict[str, float]) -> str:
     """``step 100 · eval loss 1.234 (best so far)``."""
     best = " (best so far)" if run.best is not None and run.best[0] == run.step else ""
     return f"step {count(run.step)} · eval loss {significant(metrics['eval_loss'])}{best}"

@@ -10,11 +10,12 @@ import torch
 
 from halftune.core import alive
 from halftune.core.atomic import write_text
-from halftune.core.files import read_text
+from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
 from halftune.model.generate import generate_reply
-from halftune.train.callbacks.base import Callback, Phase, Run
+from halftune.train.callbacks.base import Callback, Phase
 from halftune.train.parallel.fsdp2 import reshard
+from halftune.train.state import TrainState
 
 log = get_logger(__name__)
 NAME = "samples.json"
@@ -28,24 +29,24 @@ class Samples(Callback):
 
     watches = together = True
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Answers before the first step. A run that goes on keeps the stored ones."""
         if run.step == 0 and self._takes_part(run):
             self._write(run, [{"prompt": p, "before": self._answer(run, p)} for p in run.config.logging.sample_prompts])
 
-    def on_phase(self, run: Run, phase: Phase) -> None:
+    def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Answers when training has finished, with the weights that are the result."""
         if phase != "finished" or not self._takes_part(run):
             return
-        before = {row["prompt"]: row.get("before") for row in _stored(run.folder)}
+        before = _before(run.folder)
         prompts = run.config.logging.sample_prompts
         rows = [{"prompt": p, "before": before.get(p), "after": self._answer(run, p)} for p in prompts]
         self._write(run, rows)
 
-    def _takes_part(self, run: Run) -> bool:
+    def _takes_part(self, run: TrainState) -> bool:
         return run.is_main or run.sharded
 
-    def _answer(self, run: Run, prompt: str) -> str:
+    def _answer(self, run: TrainState, prompt: str) -> str:
         messages = [{"role": "system", "content": run.config.data.system}] if run.config.data.system else []
         messages.append({"role": "user", "content": prompt})
         kind = run.device.type
@@ -66,7 +67,7 @@ class Samples(Callback):
             reshard(run.model)
         return answer
 
-    def _write(self, run: Run, rows: list[dict[str, Any]]) -> None:
+    def _write(self, run: TrainState, rows: list[dict[str, Any]]) -> None:
         if not run.is_main:
             return
         try:
@@ -75,10 +76,13 @@ class Samples(Callback):
             log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
 
 
-def _stored(folder: Path) -> list[dict[str, Any]]:
+def _before(folder: Path) -> dict[str, Any]:
+    """Prompt → the answer before training, of those that were stored."""
     path = folder / NAME
     try:
-        return json.loads(read_text(path))["samples"] if path.exists() else []
-    except (OSError, ValueError, KeyError) as error:
+        return {row["prompt"]: row.get("before") for row in read_json(path, MOST_JSON)["samples"]}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.warning("%s is not readable, the answers before training are lost: %s", path, error)
-        return []
+        return {}

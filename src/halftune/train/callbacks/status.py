@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.atomic import write_text
+from halftune.core.errors import HalftuneError
 from halftune.core.files import read_text
 from halftune.core.launcher import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.model.patch import current_guard
-from halftune.train.callbacks.base import Callback, Phase, Run, StepMetrics
+from halftune.train.callbacks.base import Callback, Phase, StepMetrics
 from halftune.train.callbacks.progress import Pace
 from halftune.train.callbacks.window import finite
 from halftune.train.interrupt import Interrupted
+from halftune.train.state import TrainState
 
 
 class StatusLine(Callback):
@@ -28,30 +30,29 @@ class StatusLine(Callback):
         self.pace = Pace()
         self.file: StatusFile | None = None
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainState) -> None:
         """Where the run stands: a checkpoint may have been restored."""
         if run.is_main:
             self.file = StatusFile(run.folder / NAME)
             self._tell(run)
 
-    def on_phase(self, run: Run, phase: Phase) -> None:
+    def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Names the phase."""
         self._tell(run, phase=phase)
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, run: TrainState, metrics: StepMetrics) -> None:
         """The numbers of the step."""
         left = self.pace.left(run.step, run.total_steps, time.monotonic())
         self._tell(run, urgent=False, loss=finite(metrics.loss), seconds_left=left)
 
-    def on_end(self, run: Run, error: BaseException | None) -> None:
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """How it ended."""
         if self.file is None and run.is_main:  # before its start: a checkpoint could not be read
             self.file = StatusFile(run.folder / NAME)
         self._tell(run, seconds_left=None, **ending(error))
 
-    def _tell(self, run: Run, *, urgent: bool = True, **changes: Any) -> None:
+    def _tell(self, run: TrainState, *, urgent: bool = True, **changes: Any) -> None:
         if self.file is not None:
-            self.file.path = run.folder / NAME  # which may have been moved
             where = {"step": run.step, "total": run.total_steps, "epoch": round(run.epoch, 6)}
             self.file.tell(urgent=urgent, casts=current_guard().casts, **where, **changes)
 
@@ -59,10 +60,11 @@ class StatusLine(Callback):
 def ending(error: BaseException | None) -> dict[str, Any]:
     """The last fields of a status, by what ended the run."""
     if error is None:
-        return {"state": "finished", "phase": "finished", "error": ""}
+        return {"state": "finished", "phase": "finished", "error": "", "code": ""}
     stopped = isinstance(error, Interrupted | KeyboardInterrupt)
     known = str(error) if type(error).__module__.startswith("halftune") else f"{type(error).__name__}: {error}"
-    return {"state": "stopped" if stopped else "failed", "error": known.strip(": ") or type(error).__name__}
+    said, code = known.strip(": ") or type(error).__name__, error.code if isinstance(error, HalftuneError) else ""
+    return {"state": "stopped" if stopped else "failed", "error": said, "code": code}
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from halftune.core.optional import need
-from halftune.train.callbacks.base import Run
 from halftune.train.callbacks.logger import Logger
+from halftune.train.state import TrainState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -19,7 +19,7 @@ class TensorBoard(Logger):
 
     name = "tensorboard"
 
-    def open(self, run: Run) -> None:
+    def open(self, run: TrainState) -> None:
         """Opens an event file; steps after the restored one are purged from TensorBoard's view."""
         need("tensorboard", why="logging.report_to: [tensorboard]")
         from torch.utils.tensorboard.writer import SummaryWriter

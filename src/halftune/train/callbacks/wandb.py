@@ -7,8 +7,8 @@ from typing import Any
 from halftune.core.atomic import write_text
 from halftune.core.files import read_text
 from halftune.core.optional import need
-from halftune.train.callbacks.base import Run
 from halftune.train.callbacks.logger import Logger
+from halftune.train.state import TrainState
 
 
 class WeightsAndBiases(Logger):
@@ -16,7 +16,7 @@ class WeightsAndBiases(Logger):
 
     name = "wandb"
 
-    def open(self, run: Run) -> None:
+    def open(self, run: TrainState) -> None:
         """Starts the W&B run, with the resolved configuration."""
         wandb: Any = need("wandb", why="logging.report_to: [wandb]")
         self.failures = (*Logger.failures, wandb.Error)

@@ -11,9 +11,9 @@ import time
 import torch.distributed as dist
 
 from halftune.core import alive
-from halftune.train.parallel import pulse
-from halftune.train.parallel.meeting import Meeting, meet
-from halftune.train.parallel.pulse import FAILED, Pulse
+from halftune.train.parallel import watchdog
+from halftune.train.parallel.rendezvous import Rendezvous, join_rendezvous
+from halftune.train.parallel.watchdog import FAILED, Watchdog
 
 _POLL = (0.001, 0.05)  # seconds between two looks, at first and at most
 _DEAD = 20.0  # seconds without a beat after which a process is taken for gone, where no launcher says so
@@ -31,7 +31,7 @@ def barrier(processes: int) -> None:
     global _gone
     if processes == 1:
         return
-    watch = pulse.current()
+    watch = watchdog.current()
     if watch is not None and not _gone:  # where nobody watches, a collective says that a process is gone
         try:
             return _wait(processes, watch)
@@ -40,23 +40,23 @@ def barrier(processes: int) -> None:
     dist.barrier()
 
 
-def _wait(processes: int, watch: Pulse) -> None:
+def _wait(processes: int, watch: Watchdog) -> None:
     global _passed
-    meeting, key = meet(), f"barrier/{_passed}"
-    pulse.tick()
-    if meeting.store.add(key, 1) == processes:
-        meeting.store.set(f"{key}/all", "")
-    others = _Others(meeting, watch)
+    rendezvous, key = join_rendezvous(), f"barrier/{_passed}"
+    watchdog.tick()
+    if rendezvous.store.add(key, 1) == processes:
+        rendezvous.store.set(f"{key}/all", "")
+    others = _Others(rendezvous, watch)
     pause = _POLL[0]
-    while not meeting.store.check([f"{key}/all"]):
+    while not rendezvous.store.check([f"{key}/all"]):
         alive.wait()
         others.check()
         time.sleep(pause)
         pause = min(2 * pause, _POLL[1])
     alive.sign()
-    if meeting.rank == 0 and _passed:  # all have left the one before
+    if rendezvous.rank == 0 and _passed:  # all have left the one before
         for done in (f"barrier/{_passed - 1}", f"barrier/{_passed - 1}/all"):
-            meeting.store.delete_key(done)
+            rendezvous.store.delete_key(done)
     _passed += 1
 
 
@@ -64,12 +64,12 @@ class _Others:
     """Looks now and then whether a process that is waited for still goes on.
 
     Args:
-        meeting: whom to ask whether a process has failed.
+        rendezvous: whom to ask whether a process has failed.
         watch: knows the signs of life.
     """
 
-    def __init__(self, meeting: Meeting, watch: Pulse) -> None:
-        self.meeting, self.watch = meeting, watch
+    def __init__(self, rendezvous: Rendezvous, watch: Watchdog) -> None:
+        self.rendezvous, self.watch = rendezvous, watch
         self.seen: list[int] = []
         self.beats: dict[int, tuple[int, float]] = {}  # of each rank the latest, and when it was new
         self.since = self.asked = self.looked = time.monotonic()
@@ -81,11 +81,11 @@ class _Others:
             PeerLost: as :func:`barrier`.
         """
         now = time.monotonic()
-        if now - self.asked < pulse.BEAT:
+        if now - self.asked < watchdog.BEAT:
             return
         self.asked = now
-        if self.meeting.store.check([FAILED]):
-            raise self.watch.blame(RuntimeError("another process has failed"))
+        if self.rendezvous.store.check([FAILED]):
+            raise self.watch.find_culprit(RuntimeError("another process has failed"))
         if now - self.looked < self.watch.seconds / 50:  # asks for the sign of every process
             return
         self.looked = now
@@ -94,8 +94,8 @@ class _Others:
             if self.beats.get(rank, (-1, 0.0))[0] != sign.beat:
                 self.beats[rank] = (sign.beat, now)
             elif now - self.beats[rank][1] > _DEAD + sign.extra:  # a library may stop the beat while it writes
-                raise self.watch.blame(RuntimeError(f"rank {rank} is gone or stopped"))
+                raise self.watch.find_culprit(RuntimeError(f"rank {rank} is gone or stopped"))
         if (seen := [sign.signs for sign in signs.values()]) != self.seen:
             self.seen, self.since = seen, now
         elif now - self.since > self.watch.seconds + max(sign.extra for sign in signs.values()):
-            raise self.watch.blame(RuntimeError(f"waited {now - self.since:.0f} s"))
+            raise self.watch.find_culprit(RuntimeError(f"waited {now - self.since:.0f} s"))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halftune.core.errors import PlanError
-from halftune.model.unread import Unread
+from halftune.model.lazy_weights import LazyWeights
 from halftune.plan import Plan
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.strategy import Strategy
@@ -31,14 +31,15 @@ class Ddp(Strategy):
         super().__init__(accelerator, plan)
         accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # type: ignore[assignment]
 
-    def wrap(self, model: nn.Module, unread: Unread | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, lazy: LazyWeights | None = None) -> nn.Module:
         """See :class:`Strategy`."""
         barrier(self.accelerator.num_processes)  # one may have read its weights from a slower disk
         wrapped: nn.Module = self.accelerator.prepare_model(model)
         if not isinstance(wrapped, DistributedDataParallel):
             raise PlanError(
-                f"ddp was planned, but {type(wrapped).__name__} came up: the processes would train apart",
+                f"expected DistributedDataParallel, got {type(wrapped).__name__}: gradients would not be averaged",
                 remedy="start it with `halftune train` or torchrun",
+                code="launch.process_count_differs",
             )
         wrapped.broadcast_buffers = False  # said as an option, torch warns of its new name, which accelerate knows not
         return wrapped

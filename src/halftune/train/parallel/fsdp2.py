@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.core.table import did_you_mean
-from halftune.model.unread import CPU, Unread
+from halftune.model.lazy_weights import CPU, LazyWeights
 from halftune.plan import ParallelPlan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.train.parallel.barrier import barrier
@@ -35,16 +35,16 @@ class Fsdp2(Strategy):
     name: ClassVar[str] = "fsdp2"
     sharded: ClassVar[bool] = True
 
-    def place(self, model: nn.Module, unread: Unread | None = None) -> None:
+    def place(self, model: nn.Module, lazy: LazyWeights | None = None) -> None:
         """Nothing: a whole model may not fit there; layer by layer goes there when it is sharded.
 
         Of a model that has not been read, a layer of each kind is: by what it computes operators recognise it.
         """
-        if unread is not None and self.plan.batch.fused_layers.value:
+        if lazy is not None and self.plan.batch.fused_layers.value:
             assert self.plan.parallel is not None, "fsdp2 is planned for several processes only"
-            show(model, modules_to_wrap(model, self.plan.parallel.wrap), unread)
+            show(model, modules_to_wrap(model, self.plan.parallel.wrap), lazy)
 
-    def wrap(self, model: nn.Module, unread: Unread | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, lazy: LazyWeights | None = None) -> nn.Module:
         """Shards ``model`` in place: its decoder layers (or ``wrap``) one by one, then all that is left.
 
         Raises:
@@ -66,8 +66,8 @@ class Fsdp2(Strategy):
         assert isinstance(root, FSDPModule), "fully_shard has made it one"
         self.root, self.syncing = root, True
         self._check(model)
-        if unread is not None:
-            fill(model, unread, CPU if parallel.offload else device)
+        if lazy is not None:
+            fill(model, lazy, CPU if parallel.offload else device)
         for name in kept:  # sharding makes new parameters
             mark_kept(model.get_parameter(name))
         log.info("fsdp2: %d modules (%s) in %d shards", len(layers), type(layers[0]).__name__, mesh.size())
@@ -90,7 +90,8 @@ class Fsdp2(Strategy):
     def _check(self, model: nn.Module) -> None:
         apart = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
         if apart:
-            raise PlanError(f"fsdp2 was planned, but {len(apart)} weights are not sharded, first {apart[0]}")
+            what = f"fsdp2 was planned, but {len(apart)} weights are not sharded, first {apart[0]}"
+            raise PlanError(what, code="train.sharding_failed")
 
     @contextmanager
     def accumulating(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:
@@ -165,12 +166,15 @@ def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     classes = {type(module).__name__ for module in model.modules()}
     if strangers := [name for name in names if name not in classes]:
         what = f"this model has no module of the class {strangers[0]}"
-        raise PlanError(what, where="distributed.fsdp.wrap", remedy=did_you_mean(strangers[0], classes))
+        raise PlanError(
+            what, where="distributed.fsdp.wrap", remedy=did_you_mean(strangers[0], classes), code="plan.bad_wrap"
+        )
     if names:
         return [module for module in model.modules() if type(module).__name__ in names]
     listed = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not listed:
-        raise PlanError("the model has no list of layers", remedy="name their class in distributed.fsdp.wrap")
+        what = "the model has no list of layers"
+        raise PlanError(what, remedy="name their class in distributed.fsdp.wrap", code="plan.bad_wrap")
     layers = max(listed, key=lambda one: sum(parameter.numel() for parameter in one.parameters()))
     return list(layers)
 
@@ -192,4 +196,5 @@ def _check_dtypes(model: nn.Module) -> None:
             f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}",
             where="precision.trainable",
             remedy="precision.trainable: auto, or distributed.strategy: ddp",
+            code="precision.trainable_conflict",
         )

@@ -20,18 +20,18 @@ from halftune.core.optional import version_of
 from halftune.hardware.facts import Device, Hardware
 from halftune.plan import Plan, resolve
 from halftune.precision.resolve import weakest
-from halftune.train.parallel.meeting import Meeting
+from halftune.train.parallel.rendezvous import Rendezvous
 
 log = get_logger(__name__)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers", "numpy")
 _SHORT = 12  # characters of a checksum
 
 
-def compare(meeting: Meeting, config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Plan) -> Plan:
+def compare(rendezvous: Rendezvous, config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Plan) -> Plan:
     """The plan of all processes: this one's, or a new one where another process has a weaker device.
 
     Args:
-        meeting: of all processes.
+        rendezvous: of all processes.
         config, hardware, facts: this process's.
         plan: made from them.
 
@@ -39,10 +39,10 @@ def compare(meeting: Meeting, config: RunConfig, hardware: Hardware, facts: Mode
         PlanError: versions, configuration or model differ; names the rank.
         PeerLost: a process did not come.
     """
-    meeting.tell("facts", own_facts(config, hardware, facts))
-    everybody = meeting.ask("facts", config.distributed.timeout_seconds)
+    rendezvous.tell("facts", own_facts(config, hardware, facts))
+    everybody = rendezvous.ask("facts", config.distributed.timeout_seconds)
     if different := differences(everybody):
-        raise PlanError(different, remedy="make them the same on all machines")
+        raise PlanError(different, remedy="make them the same on all machines", code="launch.settings_differ")
     devices = tuple(_device(one["device"]) for one in everybody)
     hosts = {one["host"]: None for one in everybody}
     log.info("%d processes on %s", len(everybody), ", ".join(hosts))
@@ -54,7 +54,7 @@ def compare(meeting: Meeting, config: RunConfig, hardware: Hardware, facts: Mode
     log.info(
         "rank %d on %s has the weakest device, %s: it decides for all", rank, everybody[rank]["host"], decides.name
     )
-    return resolve(config, merged, facts, world_size=meeting.world_size)
+    return resolve(config, merged, facts, world_size=rendezvous.world_size)
 
 
 def own_facts(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> dict[str, Any]:

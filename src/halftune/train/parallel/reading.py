@@ -13,9 +13,9 @@ from halftune.config.run import RunConfig
 from halftune.core import alive
 from halftune.core.log import get_logger
 from halftune.model.adapters.attach import attach_adapter
+from halftune.model.lazy_weights import CPU, LazyWeights, why_not
 from halftune.model.load import load_model
-from halftune.model.stand_in import stand_in, take_back
-from halftune.model.unread import CPU, Unread, why_not
+from halftune.model.zero_weights import insert_zero_weights, remove_zero_weights
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.train.parallel.shards import own_rows
@@ -23,7 +23,7 @@ from halftune.train.parallel.shards import own_rows
 log = get_logger(__name__)
 
 
-def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]:
+def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, LazyWeights | None]:
     """The model with its adapter, ready for training; under fsdp2 its weights stay in their files where they can.
 
     An adapter's own first weights are drawn as ever: they are the same however many processes there are.
@@ -38,74 +38,74 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, Unread | None]
     if plan.distribution.value == "fsdp2":
         why = needs_whole_weights(config) or why_not()
         if not why:
-            unread = Unread()
-            model = _attached(config, plan, unread)
-            if not (name := unread.lacks(model)):
-                return model, unread
+            lazy = LazyWeights()
+            model = _attached(config, plan, lazy)
+            if not (name := lazy.lacks(model)):
+                return model, lazy
             why = f"{name} is not in its files under a name by which it could be read alone"
         log.warning("each process reads the whole model into main memory before it keeps its share: %s", why)
     return _attached(config, plan, None), None
 
 
-def show(model: nn.Module, layers: Sequence[nn.Module], unread: Unread) -> None:
+def show(model: nn.Module, layers: Sequence[nn.Module], lazy: LazyWeights) -> None:
     """Reads the vectors of a model (norms) whole, and the matrices of one layer of each kind.
 
     Args:
         model: whose weights are not read.
         layers: those that are sharded one by one.
-        unread: where they are.
+        lazy: where they are.
     """
     kinds: dict[object, nn.Module] = {}
     for layer in layers:
         sizes = tuple((name, tuple(one.shape), one.dtype) for name, one in layer.named_parameters())
         kinds.setdefault((type(layer), sizes), layer)
     shown = {id(one) for layer in kinds.values() for one in layer.parameters()}
-    with unread.opened():
+    with lazy.opened():
         _give(
             model,
             {
-                id(one): unread.read(name, torch.empty_like(one, device=CPU))
-                for name, one in _named(model, unread)
+                id(one): lazy.read(name, torch.empty_like(one, device=CPU))
+                for name, one in _named(model, lazy)
                 if one.ndim < 2 or (one.ndim == 2 and id(one) in shown)
             },
         )
 
 
-def fill(model: nn.Module, unread: Unread, device: torch.device) -> None:
+def fill(model: nn.Module, lazy: LazyWeights, device: torch.device) -> None:
     """Reads what this process holds of every weight that has no numbers yet.
 
     Args:
         model: after ``fully_shard``.
-        unread: where the weights are.
+        lazy: where the weights are.
         device: of the shards.
 
     Raises:
         ModelError: the files cannot be read any more.
     """
-    with unread.opened(), torch.no_grad():
-        for name, weight in _named(model, unread):
+    with lazy.opened(), torch.no_grad():
+        for name, weight in _named(model, lazy):
             assert isinstance(weight, DTensor), "fully_shard has sharded every weight"
             alive.sign(weight.nbytes)
             share: Any = torch.empty_like(weight, device=device)
             first, _ = own_rows(weight) or (None, 0)
-            unread.read(name, share.to_local(), first)
+            lazy.read(name, share.to_local(), first)
             _give(model, {id(weight): share})
 
 
-def _attached(config: RunConfig, plan: Plan, unread: Unread | None) -> nn.Module:
-    loaded = load_model(config.model, plan, unread=unread)
-    there = stand_in(loaded) if unread is not None and config.adapter.type != "none" else {}
+def _attached(config: RunConfig, plan: Plan, lazy: LazyWeights | None) -> nn.Module:
+    loaded = load_model(config.model, plan, lazy=lazy)
+    there = insert_zero_weights(loaded) if lazy is not None and config.adapter.type != "none" else {}
     model = attach_adapter(loaded, config.adapter, plan, config.training.seed, revision=config.model.revision)
-    if unread is not None and there:
-        take_back(model, there, unread)
+    if lazy is not None and there:
+        remove_zero_weights(model, there, lazy)
     return model
 
 
-def _named(model: nn.Module, unread: Unread) -> list[tuple[str, nn.Parameter]]:
+def _named(model: nn.Module, lazy: LazyWeights) -> list[tuple[str, nn.Parameter]]:
     """Weights without numbers, each once, under a name that the files know (a head may be the embedding)."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta and unread.knows(name):
+        if parameter.is_meta and lazy.knows(name):
             found.setdefault(id(parameter), (name, parameter))
     return list(found.values())
 

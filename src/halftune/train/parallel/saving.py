@@ -60,7 +60,7 @@ def write_together(strategy: Strategy, folder: Path | None, files: Files, *, pla
         if failed:
             remedy = f"{failed[1]} and run the same command again; earlier checkpoints are intact"
             what = f"rank {rank} of {accelerator.num_processes} cannot write its part of the checkpoint: {failed[0]}"
-            raise TrainingError(what, where=place[0], remedy=remedy)
+            raise TrainingError(what, where=place[0], remedy=remedy, code="core.cannot_write")
     return {name: said for _, names in everybody for name, said in names.items()}
 
 
@@ -82,6 +82,7 @@ def check_shared(strategy: Strategy, folder: Path) -> None:
             f"rank {strangers[0]} does not see the main process's run folder, and each process writes its shards there",
             where=str(folder),
             remedy="put training.output_dir on a disk that all machines share, or distributed.strategy: ddp",
+            code="train.folder_not_shared",
         )
 
 

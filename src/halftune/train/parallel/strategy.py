@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from halftune.model.unread import Unread
+from halftune.model.lazy_weights import LazyWeights
 from halftune.plan import Plan
 
 
@@ -29,16 +29,16 @@ class Strategy:
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
         self.accelerator, self.plan = accelerator, plan
 
-    def place(self, model: nn.Module, unread: Unread | None = None) -> None:
+    def place(self, model: nn.Module, lazy: LazyWeights | None = None) -> None:
         """Puts a model that was built on the CPU where it is computed, if it may be there as a whole.
 
         Args:
             model: with its adapter.
-            unread: where its weights are, if they have not been read: for strategies that are ``sharded``.
+            lazy: where its weights are, if they have not been read: for strategies that are ``sharded``.
         """
         model.to(self.accelerator.device)
 
-    def wrap(self, model: nn.Module, unread: Unread | None = None) -> nn.Module:
+    def wrap(self, model: nn.Module, lazy: LazyWeights | None = None) -> nn.Module:
         """What forward passes are made with; the optimizer is made after this, from ``model``'s own parameters.
 
         Raises:

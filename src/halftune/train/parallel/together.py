@@ -9,9 +9,9 @@ from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.hardware.facts import Hardware
 from halftune.plan import Plan
-from halftune.train.parallel.meeting import meet
 from halftune.train.parallel.preflight import compare
-from halftune.train.parallel.pulse import Pulse
+from halftune.train.parallel.rendezvous import join_rendezvous
+from halftune.train.parallel.watchdog import Watchdog
 
 
 @contextmanager
@@ -25,11 +25,11 @@ def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Pla
     if plan.batch.world_size == 1:
         yield plan
         return
-    meeting = meet(config.distributed.timeout_seconds)
-    with Pulse(meeting, config.distributed.timeout_seconds) as pulse:
+    rendezvous = join_rendezvous(config.distributed.timeout_seconds)
+    with Watchdog(rendezvous, config.distributed.timeout_seconds) as watchdog:
         try:
-            yield compare(meeting, config, hardware, facts, plan)
+            yield compare(rendezvous, config, hardware, facts, plan)
         except BaseException as error:
-            if (told := pulse.explain(error)) is not error:
+            if (told := watchdog.explain(error)) is not error:
                 raise told from error
             raise

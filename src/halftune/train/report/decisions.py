@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from markupsafe import Markup
+
+from halftune.core.templates import render
 from halftune.train.quantities import count, short_count, size
-from halftune.train.report.chart import divided_bar
-from halftune.train.report.html import Content, Html, element, section, table
-from halftune.train.report.record import Record
+from halftune.train.report.record import HERE, Record
 
 # rows of the precision table in the order in which a number travels
 _PRECISION = (
@@ -29,25 +30,36 @@ _ATTENTION = (
     ("linear", "linear attention"),
 )
 _MODEL = (("num_parameters", "parameters"), ("num_trainable", "trained parameters"), ("towers", "towers"))
+_FLAGS = ("packing", "gradient_checkpointing", "fused_layers")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "overhead")
+_GUARDS = {
+    "cast": "an operand that left the planned dtype is cast and counted",
+    "strict": "an operand that left the planned dtype stops the run",
+    "off": "operands are not looked at",
+}
+Row = tuple[str, Any, str]  # name, value, reason
 
 
-def decisions(record: Record) -> Html:
+def decisions(record: Record) -> Markup:
     """The section on the plan."""
     plan = record.plan
+    if not plan:
+        return Markup()
     precision, attention, batch = (_tree(plan, name) for name in ("precision", "attention", "batch"))
-    warnings = [*plan.get("warnings", ()), *precision.get("warnings", ())]
-    return section(
+    guard = attention.get("guard")
+    guarded = [("guard", guard, _GUARDS.get(guard, ""))] if guard else []
+    return render(
+        HERE,
         "plan",
-        "Plan",
-        element("ul", [element("li", text) for text in dict.fromkeys(warnings)], class_="warnings")
-        if warnings
-        else None,
-        _decided("Number formats", _PRECISION, precision),
-        _decided("Attention", _ATTENTION, attention, guard=attention.get("guard")),
-        _rejected(attention),
-        _batch(plan, batch),
-        _memory(record),
+        warnings=list(dict.fromkeys([*plan.get("warnings", ()), *precision.get("warnings", ())])),
+        decided=[
+            ("Number formats", _decided(_PRECISION, precision)),
+            ("Attention", [*_decided(_ATTENTION, attention), *guarded]),
+            ("Device, batch, model", _batch(plan, batch)),
+        ],
+        rejected=[pair for pair in attention.get("rejected", ()) if len(pair) == 2],
+        memory=_memory(record),
+        size=size,
     )
 
 
@@ -56,96 +68,59 @@ def _tree(plan: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _decided(title: str, names: tuple[tuple[str, str], ...], tree: dict[str, Any], guard: str | None = None) -> Html:
-    rows: list[tuple[Content, ...]] = [
-        (words, _word(tree[name]["value"]), tree[name]["reason"]) for name, words in names if _is_choice(tree.get(name))
-    ]
-    if guard:
-        rows.append(("guard", _word(guard), _GUARDS.get(guard, "")))
-    return _titled(title, table(("", "decision", "because"), rows))
+def _decided(names: tuple[tuple[str, str], ...], tree: dict[str, Any]) -> list[Row]:
+    return [(words, tree[name]["value"], tree[name]["reason"]) for name, words in names if _is_choice(tree.get(name))]
 
 
-_GUARDS = {
-    "cast": "an operand that left the planned dtype is cast and counted",
-    "strict": "an operand that left the planned dtype stops the run",
-    "off": "operands are not looked at",
-}
-
-
-def _rejected(attention: dict[str, Any]) -> Html:
-    rows: list[tuple[Content, ...]] = [
-        (element("code", pair[0]), pair[1]) for pair in attention.get("rejected", ()) if len(pair) == 2
-    ]
-    return _titled("Attention backends not taken", table(("backend", "because"), rows))
-
-
-def _batch(plan: dict[str, Any], batch: dict[str, Any]) -> Html:
-    rows: list[tuple[Content, ...]] = []
-    for name, tree in (("device", plan), ("distribution", plan)):
-        if _is_choice(tree.get(name)):
-            rows.append((name, _word(tree[name]["value"]), tree[name]["reason"]))
+def _batch(plan: dict[str, Any], batch: dict[str, Any]) -> list[Row]:
+    rows = _decided((("device", "device"), ("distribution", "distribution")), plan)
     if "micro_batch" in batch:
-        micro, accumulation, world = (batch.get(name, 1) for name in ("micro_batch", "accumulation", "world_size"))
-        split = f"{accumulation} forwards × {world} {'process' if world == 1 else 'processes'}"
-        most = count(batch.get("tokens_per_step", 0))
-        if batch.get("tokens_per_batch") and not _tree(batch, "packing").get("value"):
-            each = f"as many rows as {count(batch['tokens_per_batch'])} tokens hold × {split}"
-            rows.append(("tokens per step", _word(most), f"at most: {each}"))
-        else:
-            each = f"{micro} rows × {split}, at most {most} tokens"
-            rows.append(("rows per step", _word(micro * accumulation * world), each))
-    if _is_choice(batch.get("grouped")) and not _tree(batch, "packing").get("value"):
-        rows.append(("grouping", _word(batch["grouped"]["value"]), batch["grouped"]["reason"]))
-    for name in ("packing", "gradient_checkpointing", "fused_layers"):
-        if _is_choice(batch.get(name)):
-            rows.append((name.replace("_", " "), _word(batch[name]["value"]), batch[name]["reason"]))
-    for name, words in _MODEL:
-        if _is_choice(plan.get(name)):
-            value = plan[name]["value"]
-            said = _word(value) if isinstance(value, str) else element("b", short_count(value))
-            rows.append((words, said, plan[name]["reason"]))
-    return _titled("Device, batch, model", table(("", "decision", "because"), rows))
+        rows.append(_step(batch))
+    packed = _tree(batch, "packing").get("value")
+    rows += _decided(() if packed else (("grouped", "grouping"),), batch)
+    rows += _decided(tuple((name, name.replace("_", " ")) for name in _FLAGS), batch)
+    for words, value, reason in _decided(_MODEL, plan):
+        rows.append((words, value if isinstance(value, str) else short_count(value), reason))
+    return rows
 
 
-def _memory(record: Record) -> Html:
+def _step(batch: dict[str, Any]) -> Row:
+    """How many rows, or tokens, a step has."""
+    micro, accumulation, world = (batch.get(name, 1) for name in ("micro_batch", "accumulation", "world_size"))
+    split = f"{accumulation} forwards × {world} {'process' if world == 1 else 'processes'}"
+    most = count(batch.get("tokens_per_step", 0))
+    if batch.get("tokens_per_batch") and not _tree(batch, "packing").get("value"):
+        each = f"as many rows as {count(batch['tokens_per_batch'])} tokens hold × {split}"
+        return "tokens per step", most, f"at most: {each}"
+    return "rows per step", micro * accumulation * world, f"{micro} rows × {split}, at most {most} tokens"
+
+
+def _memory(record: Record) -> dict[str, Any] | None:
+    """The parts of the estimate as shares of a bar, and what was measured; None where nothing was estimated."""
     memory = _tree(record.plan, "memory")
-    parts = [(name, float(memory.get(name) or 0), size(memory.get(name) or 0)) for name in _PARTS]
-    estimate = sum(amount for _, amount, _ in parts) - float(memory.get("overlap") or 0)
+    parts = [(name, float(memory[name])) for name in _PARTS if memory.get(name)]
+    estimate = sum(amount for _, amount in parts) - float(memory.get("overlap") or 0)
     if not estimate:
-        return Html("")
-    peaks = [line["memory_bytes"] for line in record.training if line.get("memory_bytes")]
-    measured = max(peaks) if peaks else None
-    marker = (float(measured), f"measured {size(measured)}") if measured else None
+        return None
+    measured = max((line["memory_bytes"] for line in record.training if line.get("memory_bytes")), default=0)
     available = float(memory.get("available") or 0)
     # a run that fills a small share of a big device would be a sliver
-    whole = available if available and estimate > available / 4 else max(estimate, measured or 0) * 1.15
+    whole = available if available and estimate > available / 4 else max(estimate, measured) * 1.15
     lines = [f"Estimated {size(estimate)}"]
     if measured:
         lines.append(f"measured {size(measured)} ({measured / estimate - 1:+.0%})".replace("-", "−"))
     if available:
         lines.append(f"{size(available)} on the device")
-    verdict = memory.get("verdict")
-    if isinstance(verdict, dict):
+    if isinstance(verdict := memory.get("verdict"), dict):
         lines.append(f"{verdict['value']}: {verdict['reason']}")
     if memory.get("checkpoint_disk"):
         lines.append(f"{size(memory['checkpoint_disk'])} of disk per checkpoint")
-    return _titled(
-        "Memory of one device", [divided_bar(parts, whole, marker), element("p", " · ".join(lines), class_="note")]
-    )
-
-
-def _titled(title: str, content: Content) -> Html:
-    return Html(element("h3", title) + element("div", content)) if content else Html("")
+    shares, start = [], 0.0
+    for name, amount in parts:
+        shares.append({"name": name, "bytes": amount, "start": start / whole, "share": amount / whole})
+        start += amount
+    return {"parts": shares, "measured": measured, "marker": min(measured / whole, 1), "lines": lines}
 
 
 def _is_choice(value: Any) -> bool:
     return isinstance(value, dict) and "value" in value and "reason" in value
-
-
-def _word(value: Any) -> Content:
-    """A decision's value: on or off for switches, names as code, none for nothing."""
-    if isinstance(value, bool):
-        return element("b", "on" if value else "off", class_="on" if value else "off")
-    if isinstance(value, list):
-        return [element("code", item, class_="item") for item in value] or element("b", "none", class_="off")
-    return element("code", value) if isinstance(value, str) else element("b", value)

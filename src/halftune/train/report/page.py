@@ -9,31 +9,41 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from jinja2 import TemplateError
+from markupsafe import Markup
+
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import finish
-from halftune.train.report.answers import answers
+from halftune.core.templates import render
 from halftune.train.report.curves import curves
 from halftune.train.report.dataset import dataset
 from halftune.train.report.decisions import decisions
 from halftune.train.report.dtypes import dtypes
-from halftune.train.report.html import Html, element, section
 from halftune.train.report.machine import machine
 from halftune.train.report.profile import profile
-from halftune.train.report.record import Record, read
+from halftune.train.report.record import HERE, Record, read
 from halftune.train.report.summary import cards, sentence
 
 log = get_logger(__name__)
 NAME = "report.html"
-_SECTIONS: tuple[tuple[str, str, Callable[[Record], Html]], ...] = (
-    ("curves", "Curves", curves),
-    ("samples", "Answers", answers),
-    ("data", "Data", dataset),
-    ("plan", "Plan", decisions),
-    ("dtypes", "Dtypes", dtypes),
-    ("profile", "Profile", profile),
-    ("environment", "Environment", machine),
+
+
+def answers(record: Record) -> Markup:
+    """The section of samples: the model's answers before and after training, side by side."""
+    return render(HERE, "samples", record=record) if record.samples else Markup()
+
+
+# anchor, name in the navigation, title, content
+_SECTIONS: tuple[tuple[str, str, str, Callable[[Record], Markup]], ...] = (
+    ("curves", "Curves", "Curves", curves),
+    ("samples", "Answers", "Answers before and after", answers),
+    ("data", "Data", "Data", dataset),
+    ("plan", "Plan", "Plan", decisions),
+    ("dtypes", "Dtypes", "Dtypes as they are", dtypes),
+    ("profile", "Profile", "Profile", profile),
+    ("environment", "Environment", "Environment", machine),
 )
 
 
@@ -75,53 +85,29 @@ def bring_up_to_date(folder: Path) -> None:
     finish(folder / STATUS)
 
 
-def page(record: Record, status: Status) -> Html:
+def page(record: Record, status: Status) -> Markup:
     """The whole page."""
-    parts = [(anchor, title, _shown(build, title, record)) for anchor, title, build in _SECTIONS]
-    parts = [part for part in parts if part[2]]
-    links = [element("a", title, href=f"#{anchor}") for anchor, title, _ in parts]
-    style = files("halftune.train.report").joinpath("style.css").read_text(encoding="utf-8")
-    head = element(
-        "head",
-        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html('<meta name="color-scheme" content="light dark"><meta name="generator" content="halftune">'),
-        element("title", f"{record.name} · {status.word}"),
-        Html(f"<style>{style}</style>"),
+    sections = [(anchor, name, title, _shown(build, title, record)) for anchor, name, title, build in _SECTIONS]
+    here = files(HERE)
+    style = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "charts.css"))
+    return render(
+        HERE,
+        "page",
+        record=record,
+        status=status,
+        sentence=sentence(record),
+        cards=cards(record),
+        sections=[section for section in sections if section[-1]],
+        style=Markup(style),
+        moment=time.strftime("%d %B %Y at %H:%M"),
     )
-    top = element(
-        "header",
-        element("p", "halftune run report", class_="over"),
-        element("h1", record.name),
-        element("p", sentence(record), class_="lead") if sentence(record) else None,
-        _status(status),
-        _unreadable(record),
-        cards(record),
-        element("nav", links, aria_label="Sections") if len(links) > 1 else None,
-    )
-    foot = element("footer", f"Written by halftune on {time.strftime('%d %B %Y at %H:%M')}")
-    body = element("body", top, element("main", [part for _, _, part in parts]), foot)
-    return Html("<!doctype html>\n" + element("html", head, body, lang="en"))
 
 
-def _status(status: Status) -> Html:
-    note = element("span", status.note) if status.note and status.word != "stopped" else None
-    line = element("p", element("b", status.word), note, class_=f"status {status.word}")
-    if status.word == "stopped" and status.note:
-        return Html(line + element("pre", status.note, class_="error"))
-    return line
-
-
-def _unreadable(record: Record) -> Html:
-    if not record.unreadable:
-        return Html("")
-    return element("p", f"Left out, because they cannot be read: {', '.join(record.unreadable)}.", class_="bad")
-
-
-def _shown(build: Callable[[Record], Html], title: str, record: Record) -> Html:
+def _shown(build: Callable[[Record], Markup], title: str, record: Record) -> Markup:
     """A section, or a line in its place where a file of the run folder does not have the form that it should have."""
     try:
         return build(record)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
         log.warning("the report's section %s is left out: %s: %s", title, type(error).__name__, error)
         words = f"This section is left out: its files are not of the form expected ({type(error).__name__}: {error})."
-        return section(title.lower(), title, element("p", words, class_="bad"))
+        return Markup('<p class="bad">{}</p>').format(words)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from halftune.core.files import read_text
+from halftune.core.files import MOST_JSON, read_json, read_text
 from halftune.train.callbacks.metrics import read_metrics
+
+HERE = "halftune.train.report"  # whose templates and styles make the page
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def read(folder: Path) -> Record:
         if not path.exists():
             return {}
         try:
-            found = json.loads(read_text(path))
+            found = read_json(path, MOST_JSON)
         except (OSError, ValueError):
             found = None
         if isinstance(found, dict):
@@ -75,7 +76,7 @@ def read(folder: Path) -> Record:
     try:
         text = read_text(path) if path.exists() else ""
         config = yaml.safe_load(text) or {}
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         unreadable.append(path.name)
     lines = list(read_metrics(folder))
     return Record(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.train.quantities import count, duration, short_count, significant, size
-from halftune.train.report.html import Content, Html, element
 from halftune.train.report.record import Record
 
 
@@ -14,7 +14,8 @@ def sentence(record: Record) -> str:
     model, adapter = record.setting("model", "name_or_path"), record.setting("adapter") or {}
     if not model:
         return ""
-    how = "Pre-training" if record.setting("method", "type") == "pretrain" else "Supervised fine-tuning"
+    method = METHOD_SECTIONS.get(record.setting("method", "type") or "sft")
+    how = method.title if method else "Training"
     kind = f"with a LoRA adapter of rank {adapter.get('rank')}" if adapter.get("type") == "lora" else "in full"
     words = [f"{how} of {model} {kind}"]
     if compute := _value(record.plan, "precision", "compute"):
@@ -24,19 +25,13 @@ def sentence(record: Record) -> str:
     return ", ".join(words) + "."
 
 
-def cards(record: Record) -> Html:
+Card = tuple[str, str, str] | None  # name, value, note
+
+
+def cards(record: Record) -> list[Card]:
     """The numbers at a glance; a number that the run does not have leaves no gap."""
     shown = [_loss(record), _evaluation(record), *_work(record), _memory(record), _model(record)]
-    cells = [
-        element("div", element("dt", name), element("dd", value, element("small", note) if note else None))
-        for card in shown
-        if card is not None
-        for name, value, note in (card,)
-    ]
-    return element("dl", cells, class_="cards") if cells else Html("")
-
-
-Card = tuple[str, Content, str] | None
+    return [card for card in shown if card is not None]
 
 
 def _loss(record: Record) -> Card:

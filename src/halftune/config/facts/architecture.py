@@ -1,0 +1,154 @@
+"""The weights of an architecture by name; transformers builds it on the meta device in a separate process."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from halftune.core.atomic import write_text
+from halftune.core.errors import ConfigError
+from halftune.core.log import get_logger
+from halftune.core.paths import cache_dir
+
+log = get_logger(__name__)
+
+TensorKind = Literal["linear", "router", "head", "embedding", "parameter"]
+BUILDER = "halftune.model.meta_shapes"
+TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
+FORMAT = 1  # version of cached answers
+# More than any model has; building layers takes time even on the meta device.
+MOST_LAYERS = 2000
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Equal weight tensors, one per layer in ``layers``.
+
+    Attributes:
+        name: full parameter name, with ``*`` for the layer index.
+        shape: torch's shape, ``[out, in]`` for a linear layer.
+        layers: indices of the layers that have it; empty for a tensor outside the layers.
+        kind: ``linear`` for the weight of an ``nn.Linear`` (or transformers' ``Conv1D``), which an adapter can wrap;
+            ``router`` for one that ``all-linear`` excludes; ``head`` for that of the output layer; ``embedding`` for
+            a look-up table; ``parameter`` for all else (norms, biases, fused experts).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    kind: TensorKind = "parameter"
+
+    @property
+    def count(self) -> int:
+        """Number of these tensors."""
+        return len(self.layers) or 1
+
+    @property
+    def size(self) -> int:
+        """Number of elements of one tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """Name of its module, with ``*`` for the layer index."""
+        return self.name.rpartition(".")[0]
+
+    def modules(self) -> Iterable[str]:
+        """Return the names of its modules, one per layer."""
+        if not self.layers:
+            return (self.module,)
+        return (self.module.replace("*", str(layer), 1) for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture as built by transformers.
+
+    Attributes:
+        text: the decoder's settings, with defaults.
+        tied: whether head and embedding share weights.
+        towers: number of elements of the towers.
+        tensors: the language model's weights.
+    """
+
+    text: dict[str, Any]
+    tied: bool
+    towers: int
+    tensors: tuple[Tensor, ...]
+
+
+def architecture_of(raw: dict[str, Any], *, multimodal: bool) -> Architecture | None:
+    """Return the architecture of a parsed config.json; None if transformers cannot build it.
+
+    Cached in the user's cache by the config's content and transformers' version. Remote code is not executed.
+    """
+    return _architecture(json.dumps(raw, sort_keys=True, default=str), multimodal)
+
+
+@lru_cache(maxsize=64)
+def _architecture(config: str, multimodal: bool) -> Architecture | None:
+    raw = json.loads(config)
+    if _too_deep(raw):
+        return None
+    try:
+        said = "|".join((config, str(multimodal), version("transformers"), str(FORMAT)))
+        path = cache_dir() / "architectures" / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
+    except (PackageNotFoundError, ConfigError):  # an unwritable cache is reported when builtin weights are built
+        path = None
+    try:
+        answer = json.loads(path.read_text(encoding="utf-8")) if path else None
+    except (OSError, ValueError):
+        answer = None
+    if answer is None:
+        answer = _built(raw, multimodal)
+        try:
+            if path and answer:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(answer))
+        except OSError as error:
+            log.debug("cannot cache %s: %s", path, error)
+    return _read(answer)
+
+
+def _read(answer: dict[str, Any]) -> Architecture | None:
+    if "tensors" not in answer:
+        log.debug("cannot build the architecture: %s", answer.get("error"))
+        return None
+    tensors = (Tensor(name, tuple(shape), tuple(layers), kind) for name, shape, kind, layers in answer["tensors"])
+    return Architecture(answer["text"], answer["tied"], answer["towers"], tuple(tensors))
+
+
+def _too_deep(part: Any) -> bool:
+    """Whether a config or sub-config has more layers than any model."""
+    if not isinstance(part, dict):
+        return False
+    counts = (value for key, value in part.items() if key.endswith(("layers", "n_layer", "depth")))
+    deep = any(isinstance(value, int) and value > MOST_LAYERS for value in counts)
+    return deep or any(_too_deep(value) for value in part.values())
+
+
+def _built(raw: dict[str, Any], multimodal: bool) -> dict[str, Any]:
+    """The builder's answer; empty if it failed, so that it is not cached."""
+    request = {"raw": raw, "multimodal": multimodal}
+    if "torch" in sys.modules and "transformers" in sys.modules:  # no need for another process
+        return json.loads(json.dumps(importlib.import_module(BUILDER).describe(**request), default=str))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", BUILDER],
+            input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=True,
+        )  # fmt: skip
+        return json.loads(done.stdout)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        log.debug("cannot build the architecture: %s", error)
+        return {}

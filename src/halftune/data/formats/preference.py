@@ -1,0 +1,69 @@
+"""Pairs of answers: ``chosen`` and ``rejected``, as whole conversations or as answers to a prompt.
+
+The prompt is in ``prompt``, ``conversations`` or ``messages``, as text or as a list of messages.
+Each answer is text, a message, or a list of messages. Lists that do not begin with an assistant message are whole
+conversations: their common prefix is the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from halftune.data.conversation import Conversation, Format, Preference, RowDropped, RowError
+from halftune.data.formats import turns
+
+PROMPTS = ("prompt", "conversations", "messages")
+
+
+def _read(row: Mapping[str, Any]) -> Preference:
+    answers = {name: _messages(row.get(name), name) for name in ("chosen", "rejected")}
+    before = _messages(next(filter(None, map(row.get, PROMPTS)), []), "prompt", "user")
+    if all(map(_is_whole, answers.values())):
+        before = []
+    elif not before:
+        raise RowError("answers without a prompt", "add a prompt column, or use whole conversations")
+    pair = [turns.conversation([*before, *answer], row, f"prompt and {name}") for name, answer in answers.items()]
+    first = _common(pair[0], pair[1])
+    if first == len(pair[0].messages) == len(pair[1].messages):
+        raise RowDropped("chosen and rejected are identical")
+    if any(one.messages[first]["role"] != "assistant" for one in pair if first < len(one.messages)):
+        raise RowError("chosen and rejected do not answer the same prompt")
+    return Preference(_trained_from(pair[0], first, "chosen"), _trained_from(pair[1], first, "rejected"))
+
+
+def _messages(value: Any, column: str, role: str = "assistant") -> list[Any]:
+    """A list of messages; text becomes one message of ``role``."""
+    if value is None:
+        raise RowError(f"row without an answer: {column} is missing")
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{column}: expected text, a message or a list of messages")
+    return list(value)
+
+
+def _is_whole(messages: list[Any]) -> bool:
+    first = messages[0] if messages else None
+    name = (first.get("role") or first.get("from")) if isinstance(first, Mapping) else None
+    return name is not None and turns.ROLES.get(name) not in ("assistant", "function_call", None)
+
+
+def _common(one: Conversation, other: Conversation) -> int:
+    """Length of the common prefix, in messages."""
+    pairs = zip(one.messages, other.messages, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _trained_from(made: Conversation, first: int, name: str) -> Conversation:
+    """A copy in which only answers from message ``first`` on are trained."""
+    answers = [one for one in made.messages[first:] if one["role"] == "assistant"]
+    if not any(one["content"].strip() or one.get("tool_calls") for one in answers):
+        raise RowDropped(f"the {name} answer is empty")
+    return turns.train_from(made, first)
+
+
+FORMAT = Format("preference", ("chosen", "rejected"), (*PROMPTS, "system", "tools"), _read, "preference")

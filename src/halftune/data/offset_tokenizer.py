@@ -1,0 +1,108 @@
+"""Tokenises texts with aliases for control tokens; returns token ids with exact character offsets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from halftune.core.errors import DataError
+from halftune.data.control_tokens import ControlTokens
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenised text of T tokens.
+
+    Attributes:
+        ids: int32[T].
+        starts, ends: int64[T], character offsets of each token, leading space included.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class OffsetTokenizer:
+    """A copy of a tokenizer that recognises control tokens by alias only, with untrimmed offsets.
+
+    It returns the tokenizer's own ids, except that a control token written in a message is tokenised as text.
+
+    Args:
+        tokenizer: a fast tokenizer; not modified.
+        control: its control tokens.
+
+    Raises:
+        DataError: the tokenizer has no fast backend.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
+        self._backend = _aliased(backend_json(tokenizer), control)
+        self._original = {}
+        for token in control.tokens:
+            ours, theirs = self._backend.token_to_id(control.alias_of(token)), tokenizer.convert_tokens_to_ids(token)
+            if ours != theirs:
+                self._original[ours] = theirs
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokenises texts, without adding special tokens."""
+        return [self._read(encoding) for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def _read(self, encoding: Any) -> Encoded:
+        ids = np.asarray(encoding.ids, dtype=np.int32)
+        for ours, theirs in self._original.items():
+            ids[ids == ours] = theirs
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return Encoded(ids, offsets[:, 0], offsets[:, 1])
+
+
+def backend_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer serialised by the ``tokenizers`` library.
+
+    Raises:
+        DataError: the tokenizer has no fast backend.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # not on transformers' pure-Python tokenizers
+    if not isinstance(backend, Tokenizer):
+        raise DataError(
+            f"tokenizer {type(tokenizer).__name__} has no character offsets, which the loss mask needs",
+            remedy="use a checkpoint with a tokenizer.json",
+            code="model.tokenizer_without_offsets",
+        )
+    return backend.to_str()
+
+
+def _aliased(text: str, control: ControlTokens) -> Tokenizer:
+    spec = json.loads(text)
+    spec["truncation"] = spec["padding"] = None
+    aliases = {token: control.alias_of(token) for token in control.tokens}
+    for added in spec["added_tokens"]:
+        added["content"] = aliases.get(added["content"], added["content"])
+    model = spec["model"]
+    # A control token that is also in the vocabulary could still be produced from plain text.
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {aliases.get(token, token): index for token, index in model["vocab"].items()}
+    elif isinstance(model.get("vocab"), list):
+        model["vocab"] = [[aliases.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") in aliases:
+        model["unk_token"] = aliases[model["unk_token"]]
+    _untrim(spec.get("post_processor"))
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _untrim(spec: Any) -> None:
+    """Include leading spaces in offsets, so that tokens cover a text without gaps."""
+    if isinstance(spec, dict):
+        if "trim_offsets" in spec:
+            spec["trim_offsets"] = False
+        for value in spec.values():
+            _untrim(value)
+    elif isinstance(spec, list):
+        for value in spec:
+            _untrim(value)

@@ -1,0 +1,206 @@
+"""The model interface of training methods: loss sums and log-probabilities, independent of heads and packing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from halftune.core.errors import PlanError
+from halftune.data.batch import LABEL_POSITIONS, Batch
+from halftune.data.example import NO_LABEL
+from halftune.model.cross_entropy import cross_entropy_sum
+from halftune.model.head import head_loss_sum, hidden_instead_of_logits, plain_head
+from halftune.model.logprobs import Head, decoder_of, is_head_of, logits_of, logprobs, outputs_of, rows_at_a_time
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """A causal language model, plain or wrapped by peft, DDP or FSDP2.
+
+    The model computes logits with its own head (soft-capping, scaling, tied and adapted heads included), only at
+    positions that predict a label in some row if its forward takes ``logits_to_keep``.
+
+    Attributes:
+        model: the model.
+        scale: factor of the loss before the backward pass; see ``linear_cross_entropy_sum``.
+    """
+
+    model: nn.Module
+    scale: float = 1.0
+
+    def nll_sum(self, batch: Batch) -> torch.Tensor:
+        """Sum of the cross-entropy over labelled tokens in nats: an fp32 scalar (fp64 for fp64 models).
+
+        For plain linear heads the logits are not materialised: loss and gradient are computed for a few rows at a time,
+        without calling the head. An auxiliary loss (mixture of experts with ``output_router_logits``) is added while
+        gradients are enabled, with the model's coefficient and weighted by the number of labels, as in transformers.
+        Without labels the sum is zero and still has a graph through every weight.
+
+        Args:
+            batch: on the model's device. Missing ``LABEL_POSITIONS`` are computed, which synchronises with the device.
+        """
+        inputs, labels = batch.inputs, labels_of(batch)
+        targets, positions = labels.targets, labels.positions
+        whole = _unwrap_ddp(self.model)
+        base = _base(whole)
+        # a compiled graph would not see the replaced head
+        compiled = whole._compiled_call_impl is not None
+        head = None if compiled else plain_head(base, inputs)
+        takes_positions = _takes_positions(type(base))
+        if takes_positions:
+            inputs["logits_to_keep"] = positions
+        with nullcontext() if head is None else hidden_instead_of_logits(head):
+            outputs = self.model(**inputs, use_cache=False)
+        logits = outputs.logits if takes_positions else outputs.logits[:, positions]
+        if head is None:
+            loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten(), all_labelled=labels.everywhere)
+        else:
+            rows, everywhere = logits.flatten(0, 1), labels.everywhere
+            loss = head_loss_sum(head, rows, targets.flatten(), self.scale, all_labelled=everywhere)
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if auxiliary is not None and torch.is_grad_enabled():
+            loss = loss + base.config.get_text_config().router_aux_loss_coef * auxiliary * (targets != NO_LABEL).sum()
+        return loss
+
+    def token_logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+        """Log-probabilities of the K labels, row by row, in nats: fp32 ``[K]`` (fp64 for an fp64 model).
+
+        Logits are computed for a few rows at a time and recomputed in the backward pass. Compiled models and models not
+        from transformers materialise all logits. Auxiliary losses are not included.
+
+        Args:
+            batch: as for :meth:`nll_sum`.
+            temperature: divides the logits.
+        """
+        return self._logprobs(batch, labels_of(batch), temperature)[0]
+
+    def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Sum of the labels' log-probabilities per segment: fp64 ``[S]`` (fp32 on MPS).
+
+        Segments without a label have 0. Without labels the sums still have a graph through every weight.
+        """
+        labels = labels_of(batch)
+        values, places = self._logprobs(batch, labels, 1.0)
+        if "seq_idx" in batch.tokens:  # packed: the label of position t is at t + 1
+            owners = batch.tokens["seq_idx"][0, labels.positions[places] + 1].long()
+        else:
+            owners = places // labels.positions.numel()
+        wide = torch.float32 if values.device.type == "mps" else torch.float64
+        sums = torch.zeros(len(batch.segment_of_example), dtype=wide, device=values.device)
+        return sums.index_add(0, owners, values.to(wide))
+
+    def _logprobs(self, batch: Batch, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities ``[K]``, and their indices among the B·P targets."""
+        places = labels.places()
+        # without labels, compute and drop one, so that every weight is in the graph
+        used = places if places.numel() else places.new_zeros(1)
+        rows, head, vocabulary = self._head_rows(batch, labels.positions)
+        targets, chunk = labels.targets.flatten()[used].clamp(min=0), rows_at_a_time(vocabulary, rows.device)
+        found = logprobs(head, rows.flatten(0, 1)[used], targets, temperature, chunk)
+        return found[: places.numel()], places
+
+    def _head_rows(self, batch: Batch, positions: torch.Tensor) -> tuple[torch.Tensor, Head, int]:
+        """The head's input at P positions ``[B, P, H]``, the head, and V; or logits and the identity."""
+        whole = _unwrap_ddp(self.model)
+        base, inputs = _base(whole), batch.inputs
+        takes_positions = _takes_positions(type(base))
+        if whole._compiled_call_impl is None and takes_positions and (body := decoder_of(base)) is not None:
+            with outputs_of(body) as seen:
+                logits = self.model(**inputs, use_cache=False, logits_to_keep=positions[:1]).logits
+            if is_head_of(base, body, seen[-1], positions[:1], logits):
+                rows = seen[-1].last_hidden_state[:, positions]
+                # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
+                rows = rows + logits[..., :0].sum().to(rows.dtype)
+                return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1]
+        if takes_positions:
+            inputs["logits_to_keep"] = positions
+        logits = self.model(**inputs, use_cache=False).logits
+        return logits if takes_positions else logits[:, positions], lambda rows: rows, logits.shape[-1]
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside, the adapter is disabled and the model is in evaluation mode.
+
+        Raises:
+            PlanError: the model has no adapter.
+        """
+        whole = _unwrap_ddp(self.model)
+        if not isinstance(whole, PeftModel):
+            what = "the reference model requires an adapter, and this model has none"
+            raise PlanError(what, code="plan.no_reference_model")
+        layers = [one for one in whole.modules() if isinstance(one, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        training = [module for module in whole.modules() if module.training]
+        # peft's disable_adapter also clears requires_grad, which FSDP2 would keep for the gathered weights
+        try:
+            for layer in layers:
+                layer._disable_adapters = True
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+            for module in training:
+                module.training = True
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a batch.
+
+    Attributes:
+        targets: int64 ``[B, P]``, target tokens at P positions, or ``NO_LABEL``.
+        positions: int64 ``[P]``; position t predicts the label at t + 1. Has one position if there are no labels.
+        everywhere: whether all B·P targets are labels; otherwise finding them synchronises with the device.
+    """
+
+    targets: torch.Tensor
+    positions: torch.Tensor
+    everywhere: bool
+
+    def places(self) -> torch.Tensor:
+        """int64 ``[K]``: indices of labels among the B·P targets."""
+        flat = self.targets.flatten()
+        if self.everywhere:
+            return torch.arange(flat.numel(), device=flat.device)
+        return (flat != NO_LABEL).nonzero().squeeze(1)
+
+
+def labels_of(batch: Batch) -> Labels:
+    """Return the labels of a batch."""
+    targets = F.pad(batch.tokens["labels"][:, 1:], (0, 1), value=NO_LABEL)
+    positions = batch.extras.get(LABEL_POSITIONS)
+    if not isinstance(positions, torch.Tensor):
+        positions = (targets != NO_LABEL).any(dim=0).nonzero().squeeze(1)
+    everywhere = len(targets) == 1 and positions.numel() > 0
+    if positions.numel() == 0:
+        positions = positions.new_zeros(1)
+    return Labels(targets[:, positions], positions, everywhere)
+
+
+def _unwrap_ddp(model: nn.Module) -> nn.Module:
+    """The model inside DDP; accelerate's function for this visits every module."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _base(model: nn.Module) -> Any:
+    """The transformers model inside a peft model."""
+    unwrap = getattr(model, "get_base_model", None)  # peft
+    return unwrap() if unwrap is not None else model
+
+
+@cache
+def _takes_positions(kind: type[nn.Module]) -> bool:
+    return "logits_to_keep" in inspect.signature(kind.forward).parameters

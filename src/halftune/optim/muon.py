@@ -1,0 +1,75 @@
+"""Muon (https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for all other weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halftune.config.sections.training import TrainingSection
+from halftune.optim.builtin import adam_options, is_fused
+from halftune.optim.groups import Groups, by_decay
+from halftune.precision.plan import PrecisionPlan
+
+
+class MuonWithAdamW(Optimizer):
+    """torch's Muon and AdamW as one optimizer, with one state and one list of parameter groups.
+
+    Args:
+        groups: with the options of torch's classes; ``muon`` selects the optimizer of a group.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {})
+        muon, adamw = self._split()
+        self.parts: list[Optimizer] = []
+        if muon:  # torch refuses an optimizer without parameters
+            self.parts.append(torch.optim.Muon(muon))
+        if adamw:
+            self.parts.append(torch.optim.AdamW(adamw))
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "closures are not supported"
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a state dict and share the new groups and state, which torch replaces, with both optimizers."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _split(self) -> tuple[Groups, Groups]:
+        return [one for one in self.param_groups if one["muon"]], [one for one in self.param_groups if not one["muon"]]
+
+    def _share(self) -> None:
+        for part, groups in zip(self.parts, filter(None, self._split()), strict=True):
+            part.param_groups, part.state = groups, self.state
+
+
+def build(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> MuonWithAdamW:
+    """Build both with one learning rate: Muon's updates are scaled to AdamW's (arXiv:2502.16982, section 2.2)."""
+    trained, outer = [one for one in model.parameters() if one.requires_grad], _outer(model)
+    hidden = [one for one in trained if one.ndim == 2 and id(one) not in outer]
+    inside, decay = set(map(id, hidden)), training.weight_decay
+    rest = by_decay([one for one in trained if id(one) not in inside], decay)
+    muon = {
+        "lr": training.learning_rate,
+        "momentum": training.muon_momentum,
+        "ns_steps": training.muon_ns_steps,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+    adam = adam_options(training) | {"fused": is_fused(rest)}
+    groups = [{**muon, **group, "muon": True} for group in by_decay(hidden, decay)]
+    return MuonWithAdamW([*groups, *({**adam, **group, "muon": False} for group in rest)])
+
+
+def _outer(model: Any) -> set[int]:
+    """Ids of the parameters of embeddings and output layer, adapters included."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = [one for one in model.modules() if isinstance(one, nn.Embedding) or any(one is end for end in ends)]
+    return {id(parameter) for module in modules for parameter in module.parameters()}

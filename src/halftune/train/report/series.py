@@ -1,0 +1,161 @@
+"""Metrics as series of numbers over steps, and what a chart is sent of them: few points, and a smoothed line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+POINTS, SCALE = 1000, 200
+_MOST = 64  # series; metrics of a run folder may be anybody's
+_SPEEDS = ("tokens", "tokens_real", "tokens_trained")
+Points = list[list[float | None]]
+
+
+@dataclass
+class Series:
+    """Numbers over steps: ``steps[i]`` has ``values[i]``; NaN where the run had no finite number."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, step: float, value: Any) -> None:
+        """Adds a point; what is no number becomes NaN."""
+        self.steps.append(step)
+        self.values.append(float(value) if is_number(value) else math.nan)
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON line is a finite number below 1e300."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+class Curves:
+    """The series of one run.
+
+    Attributes:
+        series: by name: the columns of ``metrics.jsonl``, ``tokens…_per_second``, and ``memory`` in GiB.
+        tokens, seconds: over the same steps as the loss: tokens fed, and seconds of training, since the first step.
+    """
+
+    def __init__(self) -> None:
+        self.series: dict[str, Series] = {}
+        self.tokens, self.seconds = Series(), Series()
+
+    def __getitem__(self, name: str) -> Series:
+        """The series of a name; an empty one where the run has none."""
+        return self.series.get(name) or Series()
+
+    def own(self) -> list[str]:
+        """Names of the method's own metrics, such as ``rewards/margin``."""
+        return [name for name in self.series if "/" in name and not name.startswith("eval_")]
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Adds a line of ``metrics.jsonl``; one without a step is left out."""
+        if not is_number(line.get("step")):
+            return
+        step = float(line["step"])
+        for name in line:
+            if name in ("eval_loss", "loss", "learning_rate", "grad_norm", "loss_scale") or "/" in name:
+                self._add(name, step, line[name])
+        if "loss" not in line:
+            return
+        for name, total in (("tokens", self.tokens), ("seconds", self.seconds)):
+            more = line[name] if is_number(line.get(name)) else 0
+            total.add(step, (total.values[-1] if total else 0) + more)
+        if is_number(line.get("memory_bytes")):
+            self._add("memory", step, line["memory_bytes"] / 2**30)
+        if is_number(line.get("seconds")) and line["seconds"] > 0:
+            for name in _SPEEDS:
+                if is_number(line.get(name)):
+                    self._add(f"{name}_per_second", step, line[name] / line["seconds"])
+
+    def _add(self, name: str, step: float, value: Any) -> None:
+        if name in self.series or len(self.series) < _MOST:
+            self.series.setdefault(name, Series()).add(step, value)
+
+    def line(self, run: str, name: str, *, smooth: bool) -> dict[str, Any]:
+        """A series as ``charts.js`` draws it: ``{"run", "points", "smooth"}``, where ``run`` names the line."""
+        return {"run": run, "points": thinned(self[name]), "smooth": smoothed(self[name]) if smooth else []}
+
+    def scale(self, points: int = SCALE) -> Points:
+        """``[step, tokens, seconds]`` at up to ``points`` steps: for charts over tokens or time instead of steps."""
+        steps, tokens = np.frombuffer(self.tokens.steps), np.frombuffer(self.tokens.values)
+        seconds = np.frombuffer(self.seconds.values)
+        if not len(steps):
+            return []
+        kept = np.unique(np.linspace(0, len(steps) - 1, min(points, len(steps))).astype(int))
+        rows = zip(steps[kept].tolist(), tokens[kept].tolist(), seconds[kept].tolist(), strict=True)
+        return [[_whole(step), _rounded(count), _rounded(time)] for step, count, time in rows]
+
+
+def thinned(series: Series, points: int = POINTS) -> Points:
+    """``[step, value]`` pairs, at most ``points``: lowest and highest of each stretch, and every gap; None is NaN."""
+    steps, values = np.frombuffer(series.steps), np.frombuffer(series.values)
+    if len(steps) > points:
+        kept = _extremes(values, points)
+        steps, values = steps[kept], values[kept]
+    return _pairs(steps, values)
+
+
+def _extremes(values: np.ndarray, points: int) -> np.ndarray:
+    """Indices of the first and last value, and of the lowest, highest and first missing one of each stretch."""
+    edges = np.linspace(0, len(values), max(2, (points - 2) // 3 + 1)).astype(int)
+    kept = {0, len(values) - 1}
+    for left, right in itertools.pairwise(edges.tolist()):
+        stretch = values[left:right]
+        gaps = np.flatnonzero(~np.isfinite(stretch))
+        if len(gaps):
+            kept.add(int(left + gaps[0]))
+        if len(gaps) < len(stretch):
+            kept |= {int(left + np.nanargmin(stretch)), int(left + np.nanargmax(stretch))}
+    return np.array(sorted(kept))
+
+
+def smoothed(series: Series, points: int = POINTS) -> Points:
+    """A local linear fit under a Gaussian window about a fortieth of the series wide: no lag, no bias at the ends.
+
+    At most ``points`` points: long series are averaged over equal stretches first. Gaps are left out. Empty where the
+    series is too short for a smooth line to say more than its points.
+    """
+    steps, values = np.frombuffer(series.steps), np.frombuffer(series.values)
+    there = np.isfinite(values)
+    steps, values = steps[there], values[there]
+    if len(steps) < 20:
+        return []
+    stretch = -(-len(steps) // points)
+    if stretch > 1:
+        starts = np.arange(0, len(steps), stretch)
+        widths = np.diff(starts, append=len(steps))
+        steps, values = np.add.reduceat(steps, starts) / widths, np.add.reduceat(values, starts) / widths
+    spread = max(2.0, len(values) / 80)
+    reach = math.ceil(4 * spread)
+    offset = np.arange(-reach, reach + 1)
+    window = np.exp(-0.5 * (offset / spread) ** 2)
+
+    def over(numbers: np.ndarray, power: int) -> np.ndarray:
+        """At each point i the sum of ``numbers[i + d] · window[d] · d^power``; convolve turns its kernel round."""
+        return np.convolve(numbers, window * (-offset) ** power)[reach : reach + len(numbers)]
+
+    weight, first, second = (over(np.ones_like(values), power) for power in (0, 1, 2))
+    fit = (second * over(values, 0) - first * over(values, 1)) / (second * weight - first**2)
+    return _pairs(steps, fit)
+
+
+def _pairs(steps: np.ndarray, values: np.ndarray) -> Points:
+    return [[_whole(step), _rounded(value)] for step, value in zip(steps.tolist(), values.tolist(), strict=True)]
+
+
+def _whole(step: float) -> float:
+    return int(step) if step == int(step) else round(step, 1)
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

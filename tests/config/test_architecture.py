@@ -1,0 +1,106 @@
+"""The architecture behind a config: built once, without torch in this process, without a checkpoint's code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from halftune.config.facts import architecture
+from halftune.config.facts.architecture import architecture_of
+from halftune.config.facts.model import read_model_facts
+from halftune.config.sections.model import ModelSection
+
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "vocab_size": 32},
+}
+READ = """
+import sys
+from halftune.config.facts.architecture import architecture_of
+built = architecture_of({raw}, multimodal=False)
+assert built is not None
+assert "torch" not in sys.modules
+print(sum(one.size * one.count for one in built.tensors))
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path / "cache"))
+    architecture._architecture.cache_clear()
+    return tmp_path / "cache" / "architectures"
+
+
+def never(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("it was built again")
+
+
+@pytest.mark.slow
+def test_a_process_without_torch_builds_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", READ.format(raw=LLAMA)]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(architecture, "_built", never)
+    built = architecture_of(LLAMA, multimodal=False)
+    assert built is not None
+    assert int(done.stdout) == sum(one.size * one.count for one in built.tensors)
+    assert built.text["num_key_value_heads"] == 2
+
+
+def test_what_cannot_be_built_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"model_type": "no_such_model"}
+    assert architecture_of(raw, multimodal=False) is None
+    architecture._architecture.cache_clear()
+    monkeypatch.setattr(architecture, "_built", never)
+    assert architecture_of(raw, multimodal=False) is None
+
+
+def test_a_builder_that_dies_is_asked_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "BUILDER", "halftune.no_such_module")
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert architecture_of(LLAMA, multimodal=False) is None
+    assert not cache.exists()
+
+
+def test_a_package_that_is_missing_is_no_answer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_args: Any, **_kwargs: Any) -> Any:
+        raise ModuleNotFoundError("timm")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", missing)
+    assert architecture_of(LLAMA, multimodal=False) is None
+    assert not cache.exists()
+
+
+def test_another_config_is_built_apart(cache: Path) -> None:
+    for layers in (1, 2):
+        built = architecture_of({**LLAMA, "num_hidden_layers": layers}, multimodal=False)
+        assert built is not None
+        assert {len(one.layers) for one in built.tensors} == {0, layers}
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("place", [{}, {"text_config": {**LLAMA, "num_hidden_layers": 10**9}}])
+def test_no_config_makes_it_build_for_ever(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_built", never)
+    raw = {**LLAMA, **(place or {"num_hidden_layers": 10**9})}
+    assert architecture_of(raw, multimodal=False) is None
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, trusted: bool) -> None:
+    ran = tmp_path / "ran"
+    code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "auto_map": code}))
+    (tmp_path / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    model = ModelSection(name_or_path=str(tmp_path), trust_remote_code=trusted, revision="0" * 40 if trusted else None)
+    facts = read_model_facts(model)
+    assert facts.num_parameters_exact is not trusted  # its own code might build anything
+    assert not ran.exists()

@@ -1,0 +1,111 @@
+"""Every method of the table: how a global batch is split, packed and shared changes nothing, and resuming is exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_group import apart, curve, in_processes, train_all
+
+from halftune.config.sections.method import METHOD_SECTIONS
+from halftune.methods import METHODS, make_method
+from halftune.train.trainer import train
+
+EXAMPLES = 21  # all of them make one global batch
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "conversation": lambda n: {"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}" + " yes" * (n % 5)},
+    "document": lambda n: {"text": f"Number {n} is followed by {n + 1}" + " and more" * (n % 6) + "."},
+    "preference": lambda n: {
+        "prompt": f"What is {n} and {n}?",
+        "chosen": f"It is {2 * n}" + " yes" * (n % 5),
+        "rejected": "No" + " idea" * (n % 7),
+    },
+}
+ROWS_A_PASS, PASSES = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+SPLITS: dict[str, dict[str, Any]] = {
+    "in passes": {ROWS_A_PASS: 5, PASSES: 7},
+    "packed": {"data.packing": "true"},
+    "packed in passes": {"data.packing": "true", ROWS_A_PASS: 2, PASSES: 20},
+    "by tokens": {ROWS_A_PASS: "null", "training.tokens_per_batch": 8000},
+}
+
+
+@pytest.fixture(params=METHODS)
+def of_method(request: pytest.FixtureRequest, recipe: Any, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
+    """``of_method("name", settings)`` → a recipe of each method in turn, that writes to the folder ``name``."""
+    section = METHOD_SECTIONS[request.param]
+    path = tmp_path / "examples.jsonl"
+    path.write_text("".join(json.dumps(ROWS[section.records[0]](n)) + "\n" for n in range(EXAMPLES)))
+
+    def make(folder: str, settings: dict[str, Any] | None = None, world_size: int = 1) -> tuple[Any, Any]:
+        keys = {
+            "data.train": path,
+            "method": request.param,
+            "training.output_dir": tmp_path / folder,
+            "training.max_steps": 3,
+            "training.warmup_ratio": 0,
+            "training.learning_rate": 1e-2,
+            ROWS_A_PASS: 64,
+            **(settings or {}),
+        }
+        return recipe(*(f"{key}={value}" for key, value in keys.items()), world_size=world_size)
+
+    return make
+
+
+def test_the_table_and_the_sections_name_the_same_methods() -> None:
+    assert METHODS.keys() == METHOD_SECTIONS.keys()
+    for name, section in METHOD_SECTIONS.items():
+        assert set(section.records) <= ROWS.keys()
+        assert isinstance(make_method(section(type=name)).metrics, tuple)
+
+
+def same(one: Path, other: Path) -> None:
+    """Losses, gradient norms and all metrics of two runs."""
+    names = {name for line in (one / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    for name in {"loss", "grad_norm", *(name for name in names if name.startswith("rewards/"))}:
+        mine, theirs = curve(one, name), curve(other, name)
+        assert len(mine) == len(theirs) == 3
+        assert all(abs(a - b) < 1e-5 * max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=True)), (
+            name,
+            mine,
+            theirs,
+        )
+    assert apart(curve(one), curve(other)) < 1e-5
+
+
+def test_a_global_batch_may_be_split_and_packed_in_any_way(of_method: Any) -> None:
+    whole = train(*of_method("whole")).folder
+    assert len(set(curve(whole))) == 3
+    for name, settings in SPLITS.items():
+        same(train(*of_method(name.replace(" ", "-"), settings)).folder, whole)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(of_method: Any, strategy: str, tmp_path: Path) -> None:
+    # 11 and 10 examples: one process makes a second forward pass, the other keeps it company with a blank one
+    shared = of_method("two", {ROWS_A_PASS: 10, PASSES: 2, "distributed.strategy": strategy}, world_size=2)
+    assert in_processes(2, train_all([shared])) == [0, 0]
+    same(tmp_path / "two", train(*of_method("whole")).folder)
+
+
+@pytest.mark.parametrize("packing", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_same_to_the_bit(of_method: Any, packing: str) -> None:
+    settings = {
+        ROWS_A_PASS: 4,
+        "training.max_steps": 4,
+        "training.save_steps": 2,
+        "training.eval_steps": 2,
+        "data.eval_split": 5,
+        "adapter.dropout": 0.1,
+        "data.packing": packing,
+    }
+    whole = train(*of_method("whole", settings)).folder
+    again = train(*of_method("again", {**settings, "training.resume": whole / "checkpoint-2"})).folder
+    weights = [(folder / "final" / "adapter_model.safetensors").read_bytes() for folder in (whole, again)]
+    assert weights[0] == weights[1]
+    assert curve(again) == curve(whole)[2:]
+    assert curve(again, "eval_loss") == curve(whole, "eval_loss")[1:]

@@ -1,0 +1,216 @@
+"""The contract of every row of the table of optimizers: a new row is tested by being there."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from live_state import live_state
+from process_group import curve, in_processes, train_all
+from safetensors.torch import load_file
+from tiny_model import checkpoint, plan, section
+from torch import nn
+
+from halftune.config.optimizers import OPTIMIZERS, Optim
+from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.training import TrainingSection
+from halftune.core.errors import PlanError, TrainingError
+from halftune.model.adapters.attach import attach_adapter
+from halftune.model.load import load_model
+from halftune.optim import BUILDERS, make_optimizer
+from halftune.train.checkpoint import load_checkpoint, save_checkpoint
+from halftune.train.folder import RESOLVED
+from halftune.train.schedule import make_schedule
+from halftune.train.state import TrainState
+
+ADAPTERS = {
+    "full": NoAdapter(type="none"),
+    "lora": LoraAdapter(rank=4, modules_to_save=("lm_head",)),
+    "dora on embeddings": LoraAdapter(rank=4, target_modules=("q_proj", "embed_tokens"), use_dora=True),
+}
+FULL = "adapter=none"
+POSITION = {"rows_per_step": 1, "data": "", "order": "", "steps_in_epoch": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def training(name: str) -> TrainingSection:
+    return TrainingSection(
+        output_dir="x", optim=name, weight_decay=0.1, learning_rate=1e-2, lr_scheduler_type="constant"
+    )  # type: ignore[arg-type]
+
+
+def trained(folder: Path, name: str, dtype: str, adapter: Any = ADAPTERS["full"], seed: int = 0) -> TrainState:
+    planned, options = plan(dtype, dtype), training(name)
+    model = attach_adapter(load_model(section(folder), planned), adapter, planned, seed)
+    optimizer = make_optimizer(model, options, planned.precision)
+    return live_state(
+        config=SimpleNamespace(training=options),
+        plan=planned,
+        folder=folder.parent,
+        model=model,
+        optimizer=optimizer,
+        schedule=make_schedule(options, optimizer, 9),
+        scaler=torch.amp.GradScaler(enabled=False),
+        feed=SimpleNamespace(batch=planned.batch),
+        micro_batch=planned.batch.micro_batch,
+        position=POSITION,
+    )
+
+
+def save(one: TrainState, folder: Path, step: int) -> Path:
+    (folder / RESOLVED).touch()
+    one.folder, one.step = folder, step
+    saved = save_checkpoint(one, [], {})
+    assert saved is not None
+    return saved
+
+
+def step(one: TrainState, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in one.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    one.optimizer.step()
+    one.schedule.step()
+
+
+def everything(one: TrainState) -> list[torch.Tensor]:
+    state = one.optimizer.state_dict()["state"]
+    moments = [value for index in sorted(state) for _, value in sorted(state[index].items()) if torch.is_tensor(value)]
+    return [*(p.detach() for p in one.model.parameters() if p.requires_grad), *moments]
+
+
+def test_each_name_has_a_row_and_a_builder() -> None:
+    assert set(get_args(Optim)) == set(OPTIMIZERS) == set(BUILDERS)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_step_after_save_and_load_is_bit_identical(tmp_path: Path, folder: Path, name: str, dtype: str) -> None:
+    one, other = trained(folder, name, dtype), trained(folder, name, dtype)
+    step(one, 1)
+    step(one, 2)
+    load_checkpoint(save(one, tmp_path, 2), other)
+    step(one, 3)
+    step(other, 3)
+    ours, theirs = everything(one), everything(other)
+    assert len(ours) == len(theirs)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_hold_every_trained_weight_once_and_its_state_is_as_declared(
+    folder: Path, name: str, adapter: str
+) -> None:
+    from halftune.config.facts.model import read_model_facts
+    from halftune.plan.trainable import count_trainable
+
+    one, spec = trained(folder, name, "fp32", ADAPTERS[adapter]), OPTIMIZERS[name]
+    grouped = [id(p) for group in one.optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in one.model.parameters() if p.requires_grad)
+    step(one, 1)
+    state = one.optimizer.state_dict()["state"].values()
+    measured = sum(v.numel() for entry in state for v in entry.values() if torch.is_tensor(v) and v.ndim)
+    declared = count_trainable(read_model_facts(section(folder)), ADAPTERS[adapter])
+    assert declared.count.value == sum(p.numel() for p in one.model.parameters() if p.requires_grad)
+    assert measured == declared.state_elements(spec)
+
+
+def test_muon_updates_hidden_matrices_only(folder: Path) -> None:
+    one = trained(folder, "muon", "fp32")
+    names = {id(p): name for name, p in one.model.named_parameters()}
+    by = {kind: [g for g in one.optimizer.param_groups if g["muon"] is kind] for kind in (True, False)}
+    muon, adamw = ({names[id(p)] for group in groups for p in group["params"]} for groups in by.values())
+    assert {name.rpartition("_proj")[1] for name in muon} == {"_proj"}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= adamw
+    assert not any(name.endswith("_proj.weight") for name in adamw)
+    reference = torch.optim.Muon(
+        [torch.nn.Parameter(p.detach().clone()) for group in by[True] for p in group["params"]],
+        lr=1e-2, weight_decay=0.1, momentum=0.95, ns_steps=5, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    step(one, 1)
+    for ours, theirs in zip(by[True][0]["params"], reference.param_groups[0]["params"], strict=True):
+        theirs.grad = ours.grad
+    reference.step()
+    for ours, theirs in zip(by[True][0]["params"], reference.param_groups[0]["params"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Composite(torch.optim.Optimizer):
+    """Two optimizers behind one ``step``, whose state nobody saves."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.parts = [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class WithObjects(torch.optim.SGD):
+    """State that is neither a tensor nor a number."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = SimpleNamespace()
+
+
+@pytest.mark.parametrize("kind", [Composite, WithObjects])
+def test_a_checkpoint_refuses_an_optimizer_whose_state_it_cannot_hold(tmp_path: Path, folder: Path, kind: Any) -> None:
+    one = trained(folder, "sgd", "fp32")
+    one.optimizer = kind([p for p in one.model.parameters() if p.requires_grad])
+    one.schedule = make_schedule(training("sgd"), one.optimizer, 9)
+    step(one, 1)
+    with pytest.raises(TrainingError, match=kind.__name__):
+        save(one, tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [RESOLVED]
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, folder: Path) -> None:
+    one = trained(folder, "adamw", "fp32")
+    step(one, 1)
+    saved = save(one, tmp_path, 1)
+    with pytest.raises(TrainingError, match=r"adamw.*muon") as refused:
+        load_checkpoint(saved, trained(folder, "muon", "fp32"))
+    assert "training.optim: adamw" in str(refused.value.remedy)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.needs_whole_matrix])
+def test_an_optimizer_of_whole_matrices_is_not_sharded(recipe, name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name} needs whole"):
+        recipe(FULL, f"training.optim={name}", "distributed.strategy=fsdp2", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", ["fp32", "bf16"])
+def test_two_processes_resume_exactly(recipe, tmp_path: Path, trainable: str) -> None:
+    """With shards where the optimizer allows them, else with whole models."""
+    steps = (FULL, "training.max_steps=2", "training.save_steps=1")
+    rows = {"fp32": 2, "bf16": 1}[trainable]  # half precision is slow on CPUs
+    formats = (f"precision={{compute: {trainable}, trainable: {trainable}}}", "data.max_length=64")
+    formats += (f"training.per_device_train_batch_size={rows}",)
+    made: dict[str, list[tuple[str, ...]]] = {"": [], "-resumed": []}
+    for (name, spec), (ending, of) in product(OPTIMIZERS.items(), made.items()):
+        strategy = "ddp" if spec.needs_whole_matrix else "fsdp2"
+        resume = f"{tmp_path / name}/checkpoint-1" if ending else "never"
+        where = (f"training.output_dir={tmp_path / (name + ending)}", f"training.resume={resume}")
+        of.append((*steps, *formats, f"training.optim={name}", f"distributed.strategy={strategy}", *where))
+    machine = "cpu" if trainable == "fp32" else "cpu-amx"
+    for of in made.values():  # a checkpoint must be there before a recipe can name it
+        assert in_processes(2, train_all([recipe(*one, machine=machine, world_size=2) for one in of])) == [0, 0]
+    for name in OPTIMIZERS:
+        assert curve(tmp_path / name)[1:] == curve(tmp_path / f"{name}-resumed"), name
+        one, other = (
+            load_file(next((tmp_path / place / "final").glob("*.safetensors"))) for place in (name, f"{name}-resumed")
+        )
+        assert all(torch.equal(one[key], other[key]) for key in one), name

@@ -1,0 +1,188 @@
+"""Who hangs or is gone is named by those that waited, and one that hangs ends itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_group import in_processes
+from torch._C._distributed_c10d import TCPStore
+
+from halftune.cli import train as cli
+from halftune.core import alive
+from halftune.core.failures import FILE, PeerLost
+from halftune.train.parallel import barrier as barriers
+from halftune.train.parallel import watchdog
+from halftune.train.parallel.barrier import barrier
+from halftune.train.parallel.rendezvous import join, join_rendezvous, open_store
+from halftune.train.parallel.watchdog import Watchdog, lost_somebody, tick
+
+LIMIT = 5.0  # seconds without a step that are no hang, however busy the machine
+LONG = 600.0  # seconds: nobody comes to their end
+
+
+def told(folder: Path, rank: int) -> dict:
+    return json.loads((folder / f"{rank}.json").read_text())["message"]
+
+
+def waits(folder: Path, rank: int, trouble, limit: float) -> None:
+    """Steps three times with the other process; in the fourth, rank 1 is in trouble."""
+    os.environ[FILE] = str(folder / f"{rank}.json")
+    os.environ["TORCHELASTIC_RUN_ID"] = "started by a launcher"
+    watchdog.BEAT = 0.5
+    watch = Watchdog(join_rendezvous(), limit)
+    join("cpu", LONG)  # so that one which hangs says so first, as in a run
+    try:
+        for step in range(4):
+            tick()
+            if step == 3 and rank == 1:
+                trouble()
+            tick()
+            dist.all_reduce(torch.ones(1))
+    except OSError as error:
+        watch.report_failure(error)
+        raise
+    except RuntimeError as error:
+        if not lost_somebody(error):
+            raise
+        (folder / f"{rank}.json").write_text(json.dumps({"message": str(watch.find_culprit(error))}))
+
+
+def hangs_in_python() -> None:
+    time.sleep(LONG)
+
+
+def runs_out_of_disk() -> None:
+    raise OSError("the disk is full")
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_its_launcher() -> None:
+    watchdog.os.getppid = lambda: 1  # as whoever adopts orphans
+    time.sleep(LONG)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "said"),
+    [
+        (hangs_in_python, 5, "hangs at"),
+        (loses_its_launcher, -signal.SIGTERM, "is gone or stopped"),
+        (is_killed, -signal.SIGKILL, "is gone or stopped"),
+        (runs_out_of_disk, 1, "the disk is full"),
+    ],
+)
+def test_the_one_to_blame_is_named(tmp_path: Path, trouble, code: int, said: str) -> None:
+    limit = LIMIT if trouble is hangs_in_python else LONG
+    codes = in_processes(2, lambda rank: waits(tmp_path, rank, trouble, limit))
+    assert codes == [0, code]
+    assert told(tmp_path, 0).startswith("rank 1 on ")
+    assert said in told(tmp_path, 0)
+    if trouble is hangs_in_python:
+        own = told(tmp_path, 1)
+        assert "no progress" in own["message"]
+        assert own["halftune"]["lost"] is False
+
+
+def works_alone(folder: Path, rank: int, limit: float, announced: int) -> None:
+    """Rank 0 works for twice the limit; with nothing announced, it gives signs of life meanwhile."""
+    watchdog.BEAT = 0.2
+    join("cpu", limit)
+    with Watchdog(join_rendezvous(), limit):
+        barrier(2)
+        if rank == 0 and announced:
+            alive.sign(announced)
+            time.sleep(2 * limit)
+        elif rank == 0:
+            for _ in range(20):
+                time.sleep(limit / 10)
+                alive.sign()
+        barrier(2)
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("announced", [0, 10 * alive.SLOWEST])
+def test_the_others_wait_as_long_as_one_works(tmp_path: Path, announced: int) -> None:
+    assert in_processes(2, lambda rank: works_alone(tmp_path, rank, 2.0, announced)) == [0, 0]
+
+
+def hangs_alone(folder: Path, rank: int, limit: float) -> None:
+    os.environ[FILE] = str(folder / f"{rank}.json")
+    watchdog.BEAT = 0.2
+    with Watchdog(join_rendezvous(), limit):
+        barrier(2)
+        if rank == 0:
+            time.sleep(LONG)
+        try:
+            barrier(2)
+        except PeerLost as error:
+            (folder / f"{rank}.json").write_text(json.dumps({"message": str(error)}))
+
+
+def test_who_is_awaited_and_gives_no_sign_is_named(tmp_path: Path) -> None:
+    assert in_processes(2, lambda rank: hangs_alone(tmp_path, rank, 2.0)) == [5, 0]
+    assert told(tmp_path, 1).startswith("rank 0 on ")
+    assert "no progress" in told(tmp_path, 0)["message"]
+
+
+def loses_the_store(rank: int) -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    join("cpu", LONG)
+    with Watchdog(join_rendezvous(), LONG):
+        barrier(2)
+        barriers._wait = gone  # pyright: ignore[reportAttributeAccessIssue]
+        if rank == 0:
+            time.sleep(1.0)
+        began = time.monotonic()
+        barrier(2)
+        assert rank == 0 or time.monotonic() - began > 0.5, "it has waited"
+
+
+def test_processes_meet_without_the_store_which_ends_with_the_launcher() -> None:
+    assert in_processes(2, loses_the_store) == [0, 0]
+
+
+def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load_from", lambda _: None)
+    monkeypatch.setattr(cli, "train_one", lambda _: join("cpu", LONG))
+
+    def work(rank: int) -> None:
+        assert cli.run(Namespace(profile=False, print_config=False)) == 0
+        assert not dist.is_initialized()
+
+    assert in_processes(2, work) == [0, 0]
+
+
+def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:
+    assert lost_somebody(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+    assert lost_somebody(dist.DistBackendError("NCCL"))
+    assert not lost_somebody(RuntimeError("shape mismatch"))
+    assert not lost_somebody(ValueError("Timed out waiting"))
+    assert not PeerLost("x", code="launch.peer_lost").named
+
+
+@pytest.mark.parametrize(("own", "met"), [(True, True), (False, False)])
+def test_attempts_are_counted_only_in_a_store_that_outlives_them(monkeypatch, own: bool, met: bool) -> None:
+    """Machines count apart: one that starts again because another one does has had no failure of its own."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("HALFTUNE_STORE_PORT", raising=False)
+    if own:
+        monkeypatch.setenv("HALFTUNE_STORE_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    open_store().set("key", "value")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert open_store().check(["key"]) is met
