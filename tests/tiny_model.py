@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.attention.plan import AttentionPlan
+from halftune.attention.contract import AttentionPlan
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice
 from halftune.data.batch import Batch
-from halftune.model.library_output import no_progress_bars
+from halftune.model.architectures import no_progress_bars
 from halftune.model.policy import PolicyModel
 from halftune.plan import BatchPlan, MemoryPlan, Plan
-from halftune.precision.plan import PrecisionPlan
+from halftune.precision import PrecisionPlan
 
 TOKENS = 37  # of the models that are made without a checkpoint
 SIZES: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def finished_run(
     from halftune.config.facts.model import read_model_facts
     from halftune.config.load import load_config
     from halftune.hardware.catalogue import lookup
-    from halftune.model.adapters.attach import attach_adapter
+    from halftune.model.adapters import attach_adapter
     from halftune.model.identity import model_identity
     from halftune.model.load import load_model
     from halftune.model.result import BASE, write_finished

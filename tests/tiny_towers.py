@@ -10,7 +10,7 @@ from tiny_model import SIZES
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PretrainedConfig, initialization
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.model.library_output import no_progress_bars
+from halftune.model.architectures import no_progress_bars
 from halftune.model.packing_check import shrunk_config
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from halftune_kernels.arguments import Segments, without_autocast
 from halftune_kernels.memory import KEPT_BYTES
-from halftune_kernels.own_precision import without_autocast
-from halftune_kernels.segments import Segments
 
 Tensors = Sequence[torch.Tensor]
 LEAST_DECAY = -1e4  # exp of it is 0; logarithms below it, -inf among them, would only cost digits of the others

@@ -1,4 +1,4 @@
-"""Checks of the common arguments of the delta-rule operators."""
+"""Argument checks of the delta-rule operators, and the L2 norm of their queries and keys."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import torch
 
 from halftune_kernels.arguments import (
     ArgumentError,
+    Segments,
     Shapes,
     check_floating,
     check_heads,
     check_same_device,
     check_same_dtype,
     check_state,
+    find_segments,
 )
-from halftune_kernels.segments import Segments, find_segments
+
+EPSILON = 1e-6
+
+
+def l2_normalise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / √(‖x‖² + ε) over the last dimension, and 1 / √(‖x‖² + ε) with that dimension kept."""
+    inverse = torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
+    return vectors * inverse, inverse
+
+
+def l2_normalise_backward(gradient: torch.Tensor, unit: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Gradient of x from that of x̂ = x · r: r (dx̂ - x̂ ⟨x̂, dx̂⟩)."""
+    along = (unit * gradient).sum(-1, keepdim=True)
+    return torch.addcmul(gradient, unit, along, value=-1.0).mul_(inverse)
+
 
 MOST_KEYS = 256  # kernels hold a tile of the state with all its keys on the chip; models use 64, 128 and 256
 Gates = dict[str, tuple[torch.Tensor, str]]

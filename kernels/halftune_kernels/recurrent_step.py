@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.normalise import l2_normalise
+from halftune_kernels.delta_arguments import l2_normalise
 
 
 def delta_rule_step(

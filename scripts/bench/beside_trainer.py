@@ -41,7 +41,7 @@ WIDTH = {
 
 def documents() -> list[dict[str, str]]:
     """Documents of very different lengths: the first part is the question, the rest the answer."""
-    from halftune.data.builtin.sets import builtin_rows
+    from halftune.data.builtin import builtin_rows
 
     rows, taken = [], 0
     for one in builtin_rows("stdlib-text").rows:

@@ -47,7 +47,7 @@ def tiny_model(folder: Path, **changes: Any) -> None:
 
     from halftune.config.builtin_models import BUILTIN_MODELS
     from halftune.config.sections.model import ModelSection
-    from halftune.model.library_output import no_progress_bars
+    from halftune.model.architectures import no_progress_bars
     from halftune.model.tokenizer import load_tokenizer
 
     with no_progress_bars():

@@ -12,7 +12,7 @@ from torch import nn
 
 from halftune.attention.backends import BACKENDS
 from halftune.attention.flash import FlashAttention, Varlen, flash_attn_varlen, torch_varlen, transformers_flash
-from halftune.attention.linear import version_numbers
+from halftune.hardware import version_numbers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from halftune.attention.backends import BACKENDS, ON_REQUEST
-from halftune.attention.plan import AttentionPlan
+from halftune.attention.contract import AttentionPlan
 from halftune.attention.route import route_attention
 from halftune.config.facts.model import ModelFacts, facts_from_config
-from halftune.config.sections.adapter import LoraAdapter
-from halftune.config.sections.attention import AttentionSection
-from halftune.config.sections.precision import PrecisionSection
+from halftune.config.sections.model import AttentionSection, LoraAdapter, PrecisionSection
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.precision.resolve import resolve_precision

@@ -12,13 +12,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
 from halftune.attention.backends import BACKENDS, ON_REQUEST
+from halftune.attention.contract import AttentionPlan
 from halftune.attention.flash import FlashAttention, flash_attn_varlen, torch_varlen
-from halftune.attention.plan import AttentionPlan
 from halftune.attention.varlen import attention_callable
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
 from halftune.core.table import named
-from halftune.train.random_state import set_rounding
+from halftune.train.numeric_environment import set_rounding
 
 D = 8
 

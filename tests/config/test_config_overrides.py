@@ -11,8 +11,8 @@ import pytest
 from halftune.cli import main
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.load import LoadedConfig, load_config, load_run
-from halftune.config.render.text import resolved_yaml
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.render import resolved_yaml
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]

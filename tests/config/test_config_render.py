@@ -13,9 +13,9 @@ import yaml
 
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.reading.yaml_source import parse
+from halftune.config.render import inline, resolved_yaml
 from halftune.config.render.docs import explained_yaml, markdown
 from halftune.config.render.schema import json_schema
-from halftune.config.render.text import inline, resolved_yaml
 from halftune.config.shape import walk
 
 ROOT = Path(__file__).resolve().parents[2]

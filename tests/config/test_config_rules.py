@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config.load import LoadedConfig, load_config
-from halftune.config.rules.check import check
+from halftune.config.load import LoadedConfig, check, load_config
 from halftune.config.rules.files import DATA_ENDINGS
 from halftune.config.rules.rule import RULES, Context
 from halftune.core.errors import ConfigError

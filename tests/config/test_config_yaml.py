@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config import shipped
+from halftune.config import builtin_models as shipped
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.reading.yaml_source import parse, scalar
 from halftune.core.errors import ConfigError

@@ -12,9 +12,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from halftune.config.facts.families import FAMILIES, OWN, Family, family_of
+from halftune.config.facts.families import FAMILIES, OWN, Family, check_causal, family_of
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
-from halftune.config.facts.model_types import check_causal
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 

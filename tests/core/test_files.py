@@ -22,13 +22,13 @@ from halftune.core.errors import ConfigError, DataError, ModelError, TrainingErr
 from halftune.core.files import open_file, read_limited
 from halftune.core.log import log_to
 from halftune.core.status import StatusFile
-from halftune.core.template_probe import excess
 from halftune.core.time_limit import Limits, OutOfTime
 from halftune.data.files import read_file
+from halftune.model.tokenizer import excess
 from halftune.train.callbacks import samples
-from halftune.train.environment import git_state
+from halftune.train.callbacks.environment import git_state
 from halftune.train.lock import locked
-from halftune.train.report.record import read as read_record
+from halftune.train.report.series import read as read_record
 from halftune.train.same_run import recorded
 
 

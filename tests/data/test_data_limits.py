@@ -15,9 +15,9 @@ import pytest
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.data import chat
+from halftune.data.chat import with_date
 from halftune.data.pipeline import prepare
 from halftune.data.sources import open_source
-from halftune.data.template_date import with_date
 
 ROWS = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(8)]
 FRAME = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.example import NO_LABEL
 from halftune.data.pipeline import prepare
+from halftune.data.store import NO_LABEL
 from halftune.data.tokenize import MERGED
 
 ONE = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "The answer is four."}]

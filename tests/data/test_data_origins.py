@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from halftune.data import store as stores
-from halftune.data.example import Example, Segment
 from halftune.data.pipeline import prepare
 from halftune.data.split import SHOWN, TokenizedSplit
-from halftune.data.store import TokenStore, build_store, load_store, save_store
+from halftune.data.store import Example, Segment, TokenStore, build_store, load_store, save_store
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 EMPTY = json.dumps({"prompt": "a", "completion": ""})

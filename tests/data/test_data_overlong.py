@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.example import NO_LABEL
 from halftune.data.overlong import CUT, EARLIER, LATER
 from halftune.data.pipeline import prepare
+from halftune.data.store import NO_LABEL
 
 LONG = "what is it and why is it so " * 60
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"

@@ -17,10 +17,12 @@ import pytest
 from rich.console import Console
 
 from halftune.core.errors import DataError
-from halftune.data import cache, pipeline, workers
-from halftune.data.example import NO_LABEL
+from halftune.data import pipeline
+from halftune.data import pipeline as cache
+from halftune.data import tokenize as workers
 from halftune.data.pipeline import prepare
 from halftune.data.preview import preview
+from halftune.data.store import NO_LABEL
 
 ROWS = [{"prompt": f"What is {number}?", "completion": "four " * (number % 7 + 1)} for number in range(60)]
 
@@ -213,9 +215,9 @@ def test_the_report_adds_up(tokenizer, make_config, write):
 
 @pytest.mark.parametrize("tokens", [None, 2100])
 def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
-    from halftune.data.collate import collate
+    from halftune.data.batch import collate
     from halftune.data.order import BatchRule, padded_batches
-    from halftune.data.padding_stats import micro_batch_rows
+    from halftune.data.split import micro_batch_rows
 
     config = make_config(write(ROWS), batch=7)
     size = {"per_device_train_batch_size": None if tokens else 7, "tokens_per_batch": tokens}

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.example import NO_LABEL
 from halftune.data.pipeline import prepare
+from halftune.data.store import NO_LABEL
 
 KEPT = [
     ("alpaca_en_demo.json", "qwen2", 999, 999),

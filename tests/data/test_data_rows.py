@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.collate import collate
-from halftune.data.example import NO_LABEL, Example, Segment
-from halftune.data.mixture import choose_rows, hold_out, weigh
-from halftune.data.order import Span, epoch_rows
-from halftune.data.packing import best_fit_decreasing
-from halftune.data.split import TokenizedSplit
-from halftune.data.store import build_store
+from halftune.data.batch import collate
+from halftune.data.order import Span, best_fit_decreasing, epoch_rows
+from halftune.data.split import TokenizedSplit, choose_rows, hold_out, weigh
+from halftune.data.store import NO_LABEL, Example, Segment, build_store
 
 
 def fill(lengths, capacity):

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from halftune.config.builtin_data import BUILTIN_DATA
-from halftune.config.sections.data import SourceSection
+from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
 from halftune.data.detect import detect
 from halftune.data.pipeline import prepare

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.example import NO_LABEL
 from halftune.data.mask import LEFT_OUT, NO_SYSTEM_SHOWN
 from halftune.data.pipeline import prepare
+from halftune.data.store import NO_LABEL
 from halftune.data.template_features import MADE_IDS, MERGED_SYSTEM, NO_SYSTEM, SPLIT
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]

@@ -9,10 +9,10 @@ import pytest
 from tiny_model import checkpoint, plan, section
 
 from halftune.config.facts.model import read_model_facts
-from halftune.config.facts.token_ids import TokenIds
+from halftune.config.facts.refused_values import TokenIds
 from halftune.config.load import load_config
-from halftune.config.sections.generation import GenerationSection
 from halftune.config.sections.model import ModelSection
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.doctor.recipe import _tokenizer
 from halftune.hardware.catalogue import lookup

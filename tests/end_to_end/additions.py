@@ -85,8 +85,8 @@ import torch
 
 from halftune.config.sections.method import IpoMethod
 from halftune.data.batch import WEIGHT, Batch
-from halftune.data.example import Example
-from halftune.methods.contract import Loss
+from halftune.data.store import Example
+from halftune.methods import Loss
 from halftune.model.policy import PolicyModel
 
 
@@ -120,8 +120,8 @@ from torch import nn
 
 from halftune.config.sections.training import TrainingSection
 from halftune.optim.builtin import adam_options
-from halftune.optim.groups import by_decay
-from halftune.precision.plan import PrecisionPlan
+from halftune.optim.builtin import by_decay
+from halftune.precision import PrecisionPlan
 
 
 def build(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> torch.optim.Optimizer:
@@ -259,7 +259,7 @@ ADDITIONS = (
         "attention backend",
         "math",
         {
-            "src/halftune/config/sections/attention.py": (
+            "src/halftune/config/sections/model.py": (
                 ('Backend = Literal["auto", ', 'Backend = Literal["auto", "math", '),
             ),
             "src/halftune/attention/backends.py": (("ON_REQUEST: tuple[Backend, ...] = (\n", _BACKEND_ROW),),

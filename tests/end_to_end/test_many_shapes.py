@@ -15,9 +15,9 @@ SHAPES = """
 import torch
 def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
 weight = torch.randn(256, 256, dtype=torch.bfloat16)
-for rows in range(1, 151):
+for rows in range(1, 301):
     torch.randn(rows + 64, 256, dtype=torch.bfloat16) @ weight
-    if rows == 50:
+    if rows == 150:
         before = resident()
 print((resident() - before) // 2**20)
 """
@@ -28,4 +28,4 @@ def test_products_of_many_shapes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SHAPES], env=os.environ | BEFORE_TORCH, capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 25, "MiB for 100 further shapes; about 100 where each is kept"
+    assert int(done.stdout) < 25, "MiB for 150 further shapes, the caches being full; 70 to 130 where each is kept"

@@ -11,8 +11,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from halftune.hardware import host, nvidia, probe, sysfs
-from halftune.hardware.facts import Device
+from halftune.hardware import Device, probe
+from halftune.hardware import probe as host
+from halftune.hardware import probe as nvidia
+from halftune.hardware import probe as sysfs
 from halftune.hardware.probe import TorchBuild, accelerators
 
 CARDS = [

@@ -86,7 +86,7 @@ def test_with_and_without_what_was_trained(kind: str, adapter_run: Path, full_ru
     from tiny_model import section
     from transformers import AutoModelForCausalLM
 
-    from halftune.config.sections.generation import GenerationSection
+    from halftune.config.sections.training import GenerationSection
     from halftune.model.generate import generate_reply
     from halftune.model.tokenizer import load_tokenizer
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 
-from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.arguments import ArgumentError, Segments
 from halftune_kernels.cases import case
 from halftune_kernels.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, reference
-from halftune_kernels.segments import Segments
 from halftune_kernels.selfcheck import relative_error
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halftune_kernels.own_precision import without_autocast
+from halftune_kernels.arguments import without_autocast
 
 
 def test_the_current_gpu_is_that_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

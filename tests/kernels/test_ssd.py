@@ -10,7 +10,7 @@ from interpreter import interpreting
 from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 
 from halftune_kernels import selfcheck
-from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.arguments import ArgumentError, Segments
 from halftune_kernels.cases import Case, case, rounded
 from halftune_kernels.ops.ssd import (
     mamba2_chunk_scan,
@@ -19,7 +19,6 @@ from halftune_kernels.ops.ssd import (
     simple_decay,
     simple_decay_step,
 )
-from halftune_kernels.segments import Segments
 from halftune_kernels.selfcheck import relative_error
 
 

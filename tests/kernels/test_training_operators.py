@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from halftune_kernels.ops import causal_segments, linear_cross_entropy, lora_linear, lora_mlp, rms_norm
+from halftune_kernels.ops.causal_segments.reference import reference as causal_segments_reference
+from halftune_kernels.ops.linear_cross_entropy.reference import reference as linear_cross_entropy_reference
 from halftune_kernels.ops.lora_linear import AdaptedWeight
+from halftune_kernels.ops.lora_linear.reference import reference as lora_linear_reference
+from halftune_kernels.ops.lora_mlp.reference import reference as lora_mlp_reference
+from halftune_kernels.ops.rms_norm.reference import reference as rms_norm_reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 BOUND = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
@@ -85,7 +90,7 @@ def test_lora_linear(dtype: torch.dtype, rows: int) -> None:
         return torch.cat(lora_linear.lora_linear(x, made), -1)
 
     def plain(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
-        return torch.cat([lora_linear.reference(x, one) for one in made], -1)
+        return torch.cat([lora_linear_reference(x, one) for one in made], -1)
 
     if rows <= 63 and dtype == torch.bfloat16:
         check_few_rows(ours, plain, make)
@@ -101,9 +106,9 @@ def test_lora_mlp(dtype: torch.dtype, rows: int) -> None:
         return [torch.randn(rows, HIDDEN, dtype=torch.float64)], layers
 
     if rows <= 63 and dtype == torch.bfloat16:
-        check_few_rows(lora_mlp.lora_mlp, lora_mlp.reference, make)
+        check_few_rows(lora_mlp.lora_mlp, lora_mlp_reference, make)
     else:
-        check(lora_mlp.lora_mlp, lora_mlp.reference, *make(), dtype)
+        check(lora_mlp.lora_mlp, lora_mlp_reference, *make(), dtype)
 
 
 def test_lora_mlp_without_gradients_keeps_nothing_and_says_the_same() -> None:
@@ -120,7 +125,7 @@ def test_rms_norm(dtype: torch.dtype, offset: float) -> None:
     x, weight = 3 * torch.randn(2, 500, 33, dtype=torch.float64), torch.randn(33, dtype=torch.float64)
     check(
         lambda x, w: rms_norm.rms_norm(x, w, 1e-6, offset=offset),
-        lambda x, w: rms_norm.reference(x, w, 1e-6, offset),
+        lambda x, w: rms_norm_reference(x, w, 1e-6, offset),
         [x, weight],
         [],
         dtype,
@@ -135,7 +140,7 @@ def test_causal_segments(dtype: torch.dtype, heads: int, groups: int) -> None:
     inputs.append(torch.randn(groups, sum(lengths), 16, dtype=torch.float64))
     check(
         lambda q, k, v: causal_segments.causal_segments(q, k, v, lengths, 0.3),
-        lambda q, k, v: causal_segments.reference(q, k, v, lengths, 0.3),
+        lambda q, k, v: causal_segments_reference(q, k, v, lengths, 0.3),
         inputs,
         [],
         dtype,
@@ -155,7 +160,7 @@ def test_linear_cross_entropy(dtype: torch.dtype, factor: float) -> None:
         return factor * found.to(dtype)
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return factor * linear_cross_entropy.reference(hidden, weight, targets, bias)
+        return factor * linear_cross_entropy_reference(hidden, weight, targets, bias)
 
     check(ours, plain, inputs, [], dtype)
 
@@ -165,5 +170,5 @@ def test_a_scale_that_was_not_told_is_right_too() -> None:
     targets = torch.randint(0, 101, (40,))
     (3 * linear_cross_entropy.linear_cross_entropy_sum(hidden, weight, targets, scale=0.5)).backward()
     found, hidden.grad = hidden.grad, None
-    (3 * linear_cross_entropy.reference(hidden, weight, targets)).backward()
+    (3 * linear_cross_entropy_reference(hidden, weight, targets)).backward()
     torch.testing.assert_close(found, hidden.grad)

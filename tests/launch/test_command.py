@@ -15,8 +15,8 @@ import yaml
 from halftune.cli import main
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
-from halftune.config.sections.distributed import DistributedSection
-from halftune.core import alive
+from halftune.config.sections.training import DistributedSection
+from halftune.core import heartbeat
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.launch.command import RUNNER, command, processes
@@ -42,7 +42,7 @@ def test_one_machine_meets_at_a_fixed_port() -> None:
     assert option(words, "--nproc-per-node") == "2"
     assert option(words, "--max-restarts") == "3"
     assert option(words, "--shutdown-timeout") == "600"
-    larger = command(DistributedSection(), 2, ARGUMENTS, checkpoint=10 * alive.SLOWEST)
+    larger = command(DistributedSection(), 2, ARGUMENTS, checkpoint=10 * heartbeat.SLOWEST)
     assert option(larger, "--shutdown-timeout") == "610", "a checkpoint is written after the signal"
     assert words[words.index("halftune") - 1 :] == ["-m", "halftune", *ARGUMENTS]
 

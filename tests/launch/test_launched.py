@@ -42,7 +42,7 @@ if "RANK" in os.environ:
     import time
 
     from halftune.train import trainer
-    from halftune.train.callbacks.report import Report
+    from halftune.train.report.page import Report
 
     step, end, taken = trainer.train_step, Report.on_end, []
 
@@ -95,7 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def port() -> str:
     """A port that nobody listens at, below those from which the system chooses by itself."""
     while True:
-        number = random.randrange(20_000, 30_000)
+        number = random.SystemRandom().randrange(20_000, 30_000)  # not the test's own seed: others run beside it
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", number)):
                 return str(number)

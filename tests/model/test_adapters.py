@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, ModelError
-from halftune.model.adapters.attach import attach_adapter, load_adapter
+from halftune.model.adapters import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes

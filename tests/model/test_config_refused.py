@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_model import checkpoint, section
 
+from halftune.config.facts.families import other_class
 from halftune.config.facts.model import read_model_facts
-from halftune.config.facts.model_types import other_class
 from halftune.core.errors import ModelError
 from halftune.model.architectures import read_config
 from halftune.model.rwkv7.configuration import RWKV7Config

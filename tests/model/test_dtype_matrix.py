@@ -23,7 +23,7 @@ from halftune.core.errors import PlanError
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.completed_run import open_run
 from halftune.model.load import load_model
 from halftune.model.save import save_final

@@ -14,12 +14,11 @@ from tiny_towers import LARGE, NOT_SMALL, few_layers, random_checkpoint
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES
 
-from halftune.config.facts.families import family_of
-from halftune.config.facts.model_types import multimodal_class
+from halftune.config.facts.families import family_of, multimodal_class
 from halftune.config.facts.safetensors_headers import weight_files
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.model import load
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
 from halftune.model.save import save_final, write_model

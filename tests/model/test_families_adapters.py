@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.run import RunConfig
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import lookup
-from halftune.model.adapters.attach import attach_adapter
-from halftune.model.library_output import no_progress_bars
+from halftune.model.adapters import attach_adapter
+from halftune.model.architectures import no_progress_bars
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard
 from halftune.plan import resolve

@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.sections.adapter import LoraAdapter
-from halftune.config.sections.generation import GenerationSection
+from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.builtin import materialize
 from halftune.model.generate import generate_reply
 from halftune.model.load import load_model

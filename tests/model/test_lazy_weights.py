@@ -19,13 +19,13 @@ from transformers import (
     core_model_loading,
 )
 
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
+from halftune.model.architectures import no_progress_bars
 from halftune.model.lazy_weights import CPU, LazyWeights, why_not
-from halftune.model.library_output import no_progress_bars
 from halftune.model.load import load_model
-from halftune.model.zero_weights import insert_zero_weights, remove_zero_weights
+from halftune.train.parallel.reading import insert_zero_weights, remove_zero_weights
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

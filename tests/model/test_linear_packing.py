@@ -23,7 +23,7 @@ from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32
-from halftune.precision.families import keep_fp32
+from halftune.precision.resolve import keep_fp32
 
 LENGTHS = (11, 1, 70, 6)  # more than one chunk, and a sample of one token
 BOUND = 1e-5

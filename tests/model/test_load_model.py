@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
 from halftune.precision.report import check_dtypes
 
@@ -130,8 +130,8 @@ def test_code_of_a_checkpoint_needs_consent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 def test_gradient_checkpointing_leaves_the_gradients_alone(tmp_path: Path, adapter: str) -> None:
-    from halftune.config.sections.adapter import LoraAdapter, NoAdapter
-    from halftune.model.adapters.attach import attach_adapter
+    from halftune.config.sections.model import LoraAdapter, NoAdapter
+    from halftune.model.adapters import attach_adapter
 
     folder = checkpoint(tmp_path / "model")
     ids = torch.arange(12)[None]

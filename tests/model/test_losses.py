@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halftune.data.batch import LABEL_POSITIONS
-from halftune.data.example import NO_LABEL
-from halftune.model.cross_entropy import cross_entropy_sum
-from halftune.model.head import hidden_instead_of_logits
+from halftune.data.store import NO_LABEL
+from halftune.model.head import cross_entropy_sum, hidden_instead_of_logits
 from halftune.model.patch import registered_attention
 
 N, V = 23, TOKENS

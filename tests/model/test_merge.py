@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import forward_bound, merge_adapter, round_model
 from halftune.model.save import save_final

@@ -13,7 +13,7 @@ from tiny_model import a_model, batch_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halftune.data.batch import Batch
-from halftune.data.example import NO_LABEL
+from halftune.data.store import NO_LABEL
 from halftune.model import policy
 from halftune.model.policy import PolicyModel
 

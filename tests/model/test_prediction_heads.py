@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, finished_run, section
 
-from halftune.config.facts.missing_weights import prediction_heads
+from halftune.config.facts.architecture import prediction_heads
 from halftune.config.facts.model import read_model_facts
 from halftune.config.run import RunConfig
 from halftune.export.merged import export_run

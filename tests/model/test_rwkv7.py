@@ -20,11 +20,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from halftune.attention.linear import route_linear
 from halftune.config.facts.model import facts_from_config, read_model_facts
-from halftune.config.sections.adapter import LoraAdapter
-from halftune.config.sections.attention import AttentionSection
+from halftune.config.sections.model import AttentionSection, LoraAdapter
 from halftune.core.errors import ModelError, PlanError
 from halftune.hardware.catalogue import lookup
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.architectures import own_architectures, runs_its_code
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
@@ -38,7 +37,7 @@ from halftune.model.rwkv7.row_context import describe_row
 from halftune.model.save import save_final
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan
-from halftune.precision.families import keep_fp32
+from halftune.precision.resolve import keep_fp32
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune_kernels.ops.rwkv7 import rwkv7
 

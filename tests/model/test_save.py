@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tiny_model import checkpoint, plan, section
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import TrainingError
-from halftune.model.adapters.attach import attach_adapter, load_adapter
+from halftune.model.adapters import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
 from halftune.model.save import save_final, write_model

@@ -24,15 +24,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from halftune.config.facts.families import FAMILIES
+from halftune.config.facts.families import FAMILIES, check_causal, multimodal_class
 from halftune.config.facts.model import read_model_facts
-from halftune.config.facts.model_types import check_causal, multimodal_class
 from halftune.config.run import RunConfig
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
 from halftune.hardware.catalogue import lookup
 from halftune.model import load
-from halftune.model.adapters.attach import attach_adapter, load_adapter
+from halftune.model.adapters import attach_adapter, load_adapter
 from halftune.model.lazy_weights import LazyWeights
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter

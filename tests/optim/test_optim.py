@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halftune.optim.adamw_states import AdamWWithStateDtype
-from halftune.optim.builtin import is_fused
-from halftune.optim.groups import by_decay
+from halftune.optim.builtin import AdamWWithStateDtype, by_decay, is_fused
 
 
 def _descend(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[torch.Tensor]:

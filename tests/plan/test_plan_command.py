@@ -13,7 +13,7 @@ import pytest
 
 from halftune.cli import main, preflight, train
 from halftune.config.load import load_config
-from halftune.config.render.text import resolved_yaml
+from halftune.config.render import resolved_yaml
 from halftune.core.errors import DataError, MissingPackageError
 from halftune.hardware.catalogue import lookup
 from halftune.launch.command import world_size
@@ -160,7 +160,7 @@ def test_train_stops_where_plan_does(recipe: Path, monkeypatch: pytest.MonkeyPat
     begun: list[str] = []
     monkeypatch.setattr(train, "probe", lambda: lookup("cpu"))
     monkeypatch.setattr(train.os, "execv", lambda *_: begun.append("processes"))
-    monkeypatch.setattr("halftune.train.parallel.together.together", lambda *_: nullcontext(stop()))
+    monkeypatch.setattr(train, "_processes_together", lambda *_: nullcontext(stop()))
     asked = ["train", "--config", str(recipe), *LARGE, f"distributed.num_processes={processes}"]
 
     def stop() -> None:

@@ -9,9 +9,9 @@ from tiny_model import plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.facts.model import ModelFacts, facts_from_config
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, PlanError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.plan.trainable import count_trainable
 
 SMALL = {

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from halftune.config.facts.model import ModelFacts, facts_from_config
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
-from halftune.config.sections.precision import PrecisionSection
+from halftune.config.sections.model import LoraAdapter, NoAdapter, PrecisionSection
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup
-from halftune.precision.plan import PrecisionPlan
+from halftune.precision import PrecisionPlan
 from halftune.precision.resolve import resolve_precision
 from halftune.precision.truth_table import TRUTH_TABLE, row_of
 

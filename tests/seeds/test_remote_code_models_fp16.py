@@ -14,8 +14,8 @@ from standins.remote_code_models import stranger
 from tiny_model import because, plan, section
 from transformers import AttentionInterface, dynamic_module_utils
 
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
-from halftune.model.adapters.attach import attach_adapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard, guarded_imports, registered_attention
 from halftune.precision.dtypes import autocast

@@ -18,7 +18,7 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
-from halftune.model.library_output import no_progress_bars
+from halftune.model.architectures import no_progress_bars
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
 from halftune.train.callbacks.loss_plot import LossPlot

@@ -16,13 +16,12 @@ import torch
 
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch
-from halftune.data.example import NO_LABEL
 from halftune.data.order import BatchRule, Row, by_length, padded_batches, round_up
 from halftune.data.pipeline import prepare
+from halftune.data.store import NO_LABEL
 from halftune.methods import make_method
 from halftune.model.tokenizer import load_tokenizer
-from halftune.train.feed import Feed
-from halftune.train.prefetch import prefetched
+from halftune.train.feed import Feed, prefetched
 from halftune.train.trainer import train
 
 LENGTHS = np.random.default_rng(3).lognormal(4.5, 0.7, 3000).astype(int).clip(8, 512).astype(np.int32)

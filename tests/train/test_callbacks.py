@@ -15,22 +15,21 @@ from live_state import live_state
 from rich.console import Console
 from torch import nn
 
-from halftune.attention.plan import AttentionPlan
+from halftune.attention.contract import AttentionPlan
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.core.errors import MissingPackageError, TrainingError
 from halftune.plan import BatchPlan, MemoryPlan, Plan
-from halftune.precision.plan import PrecisionPlan
+from halftune.precision import PrecisionPlan
 from halftune.train import callbacks
 from halftune.train.callbacks import samples as samples_module
-from halftune.train.callbacks.base import StepMetrics
-from halftune.train.callbacks.callback_list import CallbackList
+from halftune.train.callbacks.base import CallbackList, StepMetrics
 from halftune.train.callbacks.early_stopping import EarlyStopping
 from halftune.train.callbacks.environment import Environment
 from halftune.train.callbacks.logger import Logger, tree
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.callbacks.progress import Pace, ProgressBar, ProgressLines
 from halftune.train.callbacks.samples import Samples
+from halftune.train.callbacks.status import Pace, ProgressBar, ProgressLines
 from halftune.train.callbacks.tensorboard import TensorBoard
 from halftune.train.callbacks.wandb import WeightsAndBiases
 from halftune.train.state import TrainState
@@ -262,7 +261,7 @@ def test_bar_survives_an_end_before_its_start(make_run: MakeRun) -> None:
 
 def test_plain_lines_come_at_a_sane_rate(make_run: MakeRun, monkeypatch: Any, caplog: Any) -> None:
     now = [100.0]
-    monkeypatch.setattr("halftune.train.callbacks.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("halftune.train.callbacks.status.time.monotonic", lambda: now[0])
     monkeypatch.setattr(logging.getLogger("halftune"), "propagate", True)
     run, callback = make_run(), ProgressLines(2)
     run.total_steps = 200

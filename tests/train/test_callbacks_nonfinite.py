@@ -18,8 +18,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
 from halftune.model.policy import PolicyModel
 from halftune.train.callbacks.base import StepMetrics
-from halftune.train.callbacks.first_nonfinite import watch
-from halftune.train.callbacks.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite
+from halftune.train.callbacks.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite, watch
 from halftune.train.state import TrainState
 
 Batch = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from tiny_model import checkpoint
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.train.folder import RunFolder
 from halftune.train.setup import build
-from halftune.train.validation import evaluate
+from halftune.train.step import evaluate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

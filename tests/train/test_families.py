@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from halftune.core.errors import PlanError
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
-from halftune.model.adapters.attach import load_adapter
+from halftune.model.adapters import load_adapter
+from halftune.model.architectures import no_progress_bars
 from halftune.model.completed_run import open_run
-from halftune.model.library_output import no_progress_bars
 from halftune.model.load import load_model
 from halftune.model.packing_check import packing_verdict
 from halftune.train.trainer import train

@@ -25,18 +25,17 @@ from halftune.data.batch import Batch
 from halftune.methods import Loss
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
-from halftune.model.save import save_final
-from halftune.model.state import trainable_state
+from halftune.model.save import save_final, trainable_state
 from halftune.plan import BatchPlan
 from halftune.train import trainer
 from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.parallel.strategy import Strategy
+from halftune.train.report.page import Report
 from halftune.train.state import TrainState
-from halftune.train.step_recovery import out_of_memory, smaller
+from halftune.train.step import out_of_memory, smaller
 from halftune.train.trainer import train
 
 FLASH_EVERYWHERE = 10**15  # bytes that no machine has

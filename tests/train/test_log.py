@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from halftune.core.launcher import Process
 from halftune.core.log import _ALIKE, configure
+from halftune.core.process import Process
 from halftune.data import pipeline
 from halftune.train import resume
 from halftune.train.parallel import reading

@@ -16,10 +16,10 @@ from tiny_model import checkpoint, plan, section
 from torch import nn
 
 from halftune.config.optimizers import OPTIMIZERS, Optim
-from halftune.config.sections.adapter import LoraAdapter, NoAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.config.sections.training import TrainingSection
 from halftune.core.errors import PlanError, TrainingError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
 from halftune.optim import BUILDERS, make_optimizer
 from halftune.train.checkpoint import load_checkpoint, save_checkpoint

@@ -12,7 +12,7 @@ from process_group import in_processes
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from halftune.model.library_output import no_progress_bars
+from halftune.model.architectures import no_progress_bars
 from halftune.model.load import load_model
 from halftune.precision.dtypes import kept_names
 from halftune.train.parallel import make_strategy, reading

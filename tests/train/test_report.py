@@ -18,9 +18,8 @@ import pytest
 
 from halftune.train.callbacks.loss_plot import draw
 from halftune.train.quantities import clock, count, duration, rate, short_count, significant, size
-from halftune.train.report.curves import script_source
 from halftune.train.report.page import Status, write_report
-from halftune.train.report.series import POINTS, Curves, Series, smoothed
+from halftune.train.report.series import POINTS, Curves, Series, script_source, smoothed
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=1> & \'"'
 

@@ -22,10 +22,9 @@ from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
 from halftune.train import trainer
 from halftune.train.callbacks import nonfinite
-from halftune.train.callbacks.report import Report
 from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.interrupt import Interrupted
-from halftune.train.report.page import bring_up_to_date
+from halftune.train.report.page import Report, bring_up_to_date
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 

@@ -11,8 +11,8 @@ import pytest
 from process_group import apart, curve, in_processes, train_all
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from halftune.core import alive, manifest
-from halftune.model import save_shards
+from halftune.core import heartbeat, manifest
+from halftune.model import save as save_shards
 from halftune.train.callbacks import CALLBACKS, chosen
 from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.parallel.watchdog import Watchdog
@@ -77,7 +77,7 @@ def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe,
     def slowly() -> None:
         for _ in range(10):
             time.sleep((limit + GRACE) / 8)
-            alive.sign()
+            heartbeat.beat()
 
     def slow_checksum(path: Path) -> str:
         if path.name.startswith("trainable"):

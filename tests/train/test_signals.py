@@ -16,12 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError
-from halftune.core.startup import quick_imports
+from halftune.core.optional import quick_imports
 from halftune.data.batch import Batch
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
 from halftune.train import trainer
-from halftune.train.callbacks.progress import ProgressLines
+from halftune.train.callbacks.status import ProgressLines
 from halftune.train.checkpoint_list import newest_valid
 from halftune.train.interrupt import SIGNALS, Interrupted, Interrupts
 from halftune.train.lock import check_unlocked, locked

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.methods import Loss
-from halftune.model.state import trainable_state
+from halftune.model.save import trainable_state
 from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint_list import checkpoints
@@ -27,9 +27,8 @@ from halftune.train.lock import locked
 from halftune.train.schedule import steps_between
 from halftune.train.setup import build
 from halftune.train.state import TrainState
-from halftune.train.step import train_step
+from halftune.train.step import evaluate, train_step
 from halftune.train.trainer import train
-from halftune.train.validation import evaluate
 
 
 def _close(a: list[float], b: list[float], bound: float) -> None:

@@ -16,7 +16,7 @@ from process_group import in_processes
 from torch._C._distributed_c10d import TCPStore
 
 from halftune.cli import train as cli
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.failures import FILE, PeerLost
 from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import watchdog
@@ -100,17 +100,17 @@ def works_alone(folder: Path, rank: int, limit: float, announced: int) -> None:
     with Watchdog(join_rendezvous(), limit):
         barrier(2)
         if rank == 0 and announced:
-            alive.sign(announced)
+            heartbeat.beat(announced)
             time.sleep(2 * limit)
         elif rank == 0:
             for _ in range(20):
                 time.sleep(limit / 10)
-                alive.sign()
+                heartbeat.beat()
         barrier(2)
         dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("announced", [0, 10 * alive.SLOWEST])
+@pytest.mark.parametrize("announced", [0, 10 * heartbeat.SLOWEST])
 def test_the_others_wait_as_long_as_one_works(tmp_path: Path, announced: int) -> None:
     assert in_processes(2, lambda rank: works_alone(tmp_path, rank, 2.0, announced)) == [0, 0]
 

@@ -21,7 +21,7 @@ from halftune.core.errors import PlanError
 from halftune.core.optional import version_of
 from halftune.hardware.catalogue import lookup
 from halftune.hardware.memory import weight_bytes
-from halftune.model.adapters.attach import attach_adapter, load_adapter
+from halftune.model.adapters import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.plan import WeightsPlan, resolve
 from halftune.precision.report import check_dtypes

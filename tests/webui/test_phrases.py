@@ -18,8 +18,8 @@ from halftune.config.facts.model import ModelFacts, facts_from_config, read_mode
 from halftune.config.run import RunConfig
 from halftune.core.error_codes import catalogue
 from halftune.core.errors import HalftuneError, PlanError
+from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
-from halftune.hardware.facts import Hardware
 from halftune.plan import Plan, resolve
 from halftune_webui.labels import FALLBACK, load_words
 from halftune_webui.phrases import Phrases
@@ -33,7 +33,7 @@ SOURCE, ROOMS = ROOT / "src" / "halftune", ("precision", "attention", "plan", "h
 BESIDE = ("data", "doctor", "export", "cli")  # whose findings the Data, Doctor and Export tabs show
 WEBUI = ROOT / "webui" / "halftune_webui"
 GATE = ROOT / "kernels" / "halftune_kernels" / "gate.py"
-BEFORE_START = (SOURCE / "data" / "mixture.py", ROOT / "webui" / "halftune_webui" / "runs" / "launch.py")
+BEFORE_START = (SOURCE / "data" / "split.py", ROOT / "webui" / "halftune_webui" / "runs" / "launch.py")
 BUILTIN = ("qwen2-tiny", "qwen3_5-tiny", "kimi_linear-tiny", "mamba2-tiny", "rwkv7-tiny")
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from halftune.config.builtin_models import recipes
 from halftune.config.load import load_config
-from halftune.config.shipped import recipes
 from halftune.core.errors import ConfigError
 from halftune_webui.dependencies import needless, without_needless
 from halftune_webui.edits import edited

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from halftune.core.errors import HalftuneError
-from halftune.train.report.curves import script_source
+from halftune.train.report.series import script_source
 from halftune_webui.labels import load_words
 from halftune_webui.runs import launch, listing
 from halftune_webui.runs.controller import AREAS, MOST, PAGE, Done, RunsController, View, act, refresh, start

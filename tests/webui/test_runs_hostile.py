@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halftune.config.sections.generation import GenerationSection
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import read_json
 from halftune.core.process import identity

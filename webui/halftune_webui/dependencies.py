@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.reading.yaml_source import Tree
-from halftune.config.rules.depends import outputs_of_dependencies
+from halftune.config.rules.rule import outputs_of_dependencies
 from halftune.config.shape import child
 from halftune.core.errors import ConfigError
 from halftune_webui.recipe import LABEL, outside, paths_of

@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from halftune.config.render.text import inline
+from halftune.config.render import inline
 from halftune.config.run import RunConfig
 from halftune.config.shape import (
     ROOT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halftune.config.builtin_data import BUILTIN_DATA
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.rules.files import BUILTIN, DATA_ENDINGS
+from halftune.config.sections.data import BUILTIN_DATA
 from halftune_webui.runs.show import name_of
 from halftune_webui.settings import Settings
 

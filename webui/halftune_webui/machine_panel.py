@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from halftune.core.optional import pip_line, version_of
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware
 from halftune.plan.explain import size
 from halftune_webui.html import render
 from halftune_webui.labels import Words

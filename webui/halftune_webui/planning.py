@@ -11,8 +11,8 @@ from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
 from halftune.config.shape import choices, shape_at
 from halftune.core.errors import HalftuneError, PlanError
+from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
-from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
 from halftune.plan import Plan, resolve
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
-from halftune.core.startup import quick_imports
+from halftune.core.optional import quick_imports
 from halftune_webui import files
 from halftune_webui.gate import Gate
 from halftune_webui.labels import load_words

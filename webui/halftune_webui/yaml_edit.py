@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from halftune.config.reading.shorthand import expand
+from halftune.config.reading.overrides import expand
 from halftune.config.reading.yaml_source import Tree, parse
-from halftune.config.render.text import inline
+from halftune.config.render import inline
 from halftune.config.shape import KeyPath, child
 from halftune.core.errors import ConfigError
 

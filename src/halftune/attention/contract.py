@@ -4,13 +4,55 @@ Read from the sources of flash-attn 2.8.3 (``csrc/flash_attn/flash_api.cpp``: ``
 ``mha_bwd``; ``flash_attn/ops/triton/rotary.py``). Routing, guard, doctor and the tests' fake package use this file.
 Before the checks, the package's Python code makes the last dimension contiguous and pads the head size to a multiple of
 8 with zeros. It does not cast dtypes.
+
+``AttentionPlan`` holds the backends that were chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from halftune.core.choice import Choice
+
+
+class LinearRoute(NamedTuple):
+    """The backend of the linear-attention layers.
+
+    Attributes:
+        chosen: ``halftune | fla | torch``; ``none`` if the model has no such layer.
+        rejected: (backend, reason) of every other backend.
+    """
+
+    chosen: Choice[str]
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention backends of a run.
+
+    Attributes:
+        softmax: ``fa2 | fa3 | fa4 | sdpa | flex | eager``.
+        provider: the package with the code: ``flash_attn``, ``torch``, ``transformers``, or ``model`` (the model's own
+            attention code, without transformers' attention interface).
+        varlen: method for packed rows: ``segments`` (SDPA or eager per sample, CPU and old GPUs), ``torch_varlen``,
+            ``flash_attn_varlen``; ``none`` without packing.
+        linear: backend of linear-attention layers: ``halftune | fla | torch``; ``none`` if the model has no such layer.
+        rejected: (backend, reason) of every other backend.
+        guard: ``cast | strict | off``.
+        rejected_linear: (backend, reason) of every other backend of linear-attention layers.
+    """
+
+    softmax: Choice[str]
+    provider: Choice[str]
+    varlen: Choice[str]
+    linear: Choice[str]
+    rejected: tuple[tuple[str, str], ...]
+    guard: str
+    rejected_linear: tuple[tuple[str, str], ...] = ()
+
 
 Pass = Literal["forward", "varlen", "backward"]
 EVERY: tuple[Pass, ...] = ("forward", "varlen", "backward")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
-from typing import NamedTuple
 
 import halftune_kernels
 from halftune.attention.backends import LINEAR_MISCOMPILES, LINEAR_PACKAGES
+from halftune.attention.contract import LinearRoute
 from halftune.config.facts.families import OWN
 from halftune.config.facts.model import ModelFacts
-from halftune.config.sections.attention import AttentionSection
+from halftune.config.sections.model import AttentionSection
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware, version_numbers
 from halftune_kernels.gate import OLDEST_TRITON, Row, rows_for
 
 # Keys of config.json for head sizes that our operators limit; of each tuple, the first that is set applies.
@@ -30,18 +29,6 @@ IMPLEMENTATIONS = ("triton", "torch", "cpu", "reference", "auto")
 _PREFIX = "HALFTUNE_KERNELS_"  # followed by an operator's name in capitals
 _OPERATORS = ("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7")  # as in `dispatch`
 _OLDEST_FLA = (0, 2, 2)  # transformers silently ignores older versions
-
-
-class LinearRoute(NamedTuple):
-    """The backend of the linear-attention layers.
-
-    Attributes:
-        chosen: ``halftune | fla | torch``; ``none`` if the model has no such layer.
-        rejected: (backend, reason) of every other backend.
-    """
-
-    chosen: Choice[str]
-    rejected: tuple[tuple[str, str], ...]
 
 
 def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> LinearRoute:
@@ -205,9 +192,3 @@ def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
             if device.capability and device.capability[0] == known.capability_major and inside:
                 return f"{known.what} on {device.name} with Triton {triton} (fixed in {known.triton_high})"
     return ""
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: ``3.7.1+git5`` → (3, 7, 1)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group(0).split(".")) if match else ()

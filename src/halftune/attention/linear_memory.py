@@ -6,7 +6,7 @@ from typing import Any
 
 from halftune.attention.linear import runs_in_torch
 from halftune.config.facts.model import ModelFacts
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware
 from halftune_kernels.memory import CUTS, Held, held_in_torch
 
 # config.json's keys for heads, groups, key and value sizes, per family; the first complete tuple applies

@@ -10,15 +10,12 @@ from halftune.attention.backends import (
     ON_REQUEST,
     Backend,
 )
-from halftune.attention.contract import lacks_backward
-from halftune.attention.linear import route_linear, version_numbers
-from halftune.attention.plan import AttentionPlan
+from halftune.attention.contract import AttentionPlan, LinearRoute, lacks_backward
 from halftune.config.facts.model import ModelFacts
-from halftune.config.sections.attention import AttentionSection
-from halftune.core.choice import Choice
+from halftune.config.sections.model import AttentionSection
+from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
-from halftune.core.formats import Format
-from halftune.hardware.facts import Device, Hardware
+from halftune.hardware import Device, Hardware, version_numbers
 
 
 def route_attention(
@@ -51,7 +48,7 @@ def route_attention(
     if chosen is None:
         raise _unavailable(asked, rejected, facts, compute)
     varlen = chosen.varlen if packing else "none"
-    linear = route_linear(section, hardware, facts)
+    linear = linear_backend(section, hardware, facts)
     provider = "model" if facts.family.attention == "own" else chosen.provider
     return AttentionPlan(
         softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, compute)),
@@ -64,6 +61,19 @@ def route_attention(
     )
 
 
+def linear_backend(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> LinearRoute:
+    """Choose the backend of the linear-attention layers; ``none`` if the model has no such layer.
+
+    Raises:
+        PlanError: the requested backend does not support this model's layers on this machine.
+    """
+    if not facts.linear_layers:
+        return LinearRoute(Choice("none", "every layer has softmax attention"), ())
+    from halftune.attention.linear import route_linear  # the operators' requirements
+
+    return route_linear(section, hardware, facts)
+
+
 def _without_attention(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> AttentionPlan:
     """The plan of a model without softmax attention: transformers still requires a name, and always has eager.
 
@@ -71,7 +81,7 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
         PlanError: a backend was requested that would never be called.
     """
     why = f"no layer of {facts.model_type} has softmax attention"
-    linear = route_linear(section, hardware, facts)
+    linear = linear_backend(section, hardware, facts)
     if section.backend not in ("auto", "eager"):
         what = f"{section.backend} is unavailable: {why}"
         raise PlanError(what, where="attention", remedy="use attention: auto", code="attention.backend_unavailable")

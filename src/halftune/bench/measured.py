@@ -23,7 +23,7 @@ from halftune.hardware.probe import probe
 from halftune.plan import resolve
 from halftune.train.folder import open_folder
 from halftune.train.interrupt import Interrupts
-from halftune.train.memory import peak_memory_bytes
+from halftune.train.processes import peak_memory_bytes
 from halftune.train.setup import build
 from halftune.train.state import TrainState
 from halftune.train.trainer import Trainer

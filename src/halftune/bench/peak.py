@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from halftune.core.formats import Format
+from halftune.core.choice import Format
 from halftune.precision.dtypes import torch_dtype
 
 # Dense TFLOP/s of the makers' data sheets, fp32 accumulation: (name, bf16 and fp16 on tensor cores, TF32, fp32).

@@ -15,7 +15,7 @@ import sys
 
 from halftune.core import log
 from halftune.core.errors import ConfigError
-from halftune.core.startup import quick_imports
+from halftune.core.optional import quick_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

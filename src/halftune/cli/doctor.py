@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.core.errors import HalftuneError
+from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
-from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from halftune.core import log
-from halftune.core.startup import quick_imports
+from halftune.core.optional import quick_imports
 from halftune.core.status import StatusFile, told
 from halftune.train.checkpoint_list import STATE
 

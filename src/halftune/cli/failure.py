@@ -18,8 +18,8 @@ from halftune import __version__
 from halftune.core.atomic import is_full
 from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
 from halftune.core.failures import leave
-from halftune.core.launcher import this_process
-from halftune.core.paths import cache_dir
+from halftune.core.files import cache_dir
+from halftune.core.process import this_process
 from halftune.precision.trace.sources import where_written
 from halftune.train.interrupt import SIGNALS, Interrupted
 

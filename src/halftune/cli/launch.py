@@ -15,7 +15,7 @@ import shlex
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.cli.train import arguments_of, start, train_one
 from halftune.core import log
-from halftune.core.launcher import this_process
+from halftune.core.process import this_process
 from halftune.hardware.probe import probe
 from halftune.launch.command import command, world_size
 from halftune.launch.templates import TEMPLATES, render

@@ -18,8 +18,8 @@ from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.core.files import read_text
+from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
-from halftune.hardware.facts import Hardware
 from halftune.hardware.probe import probe
 from halftune.launch.command import world_size
 from halftune.plan import Plan, explain, resolve, to_dict

@@ -13,19 +13,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from halftune.cli.overrides import add_config_arguments, load_from
+from halftune.config.facts.model import ModelFacts
 from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
-from halftune.config.render.text import resolved_yaml
+from halftune.config.render import resolved_yaml
 from halftune.core import log
-from halftune.core.launcher import ignored, this_process
-from halftune.core.startup import quick_imports
+from halftune.core.optional import quick_imports
+from halftune.core.process import ignored, this_process
+from halftune.hardware import Hardware
 from halftune.hardware.probe import probe
 from halftune.launch.command import command, machine_of, processes, world_size
 from halftune.launch.machines import check_main_address
-from halftune.plan import explain, resolve
+from halftune.plan import Plan, explain, resolve
 from halftune.plan.memory import check_fits
 from halftune.train.folder import already_finished
 from halftune.train.lock import check_unlocked
@@ -118,16 +121,25 @@ def train_one(loaded: LoadedConfig) -> None:
 
     with quick_imports():  # torch, after all checks that do not need it
         from halftune.model.preflight import check_folders
-        from halftune.train.parallel.together import together
         from halftune.train.trainer import train
 
-    with together(loaded.run, hardware, facts, plan) as agreed:
+    with _processes_together(loaded, hardware, facts, plan) as agreed:
         check_fits(agreed.memory, loaded.run)
         if process.launched and main:  # here, as the others wait for as long as this one gives signs of life
             check_folders(loaded.run.model, thorough=True)
         outcome = train(loaded, agreed)
     if main:
         _print_result(outcome.folder, outcome.message)
+
+
+def _processes_together(
+    loaded: LoadedConfig, hardware: Hardware, facts: ModelFacts, plan: Plan
+) -> AbstractContextManager[Plan]:
+    if plan.batch.world_size == 1:
+        return nullcontext(plan)
+    from halftune.train.parallel.together import together
+
+    return together(loaded.run, hardware, facts, plan)
 
 
 def _print_result(folder: Path, message: str) -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from halftune.config.section import LISTED, Section
-from halftune.config.sections.adapter import AdapterSection, LoraAdapter
-from halftune.config.sections.attention import AttentionSection
+from halftune.config.sections import LISTED, Section
 from halftune.config.sections.data import DataSection
-from halftune.config.sections.distributed import DistributedSection
-from halftune.config.sections.generation import GenerationSection
-from halftune.config.sections.logging import LoggingSection
 from halftune.config.sections.method import MethodSection, SftMethod
-from halftune.config.sections.model import ModelSection
-from halftune.config.sections.precision import PrecisionSection
-from halftune.config.sections.training import TrainingSection
+from halftune.config.sections.model import AdapterSection, AttentionSection, LoraAdapter, ModelSection, PrecisionSection
+from halftune.config.sections.training import DistributedSection, GenerationSection, LoggingSection, TrainingSection
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from halftune.config.run import RunConfig
-from halftune.config.section import LISTED, TYPED, Section
+from halftune.config.sections import LISTED, TYPED, Section
 
 KeyPath = tuple[str | int, ...]
 """The place of a value: ``("data", "train", 0, "path")``."""

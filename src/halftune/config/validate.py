@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from halftune.config.reading.suggest import suggest_key, suggest_word
 from halftune.config.reading.yaml_source import Tree
 from halftune.config.run import RunConfig
-from halftune.config.section import Section
+from halftune.config.sections import Section
 from halftune.config.shape import (
     ROOT,
     KeyPath,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from halftune.core import alive
+from halftune.core import heartbeat
 
 WRITING, OLD = ".writing", ".old"
 
@@ -105,7 +105,7 @@ def sync(path: Path) -> None:
     """Flush a file, or a folder's entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        alive.sign(os.fstat(descriptor).st_size)
+        heartbeat.beat(os.fstat(descriptor).st_size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

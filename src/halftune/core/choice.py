@@ -1,9 +1,12 @@
-"""A decision with its reason: the leaves of plans."""
+"""A decision with its reason (the leaves of plans), and the names of number formats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
+
+Format = Literal["bf16", "fp16", "fp32"]
+
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Opens untrusted files safely: no symbolic links, no pipes, limited size."""
+"""Opens untrusted files safely (no symbolic links, no pipes, limited size), and finds the cache folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,29 @@ import os
 import stat
 from pathlib import Path
 from typing import IO, Any
+
+from halftune.core.errors import ConfigError
+
+
+def cache_dir() -> Path:
+    """Return the cache folder: ``$HALFTUNE_CACHE``, else ``$XDG_CACHE_HOME/halftune``, else ``~/.cache/halftune``.
+
+    Raises:
+        ConfigError: there is no home folder, and no variable is set.
+    """
+    own = os.environ.get("HALFTUNE_CACHE")
+    name = own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "halftune")
+    written_out = os.path.expanduser(name)
+    if written_out.startswith("~"):
+        what = f"cannot expand {name}: no home folder"
+        raise ConfigError(
+            what,
+            where="HALFTUNE_CACHE",
+            remedy="set HALFTUNE_CACHE (or HOME) to a writable folder",
+            code="core.cache_not_writable",
+        )
+    return Path(written_out)
+
 
 MOST_JSON = 100_000_000  # bytes; the limit of the safetensors library for its JSON headers
 SMALL_JSON = 4 << 20  # bytes of a JSON state file

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.files import MOST_JSON, read_json
 
 MARKER = "checkpoint.json"
@@ -117,5 +117,5 @@ def _sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
-            alive.sign()
+            heartbeat.beat()
     return digest.hexdigest()

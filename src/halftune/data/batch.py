@@ -1,13 +1,87 @@
-"""A batch: the tensors of one forward pass on one process."""
+"""A batch: the tensors of one forward pass on one process, padded, or packed into one row with segment boundaries.
+
+Shapes: B rows, T tokens of the longest row (or of all rows together), S segments, E examples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from halftune.data.order import round_up
+from halftune.data.store import NO_LABEL, Example, Segment
+
+
+def collate(examples: Sequence[Example], pad_token_id: int, *, packed: bool) -> Batch:
+    """Collate examples into the inputs of one forward pass; the caller sets ``weight`` and the token counts.
+
+    Args:
+        examples: at least one.
+        pad_token_id: token id of padding.
+        packed: no padding between segments and no attention across them.
+
+    Returns:
+        Padded: ``input_ids``, ``attention_mask``, ``labels``, int64[B, T], one segment a row, padded on
+        the right to a multiple of 8 (mask 0, label -100). Packed: one row ``input_ids``, ``labels``, ``position_ids``
+        int64[1, T] (positions restart at each segment, whose first token has no label) and ``seq_idx`` int32[1, T],
+        the extras ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32[S + 1], ``max_length_q`` and ``max_length_k`` (int);
+        padding to a multiple of 8 is a segment of its own.
+    """
+    segments = [segment for example in examples for segment in example.segments]
+    batch = (_packed if packed else _padded)(segments, pad_token_id)
+    owners = np.repeat(np.arange(len(examples)), [len(example.segments) for example in examples])
+    return replace(batch, segment_of_example=torch.from_numpy(owners))
+
+
+def _padded(segments: Sequence[Segment], pad_token_id: int) -> Batch:
+    shape = (len(segments), round_up(max(len(segment.input_ids) for segment in segments)))
+    ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
+    labels_BT = np.full(shape, NO_LABEL, dtype=np.int64)
+    mask_BT = np.zeros(shape, dtype=np.int64)
+    for row, segment in enumerate(segments):
+        length = len(segment.input_ids)
+        ids_BT[row, :length], labels_BT[row, :length], mask_BT[row, :length] = segment.input_ids, segment.labels, 1
+    tokens = {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_BT}
+    return Batch({name: torch.from_numpy(values) for name, values in tokens.items()})
+
+
+def _packed(segments: Sequence[Segment], pad_token_id: int) -> Batch:
+    lengths = [len(segment.input_ids) for segment in segments]
+    total = sum(lengths)
+    if tail := round_up(total) - total:
+        lengths.append(tail)
+    ends_S = np.cumsum(lengths, dtype=np.int64)
+    starts_S = ends_S - np.asarray(lengths, dtype=np.int64)
+    ids_T = np.full(total + tail, pad_token_id, dtype=np.int64)
+    labels_T = np.full(total + tail, NO_LABEL, dtype=np.int64)
+    ids_T[:total] = np.concatenate([segment.input_ids for segment in segments])
+    labels_T[:total] = np.concatenate([segment.labels for segment in segments])
+    labels_T[starts_S] = NO_LABEL
+    segments_T = np.repeat(np.arange(len(lengths)), lengths)
+    positions_T = np.arange(total + tail) - starts_S[segments_T]
+    bounds = torch.from_numpy(np.concatenate([[0], ends_S]).astype(np.int32))
+    tokens = {
+        "input_ids": torch.from_numpy(ids_T)[None],
+        "labels": torch.from_numpy(labels_T)[None],
+        "position_ids": torch.from_numpy(positions_T.astype(np.int64))[None],
+        "seq_idx": torch.from_numpy(segments_T.astype(np.int32))[None],
+    }
+    longest = max(lengths)
+    return Batch(
+        tokens,
+        {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds.clone(),
+            "max_length_q": longest,
+            "max_length_k": longest,
+        },
+    )
+
 
 # int64[P], an extra: positions that predict a label in at least one row. Computed on the CPU: on a GPU it would sync.
 LABEL_POSITIONS = "label_positions"

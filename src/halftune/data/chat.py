@@ -1,10 +1,15 @@
-"""Renders conversations with the tokenizer's chat template, keeping its control tokens apart from message texts."""
+"""Renders conversations with the tokenizer's chat template, keeping its control tokens apart from message texts.
+
+Templates that print the date (``strftime_now``) see one date, so a resumed run renders the same text.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
+from datetime import date, datetime, time
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,8 +20,29 @@ from halftune.core.time_limit import Limits, OutOfTime
 from halftune.data.control_tokens import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.preflight import no_chat_template
-from halftune.data.template_date import with_date, writes_date
 from halftune.data.template_features import TOOL, TemplateFeatures, probe_features
+
+_CALL = "strftime_now"
+# strftime directives. `%-d` is `%d` without a leading zero; `%%` is replaced last, after all other directives.
+_DIRECTIVES = (*(f"%-{letter}" for letter in "dmHIMSjy"), *(f"%{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwWxXyY%"))
+
+
+def writes_date(template: str) -> bool:
+    """Whether a chat template prints the current date."""
+    return _CALL in template
+
+
+@lru_cache(maxsize=8)
+def with_date(template: str, day: date) -> str:
+    """Return the template with the current time replaced by midnight of ``day``.
+
+    A macro in the template shadows the function: transformers passes no callables to templates.
+    """
+    moment = datetime.combine(day, time())
+    pairs = ((directive, moment.strftime(directive)) for directive in _DIRECTIVES)
+    filters = "".join(f"|replace({json.dumps(old)},{json.dumps(new)})" for old, new in pairs)
+    return f"{{% macro {_CALL}(format) %}}{{{{ format{filters} }}}}{{% endmacro +%}}{template}"
+
 
 Messages = Sequence[Mapping[str, Any]]
 # Replaces `{% generation %}`: writes a private-use character at the start and end of a generated part. An `if` block

@@ -13,8 +13,7 @@ from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
 from halftune.data.conversation import Format
 from halftune.data.formats import FORMATS, load_format
-from halftune.data.formats.fields import MEDIA_COLUMNS
-from halftune.data.missing import is_missing
+from halftune.data.formats.fields import MEDIA_COLUMNS, is_missing
 
 # Names of our columns in other data sets; the first match is suggested.
 SYNONYMS: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,7 @@ from halftune.core.errors import DataError
 from halftune.core.optional import need
 from halftune.core.time_limit import Limits
 from halftune.data.formats import FORMATS, load_format
-from halftune.data.strict_json import BadJson, find_fault, parse
+from halftune.data.formats.fields import BadJson, find_fault, parse
 
 _AGAIN = "corrupt file or wrong extension; download it again"
 # largest accepted decompression ratio; size in bytes that is always accepted

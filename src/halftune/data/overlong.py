@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from halftune.data.conversation import RowDropped
-from halftune.data.example import TokenTurn, WholeSample
+from halftune.data.store import TokenTurn, WholeSample
 
 TAIL = "turns after the last answer dropped"
 SHORTENED = "question or tool result shortened"

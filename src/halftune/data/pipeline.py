@@ -1,33 +1,121 @@
-"""Builds tokenised splits and the data report from the ``data`` section."""
+"""Builds tokenised splits and the data report from the ``data`` section.
+
+Tokenised sources are cached on disk, keyed by everything that affects the tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from halftune import __version__
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.method import MethodSection, PretrainMethod, SftMethod
+from halftune.core.atomic import whole_folder
 from halftune.core.errors import ConfigError, DataError
+from halftune.core.files import cache_dir
 from halftune.core.log import get_logger
-from halftune.data.cache import cache_key, cached
+from halftune.core.manifest import MANIFEST, damage, seal
+from halftune.data.chat import writes_date
 from halftune.data.detect import detect_for
-from halftune.data.example import Example
-from halftune.data.mixture import choose_rows, contents, hold_out, weigh
-from halftune.data.padding_stats import efficiency
+from halftune.data.offset_tokenizer import backend_json
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
 from halftune.data.sources import Rows, Source, open_source
-from halftune.data.split import TokenizedSplit
-from halftune.data.store import TokenStore, build_store
-from halftune.data.template_date import writes_date
+from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh
+from halftune.data.store import Example, TokenStore, build_store, load_store, save_store
 from halftune.data.template_features import NO_SYSTEM
-from halftune.data.tokenize import BadRow, Outcome, Settings
-from halftune.data.workers import tokenize_rows
+from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
+
+PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
+
+Tokenised = tuple[TokenStore, dict[str, Any]]
+
+
+def cache_key(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
+    """sha256 of the tokenizer, its chat template, this package's code and ``parts`` (JSON)."""
+    everything = {
+        "halftune": __version__,
+        "code": code_of(PACKAGE),
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "tokenizer": hashlib.sha256(backend_json(tokenizer).encode()).hexdigest(),
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        **parts,
+    }
+    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@cache
+def code_of(folder: Path) -> str:
+    """sha256 of the names and contents of all Python files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def cached(key: str, make: Callable[[], Tokenised]) -> Tokenised:
+    """Return the cached result of ``make``.
+
+    Concurrent processes wait for the one that builds it. A corrupt entry is rebuilt. If the cache cannot be written,
+    a warning is logged and the result is not cached.
+    """
+    folder = cache_dir() / "data" / key
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_suffix(".lock"))
+        lock.acquire()
+    except OSError as error:
+        log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)
+        return make()
+    try:
+        found = _load(folder)
+        if found is not None:
+            return found
+        made = make()
+        _save(folder, made)
+        return _load(folder) or made
+    finally:
+        lock.release()
+
+
+def _load(folder: Path) -> Tokenised | None:
+    if not folder.is_dir():
+        return None
+    if wrong := damage(folder, thorough=True, marker=MANIFEST):  # a flipped bit would be another token, without a word
+        log.warning("corrupt token cache in %s (%s): rebuilding", folder, wrong)
+        return None
+    try:
+        return load_store(folder), json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("corrupt token cache in %s (%s): rebuilding", folder, error)
+        return None
+
+
+def _save(folder: Path, made: Tokenised) -> None:
+    try:
+        with whole_folder(folder) as beside:
+            save_store(made[0], beside)
+            (beside / "report.json").write_text(json.dumps(made[1]), encoding="utf-8")
+            seal(beside, MANIFEST)
+    except OSError as error:
+        log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)
+
 
 log = get_logger(__name__)
 

@@ -16,11 +16,10 @@ from halftune.core.errors import DataError
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.detect import Reading, detect_for
 from halftune.data.files import FileRows, ending, first_lines, read_file
-from halftune.data.hub import check_available
-from halftune.data.missing import with_nulls
-from halftune.data.mixture import choose_rows, count_held_out
+from halftune.data.formats.fields import with_nulls
 from halftune.data.report import Count, nothing_left
 from halftune.data.sources import BUILTIN, Rows, empty, files_of, is_hub_id
+from halftune.data.split import choose_rows, count_held_out
 
 ENOUGH = 8 << 20  # bytes read per source
 
@@ -60,6 +59,8 @@ def _rows(section: SourceSection) -> _Found | None:
         return None
     if not os.path.exists(section.path):
         if is_hub_id(section.path):
+            from halftune.data.hub import check_available
+
             check_available(section)
         return None
     paths = files_of(Path(section.path))

@@ -13,10 +13,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from halftune.config.sections.data import SourceSection
-from halftune.data.example import Example, Segment
 from halftune.data.report import SourceReport
 from halftune.data.sources import open_source
 from halftune.data.split import TokenizedSplit
+from halftune.data.store import Example, Segment
 
 TRAINED, CONTROL = "green", "reverse"
 LONGEST_ROW = 2000  # characters of a raw row in the preview

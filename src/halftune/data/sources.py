@@ -12,13 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halftune.config.builtin_data import BUILTIN_DATA
-from halftune.config.sections.data import SourceSection
+from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
-from halftune.data.builtin.sets import builtin_fingerprint, builtin_rows
+from halftune.data.builtin import builtin_fingerprint, builtin_rows
 from halftune.data.files import READERS, FileRows, ending, read_file
-from halftune.data.hub import hub_fingerprint, hub_rows
 
 BUILTIN = "builtin:"
 # Usual names of splits that must not be trained on.
@@ -105,6 +103,8 @@ def open_source(section: SourceSection) -> Source:
         return _of_files(section, files_of(path))
     if not is_hub_id(name):
         raise _missing(path)
+    from halftune.data.hub import hub_fingerprint, hub_rows
+
     return Source(section, hub_fingerprint(section), lambda: Rows(name, [hub_rows(section)]))
 
 

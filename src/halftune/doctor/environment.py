@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
 
+from halftune.core.files import cache_dir
 from halftune.core.optional import pip_line, version_of
-from halftune.core.paths import cache_dir
-from halftune.hardware.facts import Hardware
-from halftune.hardware.nvidia import driver_version
+from halftune.hardware import Hardware
+from halftune.hardware.probe import driver_version
 
 Status = Literal["ok", "note", "fail"]
 

@@ -28,7 +28,7 @@ from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import has_towers, inputs_for
 from halftune.doctor.traced_model import build, prepare, read_config
 from halftune.model.packing_check import small_copy
-from halftune.model.remote_code_errors import last_line, remote_code_error
+from halftune.model.remote_code import last_line, remote_code_error
 from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.fake_tensors import NEEDS_VALUES, FakeTensors

@@ -22,14 +22,11 @@ from halftune.config.facts.families import OWN
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
-from halftune.model.adapters.attach import attach_adapter
-from halftune.model.architectures import own_architectures
+from halftune.model.adapters import attach_adapter
+from halftune.model.architectures import no_progress_bars, own_architectures
 from halftune.model.architectures import read_config as read_checkpoint_config
-from halftune.model.library_output import no_progress_bars
-from halftune.model.patch_experts import route_experts
-from halftune.model.qk_dtype import cast_qk_to_compute_dtype
-from halftune.model.remote_code import attention_for, has_remote_code
-from halftune.model.remote_code_errors import remote_code_error
+from halftune.model.patch import cast_qk_to_compute_dtype, route_experts
+from halftune.model.remote_code import attention_for, has_remote_code, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype

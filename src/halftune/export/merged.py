@@ -11,18 +11,17 @@ from safetensors import SafetensorError
 
 from halftune.config.facts.safetensors_headers import main_format, read_headers, stored_formats
 from halftune.core.atomic import first_aid, whole_folder
+from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
-from halftune.core.formats import Format
 from halftune.export.output import check_output
 from halftune.model.completed_run import CompletedRun
 from halftune.model.identity import check_base
-from halftune.model.loading_readme import README
 from halftune.model.locate import locate
 from halftune.model.merge import Merge, Progress, merge_adapter, no_progress, round_model
 from halftune.model.result import base_of_result
-from halftune.model.save import save_tokenizer, write_model
+from halftune.model.save import README, save_tokenizer, write_model
 from halftune.model.tokenizer import load_tokenizer
-from halftune.precision.rounding import Rounding, roundings
+from halftune.precision.truth_table import Rounding, roundings
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 NEGLIGIBLE = 1e-6  # relative size of an update that fp32 rounding alone explains

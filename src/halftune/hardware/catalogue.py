@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
-from halftune.hardware.facts import Device, Hardware, Kind
+from halftune.hardware import Device, Hardware, Kind
 
 MIB, GIB = 2**20, 2**30
 MOST_DEVICES = 1024

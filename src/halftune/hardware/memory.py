@@ -12,7 +12,7 @@ from typing import Any
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.weight_formats import format_of
-from halftune.hardware.facts import Kind
+from halftune.hardware import Kind
 
 # The runtime itself: on a CPU the resident size of a process after all imports, on a GPU its context.
 RUNTIME_BYTES: dict[Kind, int] = {

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from halftune.config.sections.generation import GenerationSection
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.infer.session import ChatSession
 

@@ -8,8 +8,8 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from halftune.config.sections.generation import GenerationSection
-from halftune.model.adapters.attach import load_adapter
+from halftune.config.sections.training import GenerationSection
+from halftune.model.adapters import load_adapter
 from halftune.model.completed_run import CompletedRun
 from halftune.model.device import device_of
 from halftune.model.generate import OnText, generate_reply

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from halftune.config.run import RunConfig
-from halftune.config.sections.distributed import DistributedSection
-from halftune.core import alive
+from halftune.config.sections.training import DistributedSection
+from halftune.core import heartbeat
 from halftune.core.errors import PlanError
-from halftune.core.launcher import this_process
-from halftune.hardware.facts import Hardware
+from halftune.core.process import this_process
+from halftune.hardware import Hardware
 from halftune.launch.machines import Machine
 
 RUNNER = "halftune.launch.elastic"
@@ -92,7 +92,7 @@ def command(
         words += ["--rdzv-conf", f"join_timeout={math.ceil(distributed.timeout_seconds)}"]
     words += ["--max-restarts", str(distributed.max_restarts)]
     # after a signal, the current step is finished and saved
-    words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds + checkpoint / alive.SLOWEST))]
+    words += ["--shutdown-timeout", str(math.ceil(distributed.timeout_seconds + checkpoint / heartbeat.SLOWEST))]
     return [sys.executable, "-m", RUNNER, *words, "-m", "halftune", *arguments]
 
 

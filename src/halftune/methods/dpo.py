@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from halftune.config.sections.method import DpoMethod
 from halftune.data.batch import WEIGHT, Batch
-from halftune.data.example import Example
-from halftune.methods.contract import Loss
+from halftune.data.store import Example
+from halftune.methods import Loss
 from halftune.model.policy import PolicyModel
 
 

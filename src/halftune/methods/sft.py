@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from halftune.config.section import Section
+from halftune.config.sections import Section
 from halftune.data.batch import Batch
-from halftune.data.example import Example
-from halftune.methods.contract import Loss
+from halftune.data.store import Example
+from halftune.methods import Loss
 from halftune.model.policy import PolicyModel
 
 

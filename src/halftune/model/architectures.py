@@ -1,8 +1,9 @@
-"""Registers this package's own architectures with transformers while a model is built."""
+"""Registers this package's own architectures with transformers while a model is built; reads configurations."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,34 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
 
-from halftune.config.facts.families import OWN
-from halftune.config.facts.model_types import multimodal_class
+from halftune.config.facts.families import OWN, multimodal_class
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.load_errors import first_line
 from halftune.model.rwkv7.configuration import RWKV7Config
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bars."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def ignore_peft_warnings() -> Iterator[None]:
+    """Inside, peft's use of a deprecated transformers attribute causes no warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield
+
 
 _CONFIGS: dict[str, type[PreTrainedConfig]] = {"rwkv7": RWKV7Config}
 assert set(_CONFIGS) == OWN

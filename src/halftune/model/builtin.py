@@ -18,12 +18,11 @@ from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, Generatio
 from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
 from halftune.core.atomic import whole_folder
 from halftune.core.errors import ModelError, TrainingError
+from halftune.core.files import cache_dir
 from halftune.core.log import get_logger
 from halftune.core.manifest import MANIFEST, damage, seal
-from halftune.core.paths import cache_dir
 from halftune.core.table import did_you_mean
-from halftune.model.architectures import own_architectures
-from halftune.model.library_output import no_progress_bars
+from halftune.model.architectures import no_progress_bars, own_architectures
 
 log = get_logger(__name__)
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from halftune.config.builtin_models import find
 from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.folder import read_json as read_config
 from halftune.config.facts.model import ModelFacts, read_model_facts
@@ -18,12 +19,11 @@ from halftune.config.reading.overrides import COMMAND_LINE
 from halftune.config.rules.rule import looks_local
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
-from halftune.config.shipped import find
+from halftune.core.choice import Format
 from halftune.core.errors import ModelError, PlanError
 from halftune.core.files import read_json
-from halftune.core.formats import Format
 from halftune.core.log import get_logger
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware
 from halftune.hardware.probe import probe
 from halftune.model.result import FINAL, check_result
 from halftune.plan import Plan, resolve

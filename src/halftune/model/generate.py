@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from halftune.config.sections.generation import GenerationSection
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.core.time_limit import Limits, OutOfTime
 from halftune.model.load_errors import TEMPLATE_ERRORS, first_line

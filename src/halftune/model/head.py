@@ -1,19 +1,221 @@
-"""Loss of models whose logits are the plain product of a linear head, without materialising the logits."""
+"""Loss and log-probabilities of labels, without the logits of all positions at once.
+
+Where the logits are the plain product of a linear head, the loss never materialises them. Otherwise the model's own
+code after the decoder (head, its adapter, scaling, soft-capping) runs on chunks of the decoder's output: meanwhile the
+decoder's forward returns the chunk. Logits that exist already are summed without a second copy.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
+from halftune.data.store import NO_LABEL
 from halftune.model.patch import probe_pass
 from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
+
+# Bytes of fp32 scratch per chunk of rows: fits the cache on a CPU, keeps other devices busy.
+_LOSS_CHUNK_BYTES = {"cpu": 2 << 20}
+_LOSS_CHUNK_BYTES_ELSEWHERE = 64 << 20
+
+# Operations whose backward pass does not read their result: the gradient may overwrite it. Views and dtype conversions
+# do not save it either.
+_KEEP_NO_RESULT = frozenset(
+    f"{name}Backward0"
+    for name in ("Mm", "Addmm", "Bmm", "Linear", "View", "UnsafeView", "ReshapeAlias", "Mul", "Div", "Add", "ToCopy")
+)
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk_bytes: int | None = None,
+    overwrite: bool | None = None,
+    all_labelled: bool = False,
+) -> torch.Tensor:
+    """Sum of ``-log softmax(logits)[target]`` over rows with a target, accumulated in fp32.
+
+    The fp32 copy is at most one chunk of rows, and the gradient overwrites the logits if nothing else needs them. Same
+    rounding as ``F.cross_entropy(logits.float(), targets, reduction="sum")``.
+
+    Args:
+        logits: ``[N, V]``, any float dtype.
+        targets: ``[N]`` int64, -100 for none.
+        chunk_bytes: of the fp32 scratch; the default depends on the device.
+        overwrite: whether the gradient may overwrite ``logits``; by default only if the operation that produced them is
+            known not to save them.
+        all_labelled: every row has a target; otherwise finding the targets synchronises with the device.
+
+    Returns:
+        An fp32 scalar; fp64 for fp64 logits.
+    """
+    if chunk_bytes is None:
+        chunk_bytes = _LOSS_CHUNK_BYTES.get(logits.device.type, _LOSS_CHUNK_BYTES_ELSEWHERE)
+    if overwrite is None:
+        overwrite = _may_overwrite(logits)
+    rows = max(1, chunk_bytes // (4 * logits.shape[-1]))
+    with torch.autocast(logits.device.type, enabled=False):
+        return _CrossEntropySum.apply(logits, targets, rows, overwrite, all_labelled)  # type: ignore[return-value]
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Saves log Σ exp per row; backward recomputes the softmax from it, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int, overwrite: bool, all_labelled: bool
+    ) -> torch.Tensor:
+        every = torch.arange(targets.numel(), device=targets.device)
+        kept = every if all_labelled else (targets != NO_LABEL).nonzero().squeeze(1)
+        exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        log_sums = torch.zeros(targets.shape[0], 1, dtype=exact, device=logits.device)
+        losses = torch.zeros_like(log_sums)
+        everywhere = kept.numel() == targets.numel()
+        for start in range(0, kept.numel(), rows):
+            index = slice(start, start + rows) if everywhere else kept[start : start + rows]
+            chunk, target = logits[index], targets[index, None]
+            # log_softmax is one fused pass; log Σ exp follows from what it did to the target's logit.
+            at_target = F.log_softmax(chunk, dim=-1, dtype=exact).gather(1, target)
+            losses[index] = at_target.neg()
+            log_sums[index] = chunk.gather(1, target).to(exact) - at_target
+        ctx.save_for_backward(logits, targets, log_sums, kept)
+        ctx.rows, ctx.overwrite = rows, overwrite
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, log_sums, kept = ctx.saved_tensors
+        everywhere = kept.numel() == targets.numel()
+        # detach shares the version counter: another user of the logits gets an error instead of a wrong gradient.
+        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        if not everywhere:
+            out = out if ctx.overwrite else out.zero_()
+        one = torch.ones((), dtype=log_sums.dtype, device=logits.device)
+        for start in range(0, kept.numel(), ctx.rows):
+            index = slice(start, start + ctx.rows) if everywhere else kept[start : start + ctx.rows]
+            target = targets[index, None]
+            softmax = logits[index].to(log_sums.dtype, copy=True).sub_(log_sums[index]).exp_()
+            softmax.scatter_add_(1, target, -one.expand_as(target))
+            out[index] = softmax.mul_(grad).to(out.dtype)
+        if ctx.overwrite and not everywhere:
+            out.masked_fill_((targets == NO_LABEL)[:, None], 0)
+        return out, None, None, None, None
+
+
+def _may_overwrite(logits: torch.Tensor) -> bool:
+    """Whether ``logits`` are views of the result of an operation that does not save it."""
+    node = logits.grad_fn
+    while node is not None and node.name() in _KEEP_NO_RESULT:
+        if not node.name().endswith(("ViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0")):
+            return True
+        node = node.next_functions[0][0]
+    return False
+
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # [N, H] -> [N, V]
+
+# Bytes of a chunk's fp32 logits, and minimum rows: reading the head once per chunk must stay cheap.
+_CHUNK_BYTES = {"cpu": 4 << 20}
+_CHUNK_BYTES_ELSEWHERE = 256 << 20
+_FEWEST_ROWS = 128
+_proven_logits: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def logprobs(head: Head, rows: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int) -> torch.Tensor:
+    """``log softmax(head(rows) / temperature)[target]`` of each row, in fp32 (fp64 for fp64).
+
+    Args:
+        head: from rows to logits.
+        rows: ``[N, H]``, N > 0.
+        targets: int64 ``[N]``.
+        temperature: above 0.
+        chunk: rows at a time.
+    """
+
+    def some(part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = head(part)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits if temperature == 1.0 else logits.to(wide) / temperature
+        return F.log_softmax(logits, dim=-1, dtype=wide).gather(1, target[:, None]).squeeze(1)
+
+    parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([checkpoint(some, part, target, use_reentrant=False) for part, target in parts])
+
+
+def rows_at_a_time(vocabulary: int, device: torch.device) -> int:
+    """Rows per chunk for a device."""
+    return max(_FEWEST_ROWS, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary))
+
+
+def decoder_of(base: Any) -> nn.Module | None:
+    """The decoder of a transformers model with a head; None for other models."""
+    body = base.base_model if isinstance(base, PreTrainedModel) else None
+    return None if body is base else body
+
+
+@contextmanager
+def outputs_of(body: nn.Module) -> Iterator[list[Any]]:
+    """Inside, collects the outputs of a module."""
+    seen: list[Any] = []
+    handle = body.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def is_head_of(base: PreTrainedModel, body: nn.Module, outputs: Any, at: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether :func:`logits_of` reproduces a model's logits ``[B, 1, V]`` at one position; checked once per model."""
+    if not isinstance(outputs, ModelOutput) or not torch.is_tensor(outputs.get("last_hidden_state")):
+        return False
+    if base not in _proven_logits:
+        with torch.no_grad():
+            again = logits_of(base, body, outputs, outputs["last_hidden_state"][:, at].flatten(0, 1))
+        limit = (1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2) * logits.detach().abs().max()
+        _proven_logits[base] = bool((again - logits.detach().flatten(0, 1)).abs().max() <= limit)
+    return _proven_logits[base]
+
+
+def logits_of(base: PreTrainedModel, body: nn.Module, outputs: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Compute a model's logits ``[N, V]`` from rows ``[N, H]`` of its decoder's output.
+
+    Args:
+        base: the transformers model itself.
+        body: its decoder; other threads see it unchanged.
+        outputs: the decoder's output, for everything except the last hidden state.
+        rows: rows of the last hidden state.
+    """
+    inside, own = threading.get_ident(), body.forward
+    given = type(outputs)(**{**outputs, "last_hidden_state": rows[None]})
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return given if threading.get_ident() == inside else own(*args, **kwargs)
+
+    quiet = {"output_router_logits": False} if "router_logits" in outputs else {}
+    patched = "forward" in vars(body)
+    body.forward = forward
+    try:
+        ids = torch.zeros(1, len(rows), dtype=torch.int64, device=rows.device)
+        return type(base).forward(base, input_ids=ids, use_cache=False, **quiet).logits[0]
+    finally:
+        if patched:
+            body.forward = own
+        else:
+            del body.forward
+
 
 _PROBE = 2  # tokens
 _proven: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -12,25 +12,26 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from halftune.config.sections.model import ModelSection
+from halftune.core.choice import Format
 from halftune.core.errors import ModelError
-from halftune.core.formats import Format
 from halftune.core.log import get_logger
-from halftune.model.architectures import is_multimodal, own_architectures, read_config, runs_its_code
+from halftune.model.architectures import is_multimodal, no_progress_bars, own_architectures, read_config, runs_its_code
 from halftune.model.lazy_weights import META, LazyWeights
-from halftune.model.library_output import no_progress_bars
 from halftune.model.load_errors import LOAD_ERRORS, first_line
 from halftune.model.locate import locate
-from halftune.model.patch import current_guard, guard_imported_kernels, importing, register_attention
-from halftune.model.patch_experts import route_experts
-from halftune.model.patch_linear import route_linear_layers
-from halftune.model.prediction_heads import record_prediction_heads
-from halftune.model.qk_dtype import cast_qk_to_compute_dtype
+from halftune.model.patch import (
+    cast_qk_to_compute_dtype,
+    current_guard,
+    guard_imported_kernels,
+    importing,
+    register_attention,
+    route_experts,
+)
 from halftune.model.quantised import compute_as_planned, is_widened, load_arguments, quantisation, store_as_planned
-from halftune.model.remote_code import attention_for, has_remote_code
-from halftune.model.remote_code_errors import last_line, remote_code_error
+from halftune.model.remote_code import attention_for, has_remote_code, last_line, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32, is_foreign, tables
-from halftune.model.towers import detach_towers, for_parts, towers_called_for_text
-from halftune.model.tying import sync_tying_config
+from halftune.model.towers import detach_towers, for_parts, record_prediction_heads, towers_called_for_text
+from halftune.model.vocabulary import sync_tying_config
 from halftune.model.weight_range import RangeCheck
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
@@ -65,7 +66,10 @@ def load_model(
         lazy.materialise_buffers(loaded)
         lazy.check = weights.tensor
     compute_in_fp32(loaded, model)
-    route_linear_layers(loaded, plan)
+    if plan.attention.linear.value != "none":
+        from halftune.model.patch_linear import route_linear_layers  # imports the operators
+
+        route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     compute_as_planned(loaded, plan, for_training=for_training)
     _mark_kept(loaded, plan)

@@ -16,10 +16,9 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from halftune.config.sections.model import ModelSection
-from halftune.core.choice import Choice
+from halftune.core.choice import Choice, Format
 from halftune.core.errors import ModelError
-from halftune.core.formats import Format
-from halftune.model.adapters.attach import load_adapter
+from halftune.model.adapters import load_adapter
 from halftune.model.load import load_model
 from halftune.model.quantised import prepare_merge
 from halftune.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from halftune.core.choice import Choice
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.load_errors import first_line
 from halftune.model.patch import registered_attention
-from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
 
 LENGTHS = (11, 19, 6)  # longer than the reduced window, all different
@@ -80,7 +79,7 @@ def packing_verdict(
             with silent():
                 model = (copy_of or small_copy)(model_config)
                 here = _on_cpu(plan, model)
-                with registered_attention(here) as name, routed_linear_layers(model, here):
+                with registered_attention(here) as name, _routed_linear_layers(model, here):
                     error = packing_error(model, name)
         except REFUSALS as refusal:
             if not isinstance(refusal, HalftuneError) and _raised_by_us(refusal):
@@ -94,6 +93,14 @@ def packing_verdict(
             False, f"packed samples of {kind} attend to each other: relative logit error {error:.1e} on a small copy"
         )
     return Choice(True, f"packed samples of {kind} get the same logits as alone (error {error:.0e} on a small copy)")
+
+
+def _routed_linear_layers(model: PreTrainedModel, plan: Plan) -> AbstractContextManager[None]:
+    if plan.attention.linear.value == "none":
+        return nullcontext()
+    from halftune.model.patch_linear import routed_linear_layers  # imports the operators
+
+    return routed_linear_layers(model, plan)
 
 
 def _raised_by_us(error: BaseException) -> bool:

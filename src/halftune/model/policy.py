@@ -19,10 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halftune.core.errors import PlanError
 from halftune.data.batch import LABEL_POSITIONS, Batch
-from halftune.data.example import NO_LABEL
-from halftune.model.cross_entropy import cross_entropy_sum
-from halftune.model.head import head_loss_sum, hidden_instead_of_logits, plain_head
-from halftune.model.logprobs import Head, decoder_of, is_head_of, logits_of, logprobs, outputs_of, rows_at_a_time
+from halftune.data.store import NO_LABEL
+from halftune.model.head import (
+    Head,
+    cross_entropy_sum,
+    decoder_of,
+    head_loss_sum,
+    hidden_instead_of_logits,
+    is_head_of,
+    logits_of,
+    logprobs,
+    outputs_of,
+    plain_head,
+    rows_at_a_time,
+)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from halftune.config.weight_formats import STORED, format_of, method_of
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.optional import need
-from halftune.model.architectures import read_config
-from halftune.model.library_output import no_progress_bars
+from halftune.model.architectures import no_progress_bars, read_config
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
 
@@ -80,13 +79,16 @@ def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> i
     """Make 4-bit layers compute in the plan's dtype, and correctly on CPUs; returns their number.
 
     bitsandbytes silently casts inputs to the dtype in the checkpoint's quantisation config (default fp32), and outputs
-    back. On CPUs with AVX512-BF16 it repacks weights in evaluation mode for an operator without a backward pass: after
-    the first evaluation, gradients would stop at that layer. It also does not support every shape.
+    back. On CPUs with AVX512-BF16 it repacks weights in evaluation mode for an operator in bf16 without a backward
+    pass: other formats would be rounded, and after the first evaluation, gradients would stop at that layer. It also
+    does not support every shape.
     """
+    compute = torch_dtype(plan.precision.compute.value)
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for layer in layers:
-        layer.compute_dtype, layer.compute_type_is_set = torch_dtype(plan.precision.compute.value), True
-        if for_training or layer.in_features % _block_of(layer) or layer.out_features % _CPU_ROWS:
+        layer.compute_dtype, layer.compute_type_is_set = compute, True
+        unfit = layer.in_features % _block_of(layer) or layer.out_features % _CPU_ROWS
+        if for_training or unfit or compute is not torch.bfloat16:
             layer.support_avx512bf16_for_cpu = False
     return len(layers)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, initialization
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.log import get_logger
-from halftune.model.remote_code_errors import remote_code_error
+from halftune.model.remote_code import remote_code_error
 from halftune.precision.trace.steps import HALF
 
 log = get_logger(__name__)

@@ -1,9 +1,14 @@
-"""Saves the result of a run: an adapter or a full model, in the planned dtype."""
+"""Saves the result of a run, an adapter or a full model, in the planned dtype; names the trainable parameters.
+
+A model is written from a stream of tensors, without holding it in memory. A README stands beside weights that plain
+transformers would load incorrectly.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,23 +17,189 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.atomic import first_aid, whole_folder
-from halftune.core.errors import TrainingError
-from halftune.core.formats import Format
+from halftune.core.choice import Format
+from halftune.core.errors import ModelError, TrainingError
 from halftune.core.manifest import MANIFEST, seal
 from halftune.model.adapters.peft_experts import for_plain_peft
-from halftune.model.library_output import no_progress_bars
-from halftune.model.loading_readme import write_loading_readme
-from halftune.model.prediction_heads import stored_prediction_heads
-from halftune.model.save_shards import Named, write_shards
-from halftune.model.towers import Towers, text_config_name, towers_of
-from halftune.model.tying import sync_tying_config
+from halftune.model.architectures import no_progress_bars
+from halftune.model.runtime_buffers import is_foreign, unsaved_tensors
+from halftune.model.towers import Towers, stored_prediction_heads, text_config_name, towers_of
+from halftune.model.vocabulary import sync_tying_config
 from halftune.model.weight_range import cast_to_save
 from halftune.plan import Plan
 from halftune.precision.dtypes import CONFIG_NAMES, kept_names, plain_name, torch_dtype
+
+
+def trainable_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that require gradients, by name, in their own dtype; tied ones once. Not copied."""
+    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def check_same(own: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that a checkpoint's weights match the model.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    remedy = "resume with the config of the checkpoint"
+    if differing := sorted(own.keys() ^ shapes.keys()):
+        what = f"{len(differing)} trained weights are in either the model or the checkpoint only, first {differing[0]}"
+        raise ModelError(what, remedy=remedy, code="train.checkpoint_mismatch")
+    for name, shape in shapes.items():
+        if tuple(own[name].shape) != tuple(shape):
+            what = f"{name} is {tuple(shape)} in the checkpoint, {tuple(own[name].shape)} here"
+            raise ModelError(what, remedy=remedy, code="train.checkpoint_mismatch")
+
+
+def load_trainable_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load the tensors of ``trainable_state`` in place.
+
+    Raises:
+        ModelError: names, shapes or dtypes differ.
+    """
+    own = trainable_state(model)
+    check_same(own, {name: tensor.shape for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        if tensor.dtype != own[name].dtype:
+            what = f"{name} is {tensor.dtype} in the checkpoint, {own[name].dtype} here"
+            raise ModelError(
+                what,
+                remedy="resume with the config of the checkpoint",
+                code="train.checkpoint_mismatch",
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+README = "README.md"
+_TEXT = """\
+# Before you load this model
+
+Its Python code computes {names} in the constructor, and no file contains them. `from_pretrained` of transformers 5
+builds the model on the meta device and does not recompute such tensors: they are uninitialised memory, **without an
+error or a warning**, and the answers are wrong.
+
+`halftune chat`, `export` and `train` recompute them. Elsewhere, load the model as follows (review the Python files in
+this folder first: they are executed):
+
+```python
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder = "."  # this one
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=True)  # computes them
+for file in sorted(Path(folder).glob("*.safetensors")):
+    model.load_state_dict(load_file(file), strict=False, assign=True)  # weights in their own format
+model.tie_weights()
+model.eval()
+```
+"""
+
+
+def write_loading_readme(model: nn.Module, folder: Path) -> None:
+    """Write ``README.md`` if plain transformers would load the model incorrectly.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    names = list(dict.fromkeys(unsaved_tensors(model))) if is_foreign(model) else []
+    if names:
+        shown = ", ".join(f"`{name}`" for name in names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+        (folder / README).write_text(_TEXT.format(names=shown), encoding="utf-8")
+
+
+FILE_BYTES = 5 * 10**9  # maximum shard size, as in transformers
+_LAYER = re.compile(r"^.*?\.\d+(?=\.)")
+_INDEX = "model.safetensors.index.json"
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def write_shards(
+    model: PreTrainedModel, tensors: Named, folder: Path, limit: int = FILE_BYTES, as_stored: Named = ()
+) -> None:
+    """Write tensors in shards of at most ``limit`` bytes, with an index if there are several.
+
+    Holds one shard and one layer in memory; a layer, because merged weights (experts) are split again as transformers
+    does.
+
+    Args:
+        model: defines the names in checkpoints.
+        tensors: (name in ``model.state_dict()``, tensor), grouped by layer.
+        folder: an existing folder.
+        limit: bytes; a larger tensor gets its own shard.
+        as_stored: further tensors, with their names in a checkpoint.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be written.
+    """
+    for old in (*folder.glob("model*.safetensors"), folder / _INDEX):
+        old.unlink(missing_ok=True)
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    size = total = 0
+    for name, tensor in chain(_as_stored(model, tensors), as_stored):
+        if held and size + tensor.nbytes > limit:
+            files.append(_close(held, folder, len(files)))
+            size = 0
+        held[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    files.append(_close(held, folder, len(files)))
+    if len(files) == 1:
+        _part(folder, 0).rename(folder / "model.safetensors")
+        return
+    places = {}
+    for number, names in enumerate(files):
+        path = folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        _part(folder, number).rename(path)
+        places |= dict.fromkeys(names, path.name)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _as_stored(model: PreTrainedModel, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert tensors to checkpoint names and shapes, layer by layer."""
+    layer: dict[str, torch.Tensor] = {}
+    current = None
+    for name, tensor in tensors:
+        found = _LAYER.match(name)
+        of = found.group() if found else None
+        if layer and of != current:
+            yield from revert_weight_conversion(model, layer).items()
+            layer = {}
+        current = of
+        layer[name] = tensor
+    yield from revert_weight_conversion(model, layer).items()
+
+
+def _close(held: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:
+    """Write a shard, free its tensors, and return their names."""
+    heartbeat.beat(sum(tensor.nbytes for tensor in held.values()))
+    # Slices of one tensor share memory, which safetensors refuses.
+    save_file({name: tensor.clone() if _cut(tensor) else tensor for name, tensor in held.items()},
+              _part(folder, number), metadata={"format": "pt"})  # fmt: skip
+    names = list(held)
+    held.clear()
+    return names
+
+
+def _cut(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}"
 
 
 def save_final(
@@ -123,7 +294,7 @@ def write_model(
     with no_progress_bars():
         if towers is None and heads is None and state is None:
             cast = _cast(model.state_dict(), saved, kept)
-            alive.sign(sum(tensor.nbytes for tensor in cast.values()))
+            heartbeat.beat(sum(tensor.nbytes for tensor in cast.values()))
             model.save_pretrained(folder, state_dict=cast)
         else:
             model.save_pretrained(folder, state_dict={})  # configs and code

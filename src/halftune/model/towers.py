@@ -1,8 +1,9 @@
-"""Towers of a multimodal model in text training: frozen, usually not in memory, and copied to the result.
+"""Parts of a checkpoint outside its language model: frozen, usually not in memory, and copied to the result.
 
 Towers are all modules except the language model and its head: vision and audio encoders and their projectors. A small
 copy of the model runs on text to find the towers that its code calls. The others are removed from the model, and saving
-copies their tensors from the base model's files.
+copies their tensors from the base model's files. So it does with weights for multi-token prediction, which
+transformers' classes ignore.
 """
 
 from __future__ import annotations
@@ -11,24 +12,73 @@ import copy
 import json
 import re
 import shutil
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, initialization
 
+from halftune.config.facts.architecture import prediction_heads
+from halftune.config.facts.safetensors_headers import read_headers, weight_files
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
 from halftune.model.lazy_weights import LazyWeights, why_not
 from halftune.model.load_errors import first_line
 from halftune.model.packing_check import REFUSALS, VOCABULARY, randomise, shrunk_config, silent
-from halftune.model.prediction_heads import as_stored
 from halftune.model.runtime_buffers import without_weights
+
+_HEADS_OF: weakref.WeakKeyDictionary[nn.Module, tuple[Path, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
+
+def record_prediction_heads(model: PreTrainedModel, folder: Path, unexpected: Iterable[str]) -> None:
+    """Record the tensors for multi-token prediction that the model does not load.
+
+    Args:
+        model: as loaded by ``from_pretrained``.
+        folder: of its checkpoint.
+        unexpected: unexpected tensors, without those that its class ignores.
+    """
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)")
+    layers: int = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", sys.maxsize)
+    found, unexpected = prediction_heads(read_headers(folder), layers), set(unexpected)
+    if names := tuple(name for name in found if name in unexpected or ignored.search(name)):
+        _HEADS_OF[model] = (folder, names)
+        log.info(
+            "copying %d tensors for multi-token prediction unchanged, first %s, from %s", len(names), names[0], folder
+        )
+
+
+def stored_prediction_heads(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]] | None:
+    """The recorded tensors from the files, as an iterator; None if there are none.
+
+    Raises:
+        OSError, SafetensorError: while iterating, a file is missing or was replaced.
+    """
+    return as_stored(*_HEADS_OF[model]) if model in _HEADS_OF else None
+
+
+def as_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over tensors of a checkpoint's files.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be read, or a tensor is missing.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118, not a mapping
+        for name in names:
+            if name not in places:
+                raise OSError(f"tensor {name} is missing from the files of {folder}")
+            yield name, places[name].get_tensor(name)
+
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32
-from halftune.precision.rounding import roundings
+from halftune.precision.truth_table import roundings
 
 log = get_logger(__name__)
 _NARROW = torch.float16  # bf16 has the range of fp32

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from halftune.config.sections.training import TrainingSection
 from halftune.core import table
-from halftune.precision.plan import PrecisionPlan
+from halftune.precision import PrecisionPlan
 
 # training.optim → build(model, training, precision) -> Optimizer, whose state_dict() holds all of its state
 BUILDERS: dict[str, str] = {

@@ -9,9 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halftune.config.sections.training import TrainingSection
-from halftune.optim.builtin import adam_options, is_fused
-from halftune.optim.groups import Groups, by_decay
-from halftune.precision.plan import PrecisionPlan
+from halftune.optim.builtin import Groups, adam_options, by_decay, is_fused
+from halftune.precision import PrecisionPlan
 
 
 class MuonWithAdamW(Optimizer):

@@ -4,8 +4,7 @@
 """
 
 from halftune.plan.explain import explain
-from halftune.plan.export import to_dict
 from halftune.plan.resolve import resolve
-from halftune.plan.tree import BatchPlan, MemoryPlan, ParallelPlan, Plan, WeightsPlan
+from halftune.plan.tree import BatchPlan, MemoryPlan, ParallelPlan, Plan, WeightsPlan, to_dict
 
 __all__ = ["BatchPlan", "MemoryPlan", "ParallelPlan", "Plan", "WeightsPlan", "explain", "resolve", "to_dict"]

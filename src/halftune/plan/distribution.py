@@ -8,16 +8,15 @@ from dataclasses import replace
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.config.weight_formats import format_of
-from halftune.core.choice import Choice
+from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
-from halftune.core.formats import Format
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware
 from halftune.hardware.memory import Workload
 from halftune.plan.memory import BYTES, per_process, plan_memory
 from halftune.plan.tree import EACH, MemoryPlan, ParallelPlan
-from halftune.precision.plan import PrecisionPlan
+from halftune.precision import PrecisionPlan
 
 STRATEGIES = ("ddp", "fsdp2")
 GIB = 2**30

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
-from halftune.config.sections.adapter import LoraAdapter
-from halftune.config.sections.distributed import DistributedSection
-from halftune.core.choice import Choice
-from halftune.core.formats import Format
-from halftune.hardware.facts import Hardware
+from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.training import DistributedSection
+from halftune.core.choice import Choice, Format
+from halftune.hardware import Hardware
 from halftune.hardware.memory import RUNTIME_BYTES, weight_bytes
 from halftune.plan.memory import BYTES
 from halftune.plan.resolve import resolve

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from halftune.attention.linear_memory import held_by_layer
-from halftune.attention.plan import AttentionPlan
+from halftune.attention.contract import AttentionPlan
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.config.weight_formats import format_of
-from halftune.core.choice import Choice
+from halftune.core.choice import Choice, Format
 from halftune.core.errors import DoesNotFitError
-from halftune.core.formats import Format
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware
 from halftune.hardware.memory import Estimate, Workload, estimate
-from halftune.plan.batch import batch_size
 from halftune.plan.trainable import Adapted
-from halftune.plan.tree import MemoryPlan
-from halftune.precision.plan import PrecisionPlan
+from halftune.plan.tree import MemoryPlan, batch_size
+from halftune.precision import PrecisionPlan
 
 BYTES: dict[Format, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 FITS, TIGHT = 0.85, 0.97
@@ -106,7 +103,12 @@ def workload(
     dropout = adapter.dropout if isinstance(adapter, LoraAdapter) else 0.0
     lora = isinstance(adapter, LoraAdapter) and not adapter.use_dora
     tokens = rows * config.method.segments * length if budget is None or packing else budget
-    held = held_by_layer(hardware, facts, attention.linear.value, max(1, tokens // length), min(tokens, length))
+    scan_kept, scan_workspace = 0, 0
+    if facts.linear_layers:
+        from halftune.attention.linear_memory import held_by_layer  # the operators' sizes
+
+        samples = max(1, tokens // length)
+        scan_kept, scan_workspace = held_by_layer(hardware, facts, attention.linear.value, samples, min(tokens, length))
     return Workload(
         kind=hardware.kind,
         storage=BYTES[precision.storage.value],
@@ -127,8 +129,8 @@ def workload(
         packed=packing,
         fused=fused and lora and dropout == 0 and format_of(facts.quantization).bytes_per_param is None,
         linear=attention.linear.value if facts.linear_layers else "torch",
-        scan_kept=held.kept,
-        scan_workspace=held.workspace,
+        scan_kept=scan_kept,
+        scan_workspace=scan_workspace,
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )
 

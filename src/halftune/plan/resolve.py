@@ -1,27 +1,79 @@
-"""From what was asked, the machine and the model to the plan: every decision of a run, in one place and order."""
+"""Resolves the plan from config, hardware and model facts: every decision of a run, in one place and order."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from halftune.config.facts.families import other_class
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.model_types import other_class
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
+from halftune.config.sections.model import ModelSection
+from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.choice import Choice
-from halftune.core.errors import PlanError
-from halftune.hardware.facts import Hardware
-from halftune.plan.batch import choose_fused, plan_batch
+from halftune.core.errors import PlanError, ProblemCollector
+from halftune.hardware import Hardware
 from halftune.plan.distribution import choose_strategy, choose_sync, main_memory, plan_parallel, sharing_problems
 from halftune.plan.memory import per_process, plan_memory, workload
-from halftune.plan.method import plan_method
-from halftune.plan.problem_collector import ProblemCollector
-from halftune.plan.rows import Rows, choose_rows
+from halftune.plan.packing import Rows, choose_rows
 from halftune.plan.trainable import Adapted, choose_optimizer, count_trainable
-from halftune.plan.tree import MethodPlan, Plan
-from halftune.plan.weights import choose_weights
-from halftune.precision.plan import PrecisionPlan
+from halftune.plan.tree import NO_REFERENCE, MethodPlan, Plan, WeightsPlan, choose_fused, plan_batch
+from halftune.precision import PrecisionPlan
 from halftune.precision.resolve import asked_compute, resolve_precision
+
+_WHERE = "model.quantization"
+
+
+def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -> tuple[ModelFacts, WeightsPlan]:
+    """The format of the frozen weights, and the facts of the model as it is after loading.
+
+    Raises:
+        PlanError: ``model.quantization`` is not possible for this checkpoint or on this device.
+    """
+    asked, stored = model.quantization, facts.quantization
+    if asked == "none":
+        return facts, WeightsPlan(Choice(stored, "as the checkpoint stores them")) if stored else WeightsPlan()
+    row = WEIGHT_FORMATS[asked]
+    if stored is not None:
+        what = f"the checkpoint is quantised already ({stored})"
+        raise PlanError(what, where=_WHERE, remedy="model.quantization: none", code="plan.quantization_unavailable")
+    if facts.multimodal:
+        what = f"{asked} on load is not supported for a checkpoint with towers"
+        raise PlanError(
+            what,
+            where=_WHERE,
+            remedy="model.parts: text, or model.quantization: none",
+            code="plan.quantization_unavailable",
+        )
+    if hardware.kind not in row.devices:
+        what = f"{asked} on load is not supported on {hardware.kind}"
+        raise PlanError(what, where=_WHERE, remedy="model.quantization: none", code="plan.quantization_unavailable")
+    width = row.bytes_per_param or 0.0
+    reason = f"asked for: frozen linear layers take {width:g} bytes per weight; embeddings, output layer and norms stay"
+    return replace(facts, quantization=asked), WeightsPlan(Choice(asked, reason), "on_load")
+
+
+def plan_method(config: RunConfig) -> MethodPlan:
+    """The method's part of the plan.
+
+    Raises:
+        PlanError: it needs a reference model, and all weights are trained.
+    """
+    method = config.method
+    name = Choice(method.type, method.learns)
+    if not method.needs_reference:
+        return MethodPlan(name, NO_REFERENCE)
+    if config.adapter.type == "none":
+        raise PlanError(
+            f"method: {method.type} compares with the model before training, which adapter: none does not keep",
+            where="adapter",
+            remedy="adapter: lora, without which the model is the reference",
+            code="plan.no_reference_model",
+        )
+    return MethodPlan(
+        name, Choice("adapter off", "the frozen model below the adapter: no further memory, a second forward pass")
+    )
+
 
 _OLD_CUDA = (7, 5)
 _BROKEN_GRAPHS = (

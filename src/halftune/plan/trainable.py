@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
-from halftune.config.sections.adapter import AdapterSection, LoraAdapter
+from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
+from halftune.core.choice import Format
 from halftune.core.errors import DtypeContractError
-from halftune.core.formats import Format
-from halftune.precision.plan import PrecisionPlan
+from halftune.precision import PrecisionPlan
 
 _TORCH: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from halftune.core.choice import Format
 from halftune.core.errors import DtypeContractError
-from halftune.core.formats import Format
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import plain_name, torch_dtype
 from halftune.precision.in_graph import OF_A_GRAPH, note, number_of

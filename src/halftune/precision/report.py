@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from halftune.core.errors import DtypeContractError
+from halftune.precision import PrecisionPlan
 from halftune.precision.dtypes import CONFIG_NAMES, plain_name, stays_fp32
-from halftune.precision.plan import PrecisionPlan
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.")
 _ROTARY = re.compile(r"(^|\.)\w*inv_freq$")

@@ -1,4 +1,4 @@
-"""Decides every dtype of a run from facts, before any weight is read."""
+"""Decides every dtype of a run from facts, before any weight is read, and which parameters stay fp32."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from halftune.config.facts.model import ModelFacts
-from halftune.config.sections.adapter import AdapterSection
-from halftune.config.sections.precision import PrecisionSection
+from halftune.config.sections.model import AdapterSection, PrecisionSection
 from halftune.config.weight_formats import format_of, refusal
-from halftune.core.choice import Choice
+from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
-from halftune.core.formats import Format
-from halftune.hardware.facts import Device, Hardware
-from halftune.precision.families import keep_fp32
-from halftune.precision.plan import PrecisionPlan
-from halftune.precision.rounding import Rounding, roundings
-from halftune.precision.truth_table import Row, describe, row_of
+from halftune.hardware import Device, Hardware
+from halftune.precision import PrecisionPlan
+from halftune.precision.truth_table import Rounding, Row, describe, roundings, row_of
+
+_STATE = (r"(^|\.)A_log$", r"(^|\.)dt_bias$")  # decay of a recurrence: errors grow with every token
+# Small, and the choice of experts is sensitive to rounding: trained and saved in fp32. Under autocast their matmul runs
+# in the compute dtype, unless the model's code disables autocast.
+_ROUTER = (r"(^|\.)(gate|router)\.(weight|bias)$", r"e_score_correction_bias$")
+
+
+def keep_fp32(facts: ModelFacts) -> tuple[tuple[str, ...], str]:
+    """Return the patterns of parameters that stay fp32, and the reason."""
+    patterns: tuple[str, ...] = ()
+    reasons = []
+    if facts.linear_layers:
+        patterns += _STATE
+        reasons.append("errors in recurrent decays accumulate over the sequence")
+    if facts.num_experts:
+        patterns += _ROUTER
+        reasons.append("routers are trained and saved in fp32 (under autocast their matmul uses the compute dtype)")
+    if facts.family.keep_fp32:
+        patterns += facts.family.keep_fp32
+        reasons.append(facts.family.why_fp32 or f"{facts.model_type} defines them in fp32")
+    return patterns, "; ".join(reasons) or "not needed in this family"
+
 
 _TF32_CAPABILITY = (8, 0)
 

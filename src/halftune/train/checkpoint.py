@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.core.manifest import seal
-from halftune.model.state import load_trainable_state, trainable_state
+from halftune.model.save import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
 from halftune.train.folder import check_exists
 from halftune.train.numeric_environment import numeric_environment
@@ -111,7 +111,7 @@ def write_plain(folder: Path, files: Files) -> dict[str, dict[str, Any]]:
         OSError, SafetensorError: it cannot be written.
     """
     for name, tensors in files.items():
-        alive.sign(sum(tensor.nbytes for tensor in tensors.values()))
+        heartbeat.beat(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(dict(tensors), folder / name)
     return {}
 

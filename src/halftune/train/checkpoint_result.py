@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from halftune.core.errors import TrainingError
-from halftune.model.adapters.attach import attach_adapter
+from halftune.model.adapters import attach_adapter
 from halftune.model.completed_run import CompletedRun
 from halftune.model.identity import check_base
 from halftune.model.lazy_weights import LazyWeights, why_not
 from halftune.model.load import load_model
 from halftune.model.result import BASE
-from halftune.model.save import save_final
-from halftune.model.state import check_same
+from halftune.model.save import check_same, save_final
 from halftune.model.tokenizer import load_tokenizer
 from halftune.train.checkpoint import load_weights, opened, read_state, readable
 from halftune.train.checkpoint_list import flaw

@@ -1,24 +1,74 @@
-"""Global batches in a fixed order: the same rows in every step, however they are split over processes."""
+"""Global batches in a fixed order: the same rows in every step, however they are split over processes.
+
+A thread collates the next batch while the present one is used.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
-from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch
-from halftune.data.collate import collate
-from halftune.data.example import NO_LABEL, Example
+from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
 from halftune.data.order import BatchRule, Row, Span, by_length, epoch_rows, packed_batches, padded_batches
 from halftune.data.pipeline import TokenizedSplit
+from halftune.data.store import NO_LABEL, Example
 from halftune.methods import Method
 from halftune.plan import BatchPlan
-from halftune.train.prefetch import prefetched
+
+T = TypeVar("T")
+_END = object()
+_PATIENCE = 0.1  # seconds between two looks at whether anybody still wants the item
+
+
+def prefetched(made: Iterator[T]) -> Iterator[T]:
+    """The items of ``made``, each made by a thread while the one before is used.
+
+    One finished item waits at most. What ``made`` raises is raised here, after the items before it. Whoever leaves
+    early, by closing the iterator or letting go of it, stops the thread before going on.
+    """
+    waiting: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=1)
+    left = threading.Event()
+    thread = threading.Thread(target=_work, args=(made, waiting, left), name="halftune-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = waiting.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item
+    finally:
+        left.set()
+        thread.join()
+
+
+def _work(made: Iterator[Any], waiting: queue.Queue[tuple[Any, BaseException | None]], left: threading.Event) -> None:
+    try:
+        for item in made:
+            _hand_over(item, None, waiting, left)
+            if left.is_set():
+                return
+        _hand_over(_END, None, waiting, left)
+    except BaseException as error:  # whatever it is, it belongs to the thread that asked
+        _hand_over(_END, error, waiting, left)
+
+
+def _hand_over(item: Any, error: BaseException | None, waiting: queue.Queue[Any], left: threading.Event) -> None:
+    while not left.is_set():
+        try:
+            return waiting.put((item, error), timeout=_PATIENCE)
+        except queue.Full:
+            continue
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halftune.config.load import LoadedConfig
-from halftune.config.render.text import resolved_yaml
+from halftune.config.render import resolved_yaml
 from halftune.core.atomic import clear_leftovers, first_aid, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.errors import TrainingError
-from halftune.core.launcher import this_process
+from halftune.core.process import this_process
 
 if TYPE_CHECKING:
     from halftune.train.stop_watch import StopWatch
@@ -119,7 +119,7 @@ class Interrupts:
 
     def only_note(self) -> None:
         """From here on the first signal is only noted: training has begun, and a step is worth finishing."""
-        alive.forget()
+        heartbeat.forget()
         self._noting = True
 
     def over(self) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from accelerate.utils import broadcast_object_list, gather_object
 
 from halftune.core.errors import ConfigError
-from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
+from halftune.core.process import this_process
 from halftune.plan.finalise import ResumedBatch
 from halftune.train.callbacks.metrics import NAME as METRICS
 from halftune.train.callbacks.metrics import MetricsFile

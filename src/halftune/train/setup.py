@@ -19,7 +19,6 @@ from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, prepare
 from halftune.methods import make_method
 from halftune.model.architectures import is_multimodal, read_config
-from halftune.model.compile_kernels import compile_kernels, kernels_to_compile
 from halftune.model.fused import fuse
 from halftune.model.locate import locate
 from halftune.model.packing_check import packing_verdict
@@ -33,12 +32,11 @@ from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
-from halftune.train.memory import keep_freed_memory
+from halftune.train.numeric_environment import seed_everything, set_rounding
 from halftune.train.parallel import make_strategy
 from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.processes import check_agreed, make_accelerator
-from halftune.train.random_state import seed_everything, set_rounding
+from halftune.train.processes import check_agreed, keep_freed_memory, make_accelerator
 from halftune.train.resume import agreed, check_same_data, position, resumed_batch
 from halftune.train.run_inputs import UNCHANGED, check_same_inputs, contents, run_inputs, template_date
 from halftune.train.schedule import make_schedule
@@ -164,6 +162,8 @@ def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Ca
     """
     if plan.attention.linear.value != "halftune":
         return
+    from halftune.model.compile_kernels import compile_kernels, kernels_to_compile  # imports the operators
+
     if device.type != "cpu":
         phase("compiling")
     model_config = read_config(locate(config.model), trust_remote_code=config.model.trust_remote_code)

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.failures import leave
-from halftune.core.launcher import this_process
+from halftune.core.process import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.train.checkpoint_list import checkpoints
 from halftune.train.interrupt import SIGNALS, Interrupted, is_echo, say
@@ -77,8 +77,8 @@ class StopWatch:
                     self._look(first, heard)
 
     def _look(self, number: signal.Signals, heard: float) -> None:
-        limit = max(self.seconds, 2 * alive.longest) + (0.0 if this_process().main else _HEAD_START)
-        if min(time.monotonic() - heard, alive.silent()) < limit:
+        limit = max(self.seconds, 2 * heartbeat.longest) + (0.0 if this_process().main else _HEAD_START)
+        if min(time.monotonic() - heard, heartbeat.silent()) < limit:
             return
         self._end(number, limit)
 

@@ -12,18 +12,16 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from halftune.config.load import LoadedConfig
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.atomic import first_aid
 from halftune.core.errors import HalftuneError, TrainingError
-from halftune.core.launcher import this_process
 from halftune.core.log import FILE_ONLY, get_logger, log_to
+from halftune.core.process import this_process
 from halftune.model.result import BASE, FINAL, FINISHED, finished_at, write_finished
-from halftune.model.save import save_final
-from halftune.model.save_shards import Named
+from halftune.model.save import Named, save_final
 from halftune.plan import Plan
 from halftune.train.callbacks import build as build_callbacks
-from halftune.train.callbacks.base import Phase
-from halftune.train.callbacks.callback_list import CallbackList
+from halftune.train.callbacks.base import CallbackList, Phase
 from halftune.train.callbacks.nonfinite import NonFiniteStep, check_weights
 from halftune.train.callbacks.status import before_training
 from halftune.train.checkpoint import load_checkpoint, load_weights, readable, save_checkpoint
@@ -31,21 +29,23 @@ from halftune.train.checkpoint_list import PREFIX, flaw, rotate
 from halftune.train.folder import RESOLVED, check_exists, completed_message, open_folder, write_intent
 from halftune.train.interrupt import Interrupted, Interrupts, format_signal
 from halftune.train.lock import locked
-from halftune.train.numeric_environment import numeric_environment, warn_other_environment
+from halftune.train.numeric_environment import (
+    numeric_environment,
+    random_state,
+    restore_random_state,
+    warn_other_environment,
+)
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.saving import check_shared
 from halftune.train.parallel.watchdog import explained
 from halftune.train.processes import sum_over_processes
-from halftune.train.random_state import random_state, restore_random_state
 from halftune.train.resume import move_later_checkpoints, warn_changed_steps, warn_lost_metrics, with_micro_batch
 from halftune.train.run_inputs import warn_other_inputs
 from halftune.train.schedule import steps_between
 from halftune.train.setup import build
 from halftune.train.state import TrainState
-from halftune.train.step import train_step
-from halftune.train.step_recovery import may_split, recover, start_over
+from halftune.train.step import evaluate, may_split, recover, start_over, train_step
 from halftune.train.stop_watch import StopWatch
-from halftune.train.validation import evaluate
 
 log = get_logger(__name__)
 
@@ -118,7 +118,7 @@ class Trainer:
                         start_over(run, randoms)
                         break  # the same step again, from a feed of smaller micro-batches
                     if run.taken == 0:
-                        alive.forget()  # the first step compiles and warms up
+                        heartbeat.forget()  # the first step compiles and warms up
                     metrics.seconds = time.perf_counter() - began
                     run.taken, run.step, run.epoch = run.taken + 1, run.step + 1, epoch
                     self.callbacks.tell("on_step", run, metrics)

@@ -20,7 +20,7 @@ from typing import Any
 from halftune import cli
 from halftune.cli.failure import VARIABLE
 from halftune.config.facts.model import facts_from_config
-from halftune.hardware import host
+from halftune.hardware import probe as host
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from bad_inputs.case import RECIPE, ROW, Case
 
 from halftune.config.load import load_config
-from halftune.config.render.text import resolved_yaml
+from halftune.config.render import resolved_yaml
 
 RUN = "trained"
 

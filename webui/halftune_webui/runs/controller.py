@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from halftune.core.errors import HalftuneError
 from halftune.core.files import read_text
-from halftune.train.report.curves import script_source
+from halftune.train.report.series import script_source
 from halftune_webui.before_start import obstacles
 from halftune_webui.html import render
 from halftune_webui.labels import Words

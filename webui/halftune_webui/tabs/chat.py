@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.config.sections.generation import GenerationSection
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import refused, told
 from halftune_webui.context import Context

@@ -11,7 +11,7 @@ import gradio as gr
 from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
-from halftune.train.report.curves import chart_script
+from halftune.train.report.series import chart_script
 from halftune_webui.calls import told
 from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.arguments import ArgumentError, Shapes, check_choice, check_floating, check_same_device
+from halftune_kernels.arguments import (
+    ArgumentError,
+    Segments,
+    Shapes,
+    check_choice,
+    check_floating,
+    check_same_device,
+    find_segments,
+    without_autocast,
+)
 from halftune_kernels.dispatch import module
-from halftune_kernels.own_precision import without_autocast
-from halftune_kernels.segments import Segments, find_segments
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 _ACTIVATIONS = (None, "silu", "swish")

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from halftune_kernels.segments import Segments
+from halftune_kernels.arguments import Segments
 
 _BLOCK = 1 << 16  # elements that one pass of shifts works on: they stay in the cache
 

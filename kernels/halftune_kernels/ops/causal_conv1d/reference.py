@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.segments import Segments
+from halftune_kernels.arguments import Segments
 
 
 def causal_conv1d(

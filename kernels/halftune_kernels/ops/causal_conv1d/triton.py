@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from halftune_kernels.arguments import Segments, chunk_table
 from halftune_kernels.launch import Config, capability, ceil_div, power_of_two, start
-from halftune_kernels.segments import Segments, chunk_table
 
 ROWS = 16  # of a tile of 16 x 32 elements; with 64 columns the backward kernel spills on Blackwell
 TILES = 8  # of a program

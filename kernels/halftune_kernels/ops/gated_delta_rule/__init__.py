@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.arguments import check_scale
+from halftune_kernels.arguments import check_scale, without_autocast
 from halftune_kernels.delta_arguments import check_delta_arguments, check_step_arguments
 from halftune_kernels.dispatch import module
-from halftune_kernels.own_precision import without_autocast
 from halftune_kernels.recurrent_step import delta_rule_step
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_step"]

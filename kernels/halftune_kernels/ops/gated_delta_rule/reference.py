@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.normalise import EPSILON
-from halftune_kernels.segments import Segments
+from halftune_kernels.arguments import Segments
+from halftune_kernels.delta_arguments import EPSILON
 
 
 def gated_delta_rule(

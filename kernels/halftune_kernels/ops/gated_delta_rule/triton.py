@@ -8,10 +8,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels import delta_kernels
+from halftune_kernels.arguments import Segments, chunk_table, segment_table
 from halftune_kernels.cuts import configuration
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.gated_delta_rule import kernels
-from halftune_kernels.segments import Segments, chunk_table, segment_table
 
 CHUNK = 64
 # (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.

@@ -11,9 +11,9 @@ from halftune_kernels.arguments import (
     check_floating,
     check_number,
     check_same_device,
+    without_autocast,
 )
 from halftune_kernels.dispatch import module
-from halftune_kernels.own_precision import without_autocast
 
 __all__ = ["gated_rms_norm"]
 _NAME = "gated_rms_norm"

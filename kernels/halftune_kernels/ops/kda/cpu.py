@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from halftune_kernels.arguments import Segments
 from halftune_kernels.channel_decay import ChannelDecay
 from halftune_kernels.chunk_scan import Tensors, chunk_scan
+from halftune_kernels.delta_arguments import l2_normalise, l2_normalise_backward
 from halftune_kernels.memory import CUTS
-from halftune_kernels.normalise import l2_normalise, l2_normalise_backward
-from halftune_kernels.segments import Segments
 from halftune_kernels.triangular import unit_lower_inverse
 
 CUT = CUTS["kda"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.ops.lora_linear.projection import Projection, rows_per_chunk
+from halftune_kernels.ops.lora_linear.cpu import Projection, rows_per_chunk
 from halftune_kernels.ops.lora_linear.reference import AdaptedWeight
 
 _silu_backward = torch.ops.aten.silu_backward.grad_input

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.ops.lora_linear.projection import rows_per_chunk
+from halftune_kernels.ops.lora_linear.cpu import rows_per_chunk
 
 
 def rms_norm(

@@ -11,10 +11,10 @@ from halftune_kernels.arguments import (
     check_same_dtype,
     check_scale,
     check_state,
+    without_autocast,
 )
 from halftune_kernels.delta_arguments import check_delta_arguments
 from halftune_kernels.dispatch import module
-from halftune_kernels.own_precision import without_autocast
 
 __all__ = ["rwkv7", "rwkv7_step"]
 

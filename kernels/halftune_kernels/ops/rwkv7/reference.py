@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.segments import Segments
+from halftune_kernels.arguments import Segments
 
 
 def rwkv7(

@@ -13,12 +13,12 @@ from halftune_kernels.arguments import (
     check_same_dtype,
     check_scale,
     check_state,
+    find_segments,
+    without_autocast,
 )
 from halftune_kernels.delta_arguments import MOST_KEYS, check_head_size
 from halftune_kernels.dispatch import module
 from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
-from halftune_kernels.own_precision import without_autocast
-from halftune_kernels.segments import find_segments
 
 __all__ = ["mamba2_chunk_scan", "mamba2_selective_state_update", "simple_decay", "simple_decay_step"]
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from halftune_kernels.arguments import Segments
 from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
 from halftune_kernels.memory import CUTS
-from halftune_kernels.segments import Segments
 from halftune_kernels.value_heads import by_row, by_value_head
 
 CUT = CUTS["ssd"]

@@ -14,9 +14,9 @@ from halftune_kernels.arguments import (
     check_heads,
     check_same_device,
     check_same_dtype,
+    without_autocast,
 )
 from halftune_kernels.ops import ssd
-from halftune_kernels.own_precision import without_autocast
 
 _SCAN, _UPDATE = "mamba2_chunk_scan", "mamba2_selective_state_update"
 

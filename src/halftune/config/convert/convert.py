@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halftune.config.convert.draft import HEADINGS, Draft, Note, Refusal
-from halftune.config.reading.foreign import recognise
+from halftune.config.load import recognise
 from halftune.config.reading.yaml_source import parse, read_text
-from halftune.config.render.text import inline
+from halftune.config.render import inline
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
 from halftune.core.table import load

@@ -11,8 +11,8 @@ from typing import Any
 
 from halftune.config.convert import trainer_keys
 from halftune.config.convert.draft import Draft, is_off
+from halftune.config.facts.families import causal_types
 from halftune.config.facts.folder import read_json
-from halftune.config.facts.model_types import causal_types
 from halftune.core.errors import ModelError
 from halftune.core.files import read_limited
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.facts.architecture import Architecture, Tensor, architecture_of
+from halftune.config.facts.architecture import Architecture, Tensor, architecture_of, check_complete, prediction_heads
 from halftune.config.facts.config_file import config_file
-from halftune.config.facts.families import OWN, Family, family_of
+from halftune.config.facts.families import OWN, Family, check_causal, family_of, multimodal_class
 from halftune.config.facts.folder import read_json
-from halftune.config.facts.missing_weights import check_complete, prediction_heads
-from halftune.config.facts.model_types import check_causal, multimodal_class
-from halftune.config.facts.refused_values import check_values
+from halftune.config.facts.refused_values import TokenIds, check_values, token_ids
 from halftune.config.facts.rwkv7_shape import rwkv7_shape
 from halftune.config.facts.safetensors_headers import (
     Headers,
@@ -26,7 +24,6 @@ from halftune.config.facts.safetensors_headers import (
     split_towers,
     stored_formats,
 )
-from halftune.config.facts.token_ids import TokenIds, token_ids
 from halftune.config.sections.model import ModelSection
 from halftune.config.weight_formats import method_of
 from halftune.core.errors import ModelError

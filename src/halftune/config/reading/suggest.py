@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from halftune.config.section import Section
+from halftune.config.sections import Section
 from halftune.config.shape import KeyPath, dotted, shape_at, walk
 
 # Our keys with their names in other tools; dotted names apply in that section only.

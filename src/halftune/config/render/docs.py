@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from halftune.config.render.text import inline
+from halftune.config.render import inline
 from halftune.config.run import RunConfig
-from halftune.config.section import Section
+from halftune.config.sections import Section
 from halftune.config.shape import Shape, choices, describe, field_shape
 
 # Values for required keys in the explained recipe.

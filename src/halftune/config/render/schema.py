@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from halftune.config.reading.spellings import FORMATS
+from halftune.config.reading.overrides import FORMATS
 from halftune.config.run import RunConfig
-from halftune.config.section import LISTED, TYPED
+from halftune.config.sections import LISTED, TYPED
 from halftune.config.shape import Shape, walk
 
 # pydantic's names of limits behind a validator of ours.

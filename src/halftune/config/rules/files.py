@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path as FilePath
 
-from halftune.config.builtin_data import BUILTIN_DATA
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.config_file import config_in
 from halftune.config.rules.rule import HUB_ID, Context, Violation, looks_local, rule
 from halftune.config.run import RunConfig
-from halftune.config.sections.data import SourceSection
+from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.config.shape import KeyPath
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean

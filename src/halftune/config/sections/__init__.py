@@ -1,1 +1,54 @@
-"""The sections of the configuration, one file each."""
+"""The sections of the configuration, one file each, and their base class with strict scalar types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+
+
+class Section(BaseModel):
+    """A frozen section: unknown keys are errors; the string after a field is its documentation.
+
+    A class that sets ``word`` may be written as a single value: with ``word = "compute"``, ``precision: bf16`` is short
+    for ``precision: {compute: bf16}``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    word: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_word(cls, value: Any) -> Any:
+        return {cls.word: value} if cls.word and isinstance(value, str | bool | int | float) else value
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not true or false")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+def _typed(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, Strict()]
+"""A strict boolean: strings such as "no" and "false", and 0, are errors."""
+
+Int = Annotated[int, Strict(), BeforeValidator(_no_bool)]
+"""A strict integer."""
+
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
+"""A finite float; accepts ``1e-4``, which YAML 1.1 reads as a string."""
+
+LISTED = BeforeValidator(_listed)
+"""Marks a list that accepts a single item: ``train: data.json`` is short for ``train: [data.json]``."""
+
+TYPED = BeforeValidator(_typed)
+"""Marks a tagged union that accepts its tag: ``adapter: none`` is short for ``adapter: {type: none}``."""

@@ -1,4 +1,4 @@
-"""The ``data`` section: sources, lengths, packing."""
+"""The ``data`` section: sources, lengths, packing. Also the names of the builtin data sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from halftune.config.section import LISTED, Flag, Int, Number, Section
+from halftune.config.sections import LISTED, Flag, Int, Number, Section
+
+BUILTIN_DATA: dict[str, str] = {
+    "stdlib-text": "plain text: docstrings and sources of this Python's standard library, a few megabytes",
+    "python-docs": "about 1,500 questions and answers on Python's standard library",
+    "number-formats": "questions and answers on number formats and GPUs, each fact in several wordings",
+    "number-formats-test": "the same facts asked in wordings that number-formats does not have",
+    "number-formats-text": "the same facts as plain text",
+    "python-pairs": "python-docs with a rejected answer, from another question, for preference methods",
+}
+
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"]
 """The row formats in the order of detection; each is the file of this name in ``halftune.data.formats``."""

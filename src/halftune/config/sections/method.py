@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from halftune.config.section import TYPED, Number, Section
+from halftune.config.sections import TYPED, Number, Section
 
 RecordName = Literal["conversation", "document", "preference"]
 

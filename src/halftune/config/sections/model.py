@@ -1,13 +1,94 @@
-"""The ``model`` section: checkpoint and tokenizer."""
+"""The sections ``model``, ``adapter``, ``attention`` and ``precision``: what is trained, and in which formats."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from halftune.config.section import Flag, Section
+from halftune.config.sections import LISTED, TYPED, Flag, Int, Number, Section
 from halftune.config.weight_formats import OnLoad
+
+
+class NoAdapter(Section):
+    """Full fine-tuning: every weight is trained."""
+
+    type: Literal["none"]
+    """No adapter."""
+
+
+class LoraAdapter(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on frozen weights."""
+
+    type: Literal["lora"] = "lora"
+    """LoRA."""
+
+    rank: Annotated[Int, Field(ge=1)] = 16
+    """Rank r of the update B·A."""
+
+    alpha: Annotated[Number, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank))."""
+
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Dropout in front of A."""
+
+    target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
+    """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
+
+    modules_to_save: Annotated[tuple[str, ...], LISTED] = ()
+    """Modules trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]` after adding tokens."""
+
+    use_rslora: Flag = False
+    """Rank-stabilised scaling (Kalajdzievski 2023, arXiv:2312.03732)."""
+
+    use_dora: Flag = False
+    """Weight-decomposed LoRA (Liu et al. 2024, arXiv:2402.09353)."""
+
+
+AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), TYPED]
+
+
+Request = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+class PrecisionSection(Section):
+    """Number formats. `precision: bf16` is short for `precision: {compute: bf16}`."""
+
+    word: ClassVar[str | None] = "compute"
+
+    compute: Request = "auto"
+    """Dtype of matmuls and attention. `auto`: the best that the device runs at full speed."""
+
+    trainable: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the trained weights. `auto`: fp32 (master weights)."""
+
+    optimizer_state: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the optimizer's moments; `auto` follows `trainable`."""
+
+    tf32: Flag | Literal["auto"] = "auto"
+    """Whether fp32 matmuls may use TF32. `auto`: only if compute is not fp32."""
+
+    on_unsupported: Literal["error", "fallback"] = "error"
+    """If the device does not support the requested dtype: stop before loading, or use the choice of `auto`."""
+
+
+Backend = Literal["auto", "fa2", "fa3", "fa4", "sdpa", "flex", "eager"]
+
+
+class AttentionSection(Section):
+    """Softmax and linear attention. `attention: sdpa` is short for `attention: {backend: sdpa}`."""
+
+    word: ClassVar[str | None] = "backend"
+
+    backend: Backend = "auto"
+    """Softmax-attention backend. `auto`: the fastest that device, dtype and model support; the plan has the reason."""
+
+    linear: Literal["auto", "halftune", "fla", "torch"] = "auto"
+    """Backend of linear-attention layers (gated delta rule, Mamba-2, short convolutions …) where the model has them:
+    halftune's own operators, flash-linear-attention, or transformers' torch code, which cannot pack rows."""
+
+    guard: Literal["cast", "strict", "off"] = "cast"
+    """Attention operands outside the planned dtype are cast and logged, raise an error, or are ignored."""
 
 
 class ModelSection(Section):

@@ -1,13 +1,117 @@
-"""Reads typed values from a row: texts, flags, JSON columns."""
+"""Reads typed values from a row: texts, flags, strict JSON, and missing values.
+
+Null, NaN and infinities are missing: tables and lenient JSON write empty cells so.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from halftune.data.conversation import RowDropped, RowError
-from halftune.data.missing import holds_missing, is_missing
-from halftune.data.strict_json import BadJson, find_fault, parse
+
+DEEPEST = 100  # levels of nesting; conversations have about ten
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class BadJson(Exception):
+    """Invalid JSON; ``line`` and ``column`` are 1-based, 0 if unknown."""
+
+    def __init__(self, what: str, line: int = 0, column: int = 0) -> None:
+        super().__init__(what)
+        self.what, self.line, self.column = what, line, column
+
+
+class _Repeated(dict[str, Any]):
+    """An object with a duplicate key."""
+
+    key = ""
+
+
+def parse(text: str) -> tuple[Any, bool]:
+    """Parse JSON; returns the value, and whether ``find_fault`` must check it.
+
+    Raises:
+        BadJson: invalid JSON, a number with too many digits, or too deep nesting.
+    """
+    repeated = False
+
+    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal repeated
+        made = dict(pairs)
+        if len(made) == len(pairs):
+            return made
+        repeated, names = True, [name for name, _ in pairs]
+        marked = _Repeated(made)
+        marked.key = next(name for name in names if names.count(name) > 1)
+        return marked
+
+    try:
+        value = json.loads(text, object_pairs_hook=make)
+    except json.JSONDecodeError as error:
+        raise BadJson(f"not valid JSON: {error.msg}", error.lineno, error.colno) from error
+    except RecursionError as error:
+        raise BadJson(f"JSON nested more than {DEEPEST} levels deep") from error
+    except ValueError as error:  # Python converts no integer of more than 4300 digits
+        raise BadJson("JSON number with more than 4300 digits") from error
+    deep = text.count("[") + text.count("{") > DEEPEST
+    return value, repeated or deep or _SURROGATE.search(text) is not None
+
+
+def find_fault(value: Any) -> str:
+    """The error inside a parsed value: a duplicate key, a lone surrogate, deep nesting; "" if none."""
+    waiting = [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, str):
+            if not _is_text(item):
+                return "text with a lone surrogate (such as \\ud83d), which is not a valid character"
+        elif isinstance(item, dict | list):
+            if depth > DEEPEST:
+                return f"JSON nested more than {DEEPEST} levels deep"
+            if isinstance(item, _Repeated):
+                return f"duplicate JSON key {item.key!r}"
+            parts = [*item, *item.values()] if isinstance(item, dict) else item
+            waiting += [(part, depth + 1) for part in parts]
+    return ""
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+NOT_FINITE = "NaN or an infinity was read as a missing value"
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is null, NaN or infinite."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def holds_missing(value: Any) -> bool:
+    """Whether a nested value contains NaN or an infinity."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, Mapping):
+        return any(map(holds_missing, value.values()))
+    return isinstance(value, list | tuple) and any(map(holds_missing, value))
+
+
+def with_nulls(value: Any) -> Any:
+    """A copy with NaN and infinities replaced by null."""
+    if isinstance(value, Mapping):
+        return {name: with_nulls(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_nulls(item) for item in value]
+    return None if is_missing(value) else value
+
 
 MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
 

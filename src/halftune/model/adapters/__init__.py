@@ -1,0 +1,141 @@
+"""Attaches the configured adapter, its weights in the planned dtypes; holds the table of adapters."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from transformers import PreTrainedModel
+
+from halftune.config.facts.folder import check_adapter
+from halftune.config.facts.safetensors_headers import read_header
+from halftune.config.sections.model import AdapterSection
+from halftune.core import table
+from halftune.core.errors import ModelError
+from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
+from halftune.model.architectures import ignore_peft_warnings
+from halftune.model.load_errors import LOAD_ERRORS, first_line
+from halftune.model.towers import towers_of
+from halftune.plan import Plan
+from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_dtype
+from halftune.precision.report import is_adapter_weight
+
+
+def _cast_embedding_output(model: torch.nn.Module, plan: Plan) -> None:
+    """Cast the output of a trained fp32 embedding (``modules_to_save``) to the base model's dtype.
+
+    Otherwise the residual stream of a half-precision model would be fp32, and layers that do not cast their input
+    (LayerNorm on a CPU) would fail.
+    """
+    storage = torch_dtype(plan.precision.storage.value)
+
+    def cast(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output.to(storage)
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for copy in module.modules_to_save.values():
+                if isinstance(copy, torch.nn.Embedding):
+                    copy.register_forward_hook(cast)
+
+
+def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
+    """Cast the adapter's weights to ``plan.precision.trainable``, parameter by parameter.
+
+    Under autocast, peft's cast of inputs to the adapter's dtype (an fp32 copy of every activation) is disabled, since
+    autocast casts the matmuls. DoRA keeps it: it computes weight norms in the input's dtype and divides by them.
+    """
+    trainable = torch_dtype(plan.precision.trainable.value)
+    stay = kept_names(model, plan.precision.keep_fp32.value)
+    for name, parameter in model.named_parameters():
+        if is_adapter_weight(name):
+            kept = plain_name(name) in stay
+            parameter.data = parameter.data.to(torch.float32 if kept else trainable)
+            if kept:
+                mark_kept(parameter)  # peft's copy of a marked weight is not marked
+    _cast_embedding_output(model, plan)
+    if plan.precision.autocast.value:
+        for module in model.modules():
+            if isinstance(module, LoraLayer) and not module.lora_variant:
+                module.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]
+
+
+# type of the section → attach(model, section, plan, seed) -> model
+ADAPTERS: dict[str, str] = {
+    "none": "halftune.model.adapters.none:attach",
+    "lora": "halftune.model.adapters.lora:attach",
+}
+
+
+def attach_adapter(
+    model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int, *, revision: str | None = None
+) -> torch.nn.Module:
+    """Attach the adapter; trained weights require gradients and have dtype ``plan.precision.trainable``.
+
+    Args:
+        model: as ``load_model`` returns it.
+        adapter: which adapter.
+        plan: gives the dtypes.
+        seed: of the adapter's initial weights; the global random state does not change.
+        revision: revision of the base model, saved in the adapter's config.
+
+    Raises:
+        ConfigError: the adapter does not fit this model.
+    """
+    adapted = table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+    if isinstance(adapted, PeftModel):
+        adapted.peft_config["default"].revision = revision
+    return adapted
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
+    """Load a saved adapter for inference, its weights in the trainable dtype.
+
+    Raises:
+        ModelError: the folder has no adapter, or the adapter of another model.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        what = "no adapter found (adapter_config.json is missing)"
+        raise ModelError(
+            what, where=str(folder), remedy="use the folder of a finished run", code="model.adapter_missing"
+        )
+    check_adapter(folder)
+    try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        ours = restore_targets(config, model)
+        with ignore_peft_warnings(), unchanged_targets() if ours else nullcontext():
+            adapted = PeftModel.from_pretrained(
+                model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
+            )
+    except LOAD_ERRORS as error:
+        what = f"cannot load the adapter: {first_line(error)}"
+        raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
+    _check_whole(adapted, folder)
+    cast_adapter(adapted, plan)
+    return adapted.eval()
+
+
+def _remedy(model: torch.nn.Module) -> str:
+    of_text = "; set model.parts: text for an adapter of the language model" if towers_of(model) is not None else ""
+    return f"check that the adapter was trained on this base model{of_text}"
+
+
+def _check_whole(adapted: PeftModel, folder: Path) -> None:
+    """Check that the adapter's file has exactly its weights: peft leaves missing ones random.
+
+    Raises:
+        ModelError: weights are missing or unexpected; names their number and the first.
+    """
+    stored = set(read_header(folder / "adapter_model.safetensors"))
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    for kind, names in (("missing", wanted - stored), ("unexpected", stored - wanted)):
+        if names:
+            what = f"{len(names)} {kind} weights in the adapter's file, first {min(names)}"
+            raise ModelError(
+                what, where=str(folder), remedy=_remedy(adapted.get_base_model()), code="model.adapter_mismatch"
+            )

@@ -14,14 +14,14 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.integrations import dequantize_module_weight
 from transformers import PreTrainedModel
 
-from halftune.config.sections.adapter import LoraAdapter
+from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ConfigError
+from halftune.model.adapters import cast_adapter
 from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
 from halftune.model.adapters.targets import without_routers
-from halftune.model.adapters.weights import cast_adapter
-from halftune.model.library_output import ignore_peft_warnings
+from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.towers import towers_of
-from halftune.model.tying import is_tied
+from halftune.model.vocabulary import is_tied
 from halftune.plan import Plan
 
 

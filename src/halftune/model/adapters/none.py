@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from halftune.config.sections.adapter import NoAdapter
+from halftune.config.sections.model import NoAdapter
 from halftune.model.towers import towers_of
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype

@@ -1,5 +1,274 @@
-"""Replaces layers of a model instance by fused operators; reversible, the state dict does not change."""
+"""Finds layers that a fused operator can compute, verifies each kind on random input, and replaces their forward.
 
-from halftune.model.fused.install import FusedLayers, fuse
+Only the ``forward`` attribute of instances changes; ``FusedLayers.remove`` restores it. Weight names, classes and other
+models do not change. RMS norms, with weights ``w`` or ``1 + w``, are recognised by their results.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from halftune.model.fused import projections
+from halftune.model.fused.projections import SHARING, FusedProjection, Projections, adapted_weight
+from halftune.precision.trace.recorder import copy_record, recorded
+from halftune_kernels.ops.rms_norm import rms_norm
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a norm applies its weight: ``weight + offset``, and whether the result has the promoted dtype."""
+
+    offset: float
+    promotes: bool
+
+
+def norm_forms(module: nn.Module) -> list[Form]:
+    """Candidate forms of a module, to be verified by comparison; empty for most modules and for gated norms."""
+    parameters = dict(module.named_parameters(recurse=False))
+    single = set(parameters) == {"weight"} and parameters["weight"].ndim == 1
+    if not single or any(True for _ in module.children()) or _epsilon(module) is None:
+        return []
+    if "gate" in inspect.signature(type(module).forward).parameters:
+        return []
+    return [Form(offset, promotes) for offset in (0.0, 1.0) for promotes in (True, False)]
+
+
+class FusedNorm:
+    """The replacement of a norm's forward: the operator, or the layer's own code if unsupported."""
+
+    def __init__(self, module: nn.Module, form: Form) -> None:
+        eps = _epsilon(module)
+        assert eps is not None
+        self.module, self.form, self.eps = module, form, eps
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's own forward returns."""
+        module = self.module
+        if args or kwargs or torch.compiler.is_compiling():
+            return type(module).forward(module, x, *args, **kwargs)
+        weight = module.get_parameter("weight")
+        dtype = torch.promote_types(x.dtype, weight.dtype) if self.form.promotes else x.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            out = rms_norm(x, weight, self.eps, offset=self.form.offset, dtype=dtype)
+        if recorded(module):
+            with torch.no_grad():
+                copy_record(out, type(module).forward(module, x))
+        return out
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    for name in _EPSILONS:
+        value = vars(module).get(name)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+# Errors of third-party layers with other arguments or shapes than assumed.
+_REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+_ROWS, _SIZES = 5, (0.1, 1.0, 10.0)  # of the random inputs
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class FusedLayers:
+    """The fused layers of a model.
+
+    Attributes:
+        fused: layers by kind.
+        left: unfused layers of these kinds, by reason.
+    """
+
+    fused: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    modules: list[nn.Module] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def set_forward(self, module: nn.Module, forward: Forward, kind: str) -> None:
+        """Replace a module's forward."""
+        module.forward = forward
+        self.modules.append(module)
+        self.fused[kind] += 1
+
+    def remove(self) -> None:
+        """Restore every module's forward."""
+        for module in self.modules:
+            vars(module).pop("forward", None)
+        for handle in self.handles:
+            handle.remove()
+        self.modules.clear()
+        self.handles.clear()
+        self.fused.clear()
+
+    def __str__(self) -> str:
+        done = ", ".join(f"{count} {kind}" for kind, count in sorted(self.fused.items())) or "none"
+        left = "".join(f"; {count} {reason}" for reason, count in sorted(self.left.items()))
+        return done + left
+
+
+def fuse(model: nn.Module) -> FusedLayers:
+    """Fuse a model's norms, gated feed-forward layers and adapted linear layers.
+
+    Unsupported layers, checked at every call, run their own code: DoRA, dropout, trained base weights, a merged,
+    disabled or second adapter, quantised weights, hooks, other activations. The global random state does not change.
+
+    Args:
+        model: with its adapter, in its final dtypes and on its device.
+    """
+    done = FusedLayers()
+    proven: dict[tuple[Any, ...], int | str] = {}
+    inside: set[nn.Module] = set()  # layers inside a fused layer
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        if forms := norm_forms(module):
+            forwards = [FusedNorm(module, form).forward for form in forms]
+            _try(done, module, forwards, proven, "norms", module.get_parameter("weight"))
+        elif candidates := list(projections.mlp_candidates(module)):
+            if (weights := candidates[0].read()) is None:
+                done.left["feed-forward layers with trained or unsupported parts"] += 1
+                continue
+            forwards = [candidate.forward for candidate in candidates]
+            if _try(done, module, forwards, proven, "feed-forward layers", weights[0].weight):
+                inside.update(module.children())
+    for parent in model.modules():
+        _fuse_projections(done, parent, inside)
+    return done
+
+
+def _fuse_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Module]) -> None:
+    """Fuse the adapted linear children of a module; query, key and value as one group."""
+    children = {
+        name: child for name, child in parent.named_children() if type(child) is LoraLinear and child not in inside
+    }
+    usual = {name: child for name, child in children.items() if adapted_weight(child) is not None}
+    done.left["adapted linear layers with unsupported parts"] += len(children) - len(usual)
+    done.left += Counter()  # drops zeros
+    for layers in _groups(usual):
+        projections = Projections(layers)
+        if len(layers) > 1:
+            done.handles += projections.watch(parent)
+        for index, layer in enumerate(layers):
+            done.set_forward(layer, FusedProjection(projections, index).forward, "adapted linear layers")
+
+
+def _groups(layers: dict[str, LoraLinear]) -> list[list[LoraLinear]]:
+    """Layers that are computed together: query, key and value; every other one alone."""
+    together = [layers[name] for name in SHARING if name in layers]
+    alone = [[layer] for name, layer in layers.items() if name not in SHARING]
+    return [together, *alone] if together else alone
+
+
+def _try(
+    done: FusedLayers,
+    module: nn.Module,
+    forwards: list[Forward],
+    proven: dict[tuple[Any, ...], int | str],
+    kind: str,
+    weight: torch.Tensor,
+) -> bool:
+    """Replace a module's forward by the first candidate with equal results; equal layers are compared once.
+
+    A comparison that raises is reported separately, with its error.
+    """
+    sizes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    alike = (type(module), kind, sizes, _settings(module))
+    if alike not in proven:
+        proven[alike] = _first(module, forwards, weight)
+    found = proven[alike]
+    if isinstance(found, str):
+        done.left[f"{kind} that {found} ({type(module).__name__})"] += 1
+        return False
+    done.set_forward(module, forwards[found], kind)
+    return True
+
+
+def _first(module: nn.Module, forwards: list[Forward], weight: torch.Tensor) -> int | str:
+    """Index of the first candidate with equal results, or the reason why there is none."""
+    errors, refusals = [], []
+    for index, forward in enumerate(forwards):
+        try:
+            error, allowed = _error(module, forward, weight)
+        except _REFUSALS as refusal:
+            first_line = str(refusal).strip().partition("\n")[0][:120]
+            refusals.append(f"could not be compared: {type(refusal).__name__}: {first_line}")
+            continue
+        if error <= allowed:
+            return index
+        errors.append(error)
+    return f"compute something else, off by {min(errors):.2g}" if errors else refusals[0]
+
+
+def _settings(module: nn.Module) -> tuple[str, ...]:
+    """A module's settings besides weights (numbers, activation), which may differ between layers."""
+    chosen = [
+        f"{name}={value!r}"
+        for name, value in vars(module).items()
+        if name[0] != "_" and (callable(value) or isinstance(value, (bool, int, float, str)))
+    ]
+    return (*chosen, *(repr(child) for child in module.children() if not any(True for _ in child.parameters())))
+
+
+@torch.no_grad()
+def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[float, float]:
+    """‖ours − own‖/‖own‖ on random rows of several scales, and its tolerance; returns the first failure.
+
+    Weights of mixed dtypes (half precision with an fp32 adapter) are compared under autocast, as in training. A result
+    with another shape or dtype counts as an infinite error.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
+    # Scale inputs so that activations get products of these sizes: for small inputs, activations are too similar.
+    gain = float(weight.double().norm()) / weight.shape[0] ** 0.5 if weight.ndim > 1 else 1.0
+    half = _half_of_mixed(module)
+    error, allowed = math.inf, 0.0
+    with _without_dropout(module), torch.autocast(weight.device.type, half, enabled=half is not None):
+        for dtype, size in product(sorted(dtypes, key=str), _SIZES):
+            allowed = _TOLERANCE[half or dtype]
+            x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
+            x = x.to(weight.device, dtype)
+            own, ours = type(module).forward(module, x), forward(x)
+            if own.dtype != ours.dtype or own.shape != ours.shape:
+                return math.inf, allowed
+            error = float((own.double() - ours.double()).norm() / own.double().norm())
+            if not error <= allowed:
+                return error, allowed
+    return error, allowed
+
+
+def _half_of_mixed(module: nn.Module) -> torch.dtype | None:
+    """The half format of a module with weights of several formats."""
+    formats = {parameter.dtype for parameter in module.parameters()}
+    half = next((one for one in (torch.bfloat16, torch.float16) if one in formats), None)
+    return half if len(formats) > 1 else None
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in evaluation mode."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
 
 __all__ = ["FusedLayers", "fuse"]

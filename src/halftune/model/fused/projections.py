@@ -1,16 +1,150 @@
-"""Fused adapted linear layers: those with a common input (query, key, value) together, others alone."""
+"""Fused linear layers, plain or with LoRA: those with a common input (query, key, value) together, others alone.
+
+Gated feed-forward layers, ``down(silu(gate(x)) · up(x))``, are recognised by their results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from typing import Any, TypeGuard
 
 import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from halftune.model.fused.linear import adapted_weight, common_dtype
+from halftune.precision.trace.recorder import only_records
 from halftune_kernels.ops.lora_linear import AdaptedWeight, lora_linear
+from halftune_kernels.ops.lora_mlp import lora_mlp
+
+Weights = tuple[AdaptedWeight, AdaptedWeight, AdaptedWeight]
+
+
+class FusedMlp:
+    """The replacement of a layer's forward: the operator, or the layer's own code if unsupported.
+
+    Args:
+        module: the layer.
+        names: of its children gate, up and down, or of gate_up and down. Children are looked up at every call, since
+            adapters replace them.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.module, self.names = module, tuple(names)
+
+    def read(self) -> Weights | None:
+        """Gate, up and down in their current state; None if one is unsupported."""
+        layers = [adapted_weight(self.module.get_submodule(name)) for name in self.names]
+        if any(layer is None for layer in layers):
+            return None
+        *first, down = (layer for layer in layers if layer is not None)
+        if len(first) == 1:
+            half = first[0].weight.shape[0] // 2
+            first = [_rows(first[0], cut) for cut in (slice(0, half), slice(half, None))]
+        return first[0], first[1], down
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's own forward returns."""
+        module = self.module
+        if args or kwargs or torch.compiler.is_compiling():
+            return type(module).forward(module, x, *args, **kwargs)
+        weights = self.read()
+        dtype = None if weights is None else common_dtype(x, weights)
+        if weights is None or dtype is None:
+            return type(module).forward(module, x)
+        with torch.autocast(x.device.type, enabled=False):
+            return lora_mlp(x.to(dtype), *weights)
+
+
+def mlp_candidates(module: nn.Module) -> Iterator[FusedMlp]:
+    """Candidate assignments of gate, up and down of a module, to be verified by comparison; none for most modules.
+
+    Three linear children, two of them with equal sizes, or two, the first of which computes gate and up.
+    """
+    sizes: dict[str, tuple[int, int]] = {
+        name: (child.in_features, child.out_features)  # type: ignore[misc]
+        for name, child in module.named_children()
+        if hasattr(child, "in_features") and hasattr(child, "out_features")
+    }
+    for order in permutations(sizes) if len(sizes) in (2, 3) else ():
+        if _fits([sizes[name] for name in order]):
+            yield FusedMlp(module, order)
+
+
+def _fits(sizes: Sequence[tuple[int, int]]) -> bool:
+    """Whether (inputs, outputs) of layers are those of gate, up and down, or of gate and up in one layer and down."""
+    if len(sizes) == 3:
+        return sizes[0] == sizes[1] == sizes[2][::-1]
+    return sizes[0] == (sizes[1][1], 2 * sizes[1][0])
+
+
+def _rows(layer: AdaptedWeight, cut: slice) -> AdaptedWeight:
+    bias = None if layer.bias is None else layer.bias[cut]
+    return layer._replace(weight=layer.weight[cut], bias=bias, b=None if layer.b is None else layer.b[cut])
+
+
+def adapted_weight(module: nn.Module) -> AdaptedWeight | None:
+    """The frozen weight and low-rank update of a linear layer, in their current state.
+
+    None for unsupported layers: trained weights, DoRA and other variants, dropout, several adapters, a merged or
+    disabled adapter, quantised or otherwise replaced layers, hooks.
+    """
+    if type(module) is LoraLinear:
+        return _lora_weight(module)
+    return AdaptedWeight(module.weight, _frozen(module.bias)) if _is_frozen_linear(module) else None
+
+
+def _lora_weight(layer: Any) -> AdaptedWeight | None:
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or not _is_low_rank_only(layer, active[0]):
+        return None
+    base, down, up = layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]]
+    if not _is_frozen_linear(base) or not all(_is_plain_linear(part) and part.bias is None for part in (down, up)):
+        return None
+    return AdaptedWeight(base.weight, _frozen(base.bias), down.weight, up.weight, float(layer.scaling[active[0]]))
+
+
+def _is_low_rank_only(layer: Any, name: str) -> bool:
+    """Whether a LoRA layer only adds its low-rank product: not merged or disabled, no variant, dropout or hooks."""
+    if layer.merged or layer.disable_adapters or layer.fan_in_fan_out or name in layer.lora_variant:
+        return False
+    return _has_no_hooks(layer) and (type(layer.lora_dropout[name]) is nn.Identity or not layer.training)
+
+
+def _is_frozen_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the module is an unmodified ``nn.Linear`` that is not trained."""
+    frozen = _is_plain_linear(module) and not module.weight.requires_grad
+    return frozen and (module.bias is None or not module.bias.requires_grad)
+
+
+def common_dtype(x: torch.Tensor, layers: Sequence[AdaptedWeight]) -> torch.dtype | None:
+    """The dtype in which the layers' own code would compute on ``x``; None if dtypes would mix."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 else None
+    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias, layer.a, layer.b)]
+    return x.dtype if all(tensor is None or tensor.dtype == x.dtype for tensor in tensors) else None
+
+
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the module is an unmodified ``nn.Linear`` with a plain weight."""
+    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, torch.Tensor)
+    return plain and "forward" not in vars(module) and _has_no_hooks(module)
+
+
+def _has_no_hooks(module: nn.Module) -> bool:
+    """Whether a module has no hooks, except those of the dtype trace, which must not change a step."""
+    if module._forward_pre_hooks or module._forward_hooks:
+        looking = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if not all(map(only_records, looking)):
+            return False
+    return not (module._backward_hooks or module._backward_pre_hooks)
+
+
+def _frozen(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
+
 
 SHARING = ("q_proj", "k_proj", "v_proj")
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from halftune.precision import PrecisionPlan
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
-from halftune.precision.plan import PrecisionPlan
 from halftune.precision.rebind import EntryPoint, Scope, fla_operators, installed
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.flash_stubs import STUBS

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from halftune.train.callbacks.base import Callback
 
 CALLBACKS: dict[str, str] = {
-    "progress_bar": "halftune.train.callbacks.progress:ProgressBar",
-    "progress_lines": "halftune.train.callbacks.progress:ProgressLines",
+    "progress_bar": "halftune.train.callbacks.status:ProgressBar",
+    "progress_lines": "halftune.train.callbacks.status:ProgressLines",
     "nonfinite": "halftune.train.callbacks.nonfinite:NonFiniteWatch",
     "dtype_guard": "halftune.train.callbacks.dtype_guard:DtypeGuard",
     "environment": "halftune.train.callbacks.environment:Environment",
@@ -25,7 +25,7 @@ CALLBACKS: dict[str, str] = {
     "early_stopping": "halftune.train.callbacks.early_stopping:EarlyStopping",
     "profile": "halftune.train.callbacks.profile:Profile",
     "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
-    "report": "halftune.train.callbacks.report:Report",
+    "report": "halftune.train.report.page:Report",
     "status": "halftune.train.callbacks.status:StatusLine",
 }
 

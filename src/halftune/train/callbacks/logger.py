@@ -7,7 +7,7 @@ from typing import Any
 
 from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Callback, StepMetrics
-from halftune.train.callbacks.window import Window
+from halftune.train.quantities import Window
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)

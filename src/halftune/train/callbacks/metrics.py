@@ -14,7 +14,7 @@ from halftune.core.atomic import sync, write_text
 from halftune.core.files import open_file
 from halftune.core.log import get_logger
 from halftune.train.callbacks.base import Callback, Phase, StepMetrics
-from halftune.train.callbacks.window import Window, finite
+from halftune.train.quantities import Window, finite
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.atomic import write_text
 from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
@@ -59,7 +59,7 @@ class Samples(Callback):
                 messages,
                 run.config.generation,
                 run.plan,
-                on_text=lambda _: alive.sign(),
+                on_text=lambda _: heartbeat.beat(),
                 template_variables=run.config.model.chat_template_kwargs,
                 sharded=run.device if run.sharded else None,
             )

@@ -10,7 +10,7 @@ import time
 
 import torch.distributed as dist
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.rendezvous import Rendezvous, join_rendezvous
 from halftune.train.parallel.watchdog import FAILED, Watchdog
@@ -49,11 +49,11 @@ def _wait(processes: int, watch: Watchdog) -> None:
     others = _Others(rendezvous, watch)
     pause = _POLL[0]
     while not rendezvous.store.check([f"{key}/all"]):
-        alive.wait()
+        heartbeat.wait()
         others.check()
         time.sleep(pause)
         pause = min(2 * pause, _POLL[1])
-    alive.sign()
+    heartbeat.beat()
     if rendezvous.rank == 0 and _passed:  # all have left the one before
         for done in (f"barrier/{_passed - 1}", f"barrier/{_passed - 1}/all"):
             rendezvous.store.delete_key(done)

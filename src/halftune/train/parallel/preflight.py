@@ -14,10 +14,10 @@ from halftune import __version__
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
-from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
 from halftune.core.optional import version_of
-from halftune.hardware.facts import Device, Hardware
+from halftune.core.process import this_process
+from halftune.hardware import Device, Hardware
 from halftune.plan import Plan, resolve
 from halftune.precision.resolve import weakest
 from halftune.train.parallel.rendezvous import Rendezvous

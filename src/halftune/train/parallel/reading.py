@@ -1,4 +1,7 @@
-"""Reads a model that processes share: each the rows that it holds, weight by weight, and no process the whole model."""
+"""Reads a model that processes share: each the rows that it holds, weight by weight, and no process the whole model.
+
+While peft creates adapters, meta weights are zeros without memory.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,51 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from halftune.config.run import RunConfig
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.log import get_logger
-from halftune.model.adapters.attach import attach_adapter
-from halftune.model.lazy_weights import CPU, LazyWeights, why_not
+from halftune.model.adapters import attach_adapter
+from halftune.model.lazy_weights import CPU, META, LazyWeights, why_not
 from halftune.model.load import load_model
-from halftune.model.zero_weights import insert_zero_weights, remove_zero_weights
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.train.parallel.shards import own_rows
+
+
+def insert_zero_weights(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Replace meta weights by CPU weights that are one expanded zero.
+
+    peft creates adapters on the device of the base weight: on the meta device they would have no values.
+
+    Returns:
+        the original weights, by the id of their replacement.
+    """
+    originals: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                if id(weight) not in made:
+                    zero = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+                    made[id(weight)] = nn.Parameter(zero, requires_grad=weight.requires_grad)
+                    vars(made[id(weight)]).update(vars(weight))
+                    originals[id(made[id(weight)])] = weight
+                module._parameters[leaf] = made[id(weight)]
+    return originals
+
+
+def remove_zero_weights(model: nn.Module, originals: dict[int, nn.Parameter], lazy: LazyWeights) -> None:
+    """Undo :func:`insert_zero_weights` in a model with an adapter, including copies (``modules_to_save``)."""
+    for path, module in model.named_modules():
+        for leaf, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in originals and lazy.knows(f"{path}.{leaf}"):
+                originals[id(weight)] = nn.Parameter(weight.detach().to(META), requires_grad=weight.requires_grad)
+                vars(originals[id(weight)]).update(vars(weight))
+            if id(weight) in originals:
+                originals[id(weight)].requires_grad_(weight.requires_grad)
+                module._parameters[leaf] = originals[id(weight)]
+
 
 log = get_logger(__name__)
 
@@ -34,7 +73,7 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, LazyWeights | 
     Raises:
         HalftuneError: as ``load_model`` and ``attach_adapter``.
     """
-    alive.sign(plan.memory.weights)
+    heartbeat.beat(plan.memory.weights)
     if plan.distribution.value == "fsdp2":
         why = needs_whole_weights(config) or why_not()
         if not why:
@@ -85,7 +124,7 @@ def fill(model: nn.Module, lazy: LazyWeights, device: torch.device) -> None:
     with lazy.opened(), torch.no_grad():
         for name, weight in _named(model, lazy):
             assert isinstance(weight, DTensor), "fully_shard has sharded every weight"
-            alive.sign(weight.nbytes)
+            heartbeat.beat(weight.nbytes)
             share: Any = torch.empty_like(weight, device=device)
             first, _ = own_rows(weight) or (None, 0)
             lazy.read(name, share.to_local(), first)

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from halftune.core.errors import PlanError
 from halftune.core.failures import PeerLost
-from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
+from halftune.core.process import this_process
 from halftune.core.wait_for_port import Patience, place, wait_for_port
 
 log = get_logger(__name__)

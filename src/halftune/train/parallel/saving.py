@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.atomic import first_aid, sync
 from halftune.core.errors import TrainingError
 from halftune.core.files import read_text
@@ -108,13 +108,13 @@ def _write_plain(strategy: Strategy, folder: Path, files: Files) -> None:
     for name, tensors in files.items():
         whole = {}
         for key, tensor in tensors.items():
-            alive.sign()
+            heartbeat.beat()
             gathered = strategy.whole(tensor.detach())
             if strategy.accelerator.is_main_process:
                 whole[key] = gathered.cpu()
         if not strategy.accelerator.is_main_process:
             continue
-        alive.sign(sum(tensor.nbytes for tensor in whole.values()))
+        heartbeat.beat(sum(tensor.nbytes for tensor in whole.values()))
         try:
             save_file(whole, folder / name)
         except (OSError, SafetensorError) as error:  # told when all tensors have been gathered: the others wait

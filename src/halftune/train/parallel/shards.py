@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.train.checkpoint_list import part_name, parts
 
 _ROWS = "rows"  # key of the header: JSON of tensor's name → [first row, length of each dimension of the whole tensor]
@@ -63,7 +63,7 @@ def write_shares(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], r
         if held is not None:
             rows[key] = [held[0], *tensor.shape]
     path = folder / part_name(name, rank, processes)
-    alive.sign(sum(tensor.nbytes for tensor in local.values()))
+    heartbeat.beat(sum(tensor.nbytes for tensor in local.values()))
     save_file(local, path, metadata={_ROWS: json.dumps(rows, sort_keys=True)})
     return path
 

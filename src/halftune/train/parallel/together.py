@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
-from halftune.hardware.facts import Hardware
+from halftune.hardware import Hardware
 from halftune.plan import Plan
 from halftune.train.parallel.preflight import compare
 from halftune.train.parallel.rendezvous import join_rendezvous
@@ -16,15 +16,12 @@ from halftune.train.parallel.watchdog import Watchdog
 
 @contextmanager
 def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Plan) -> Iterator[Plan]:
-    """Yields the plan that all processes agree on; with one process, its own.
+    """Yields the plan that all processes agree on.
 
     Raises:
         PlanError: the processes disagree; names the rank.
         PeerLost: another process is gone or hangs; names it where that can be told.
     """
-    if plan.batch.world_size == 1:
-        yield plan
-        return
     rendezvous = join_rendezvous(config.distributed.timeout_seconds)
     with Watchdog(rendezvous, config.distributed.timeout_seconds) as watchdog:
         try:

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from halftune.core import alive
+from halftune.core import heartbeat
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.failures import PeerLost, leave
-from halftune.core.launcher import this_process
 from halftune.core.log import get_logger
+from halftune.core.process import this_process
 from halftune.train.parallel.rendezvous import Rendezvous, open_store
 
 BEAT = 1.0  # seconds
@@ -45,7 +45,7 @@ def tick() -> None:
     """Called where training moves on, by all processes equally often: who has fewer is behind. Also a sign of life."""
     global _ticks
     _ticks += 1
-    alive.sign()
+    heartbeat.beat()
 
 
 def current() -> Watchdog | None:
@@ -62,7 +62,7 @@ def explained(error: BaseException) -> BaseException:
     if _current is None:
         return error
     error = _current.explain(error)
-    alive.sign()  # what comes now, such as the report, has its own time
+    heartbeat.beat()  # what comes now, such as the report, has its own time
     if isinstance(error, HalftuneError) and error.exit_code < 128:  # by a signal: nothing failed
         leave(error, error.report())
     return error
@@ -147,7 +147,7 @@ class Watchdog:
                 return self._lost("rank 0 does not answer: its machine is gone, or the network to it is cut")
             return self._lost("rank 0 is gone, and with it the store that all meet at; its own output says why")
         if reported:
-            return PeerLost(reported[0], named=True, code="launch.peer_lost")
+            return self._as_peer(*reported[0])
         silent = [rank for rank in before if after[rank].beat == before[rank].beat and rank != self.rank]
         if silent:
             sign = after[silent[0]]
@@ -162,14 +162,23 @@ class Watchdog:
         """Tells the others what went wrong here, before they only see that this process is gone."""
         what = str(error).strip() or type(error).__name__
         try:
-            said = f"rank {self.rank} on {socket.gethostname()}: {what}"
+            code = error.exit_code if isinstance(error, HalftuneError) else 0
+            said = json.dumps([f"rank {self.rank} on {socket.gethostname()}: {what}", code])
             self._ask(lambda: (self.store.set(f"failed/{self.rank}", said), self.store.set(FAILED, "")))
         except (RuntimeError, OSError):
             return  # the store is gone, and with it those that would read
 
-    def _failure_reports(self) -> list[str]:
+    def _failure_reports(self) -> list[tuple[str, int]]:
         keys = [f"failed/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        return self._ask(lambda: [self.store.get(key).decode() for key in keys if self.store.check([key])])
+        return self._ask(lambda: [tuple(json.loads(self.store.get(key))) for key in keys if self.store.check([key])])
+
+    @staticmethod
+    def _as_peer(what: str, exit_code: int) -> PeerLost:
+        """The error of a peer that reported ``what``; if a signal stopped the peer, this process is stopped too."""
+        lost = PeerLost(what, named=True, code="launch.peer_lost")
+        if exit_code >= 128:
+            lost.exit_code = exit_code
+        return lost
 
     def signs(self) -> dict[int, Sign]:
         """Everybody's last sign; of one that never gave any, an empty one.
@@ -213,7 +222,7 @@ class Watchdog:
         host, listening = socket.gethostname(), True
         while True:
             self.beat += 1
-            sign = Sign(_ticks, self.beat, host, self._where(), alive.signs, alive.extra)
+            sign = Sign(_ticks, self.beat, host, self._where(), heartbeat.beats, heartbeat.extension)
             try:
                 if listening:
                     text = json.dumps(asdict(sign))
@@ -221,7 +230,7 @@ class Watchdog:
             except (RuntimeError, OSError):
                 listening = False  # the store is gone; what is left is to end this process where it hangs
             self._end_alone()
-            if _ticks and (silent := alive.silent()) > self.seconds:
+            if _ticks and (silent := heartbeat.silent()) > self.seconds:
                 self._end(silent)
             if self.over.wait(BEAT):
                 return

@@ -1,4 +1,4 @@
-"""The plan with its reasons: number formats, attention, batch, and the memory estimate beside what was measured."""
+"""The report's plan: number formats, attention, batch and memory with their reasons, beside what was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,40 @@ from markupsafe import Markup
 
 from halftune.core.templates import render
 from halftune.train.quantities import count, short_count, size
-from halftune.train.report.record import HERE, Record
+from halftune.train.report.series import HERE, Record
+
+_SHOWN = 10  # rows that are shown as they are; more are summed up
+
+
+def dtypes(record: Record) -> Markup:
+    """The section on dtypes as they are."""
+    rows = record.dtypes.get("rows", ())
+    if not rows and not record.guard:
+        return Markup()
+    return render(
+        HERE,
+        "dtypes",
+        rows=rows,
+        wrong=[row["name"] for row in rows if not row.get("as_planned", True)],
+        tensors=sum(row.get("tensors", 0) for row in rows),
+        groups=_groups(rows),
+        guard=record.guard,
+        shown=_SHOWN,
+        count=count,
+        short_count=short_count,
+    )
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one role, dtype and planned dtype as one."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        same = {name: str(row.get(name, "")) for name in ("role", "dtype", "planned")}
+        total = groups.setdefault(tuple(same.values()), {**same, "tensors": 0, "elements": 0})
+        for name in ("tensors", "elements"):
+            total[name] += row.get(name, 0)
+    return list(groups.values())
+
 
 # rows of the precision table in the order in which a number travels
 _PRECISION = (

@@ -1,4 +1,7 @@
-"""``report.html``: one page that needs nothing else, from the files of a run folder."""
+"""``report.html``: one self-contained page from the files of a run folder.
+
+Written after every evaluation and at the end, also of a run that was stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,34 @@ from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import finish
 from halftune.core.templates import render
-from halftune.train.report.curves import curves
-from halftune.train.report.dataset import dataset
-from halftune.train.report.decisions import decisions
-from halftune.train.report.dtypes import dtypes
-from halftune.train.report.machine import machine
-from halftune.train.report.profile import profile
-from halftune.train.report.record import HERE, Record, read
-from halftune.train.report.summary import cards, sentence
+from halftune.train.callbacks.base import Callback
+from halftune.train.report.decisions import decisions, dtypes
+from halftune.train.report.series import HERE, Record, curves, read
+from halftune.train.report.summary import cards, dataset, machine, profile, sentence
+from halftune.train.state import TrainState
+
+
+class Report(Callback):
+    """Comes last: it reads what the other callbacks have written."""
+
+    watches = True
+
+    def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
+        """The report so far."""
+        self._write(run, Status("running", f"step {run.step:,} of {run.total_steps:,}"))
+
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
+        """The whole report."""
+        if error is None:
+            self._write(run, Status("finished", f"stopped early: {run.stop}" if run.stop else ""))
+        else:
+            self._write(run, Status("stopped", str(error) or type(error).__name__))
+
+    def _write(self, run: TrainState, status: Status) -> None:
+        if not run.is_main:
+            return
+        write_report(run.folder, status)
+
 
 log = get_logger(__name__)
 NAME = "report.html"

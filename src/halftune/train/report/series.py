@@ -1,14 +1,183 @@
-"""Metrics as series of numbers over steps, and what a chart is sent of them: few points, and a smoothed line."""
+"""What a run folder says about its run, read once; its metrics as series, drawn as the report's curves."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from array import array
+from base64 import b64encode
 from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
+from markupsafe import Markup
+
+from halftune.core.files import MOST_JSON, read_json, read_text
+from halftune.core.templates import render
+from halftune.train.callbacks.metrics import read_metrics
+
+HERE = "halftune.train.report"  # whose templates and styles make the page
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, from its folder.
+
+    Attributes:
+        folder: the run folder.
+        training, evaluations: lines of ``metrics.jsonl``.
+        plan, environment, data, dtypes, guard, profile: the JSON files of those names.
+        samples: rows of ``samples.json``.
+        config: ``resolved.yaml`` as values; ``config_text`` as text, with the origin of each value.
+        unreadable: files that are there and cannot be read.
+    """
+
+    folder: Path
+    training: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    data: dict[str, Any]
+    dtypes: dict[str, Any]
+    guard: dict[str, Any]
+    profile: dict[str, Any]
+    samples: list[dict[str, Any]]
+    config: dict[str, Any]
+    config_text: str
+    unreadable: list[str] = field(default_factory=list)
+
+    def setting(self, *keys: str) -> Any:
+        """A value of the configuration, or None."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.setting("logging", "run_name") or self.folder.resolve().name
+
+
+def read(folder: Path) -> Record:
+    """Reads a run folder, of a run in any state."""
+    unreadable: list[str] = []
+
+    def values(name: str) -> dict[str, Any]:
+        path = folder / name
+        if not path.exists():
+            return {}
+        try:
+            found = read_json(path, MOST_JSON)
+        except (OSError, ValueError):
+            found = None
+        if isinstance(found, dict):
+            return found
+        unreadable.append(name)
+        return {}
+
+    path = folder / "resolved.yaml"
+    text, config = "", {}
+    try:
+        text = read_text(path) if path.exists() else ""
+        config = yaml.safe_load(text) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        unreadable.append(path.name)
+    lines = list(read_metrics(folder))
+    return Record(
+        folder=folder,
+        training=[line for line in lines if "loss" in line],
+        evaluations=[line for line in lines if "eval_loss" in line],
+        plan=values("plan.json"),
+        environment=values("environment.json"),
+        data=values("data_report.json"),
+        dtypes=values("dtypes.json"),
+        guard=values("guard.json"),
+        profile=values("profile.json"),
+        samples=values("samples.json").get("samples", []),
+        config=config if isinstance(config, dict) else {},
+        config_text=text,
+        unreadable=unreadable,
+    )
+
+
+# chart → line → series
+_CHARTS = {
+    "loss": {"training": "loss", "evaluation": "eval_loss"},
+    "learning_rate": {"training": "learning_rate"},
+    "grad_norm": {"training": "grad_norm"},
+    "tokens_per_second": {
+        "training": "tokens_per_second",
+        "not padding": "tokens_real_per_second",
+        "trained": "tokens_trained_per_second",
+    },
+    "loss_scale": {"training": "loss_scale"},
+}
+_WORDS = {
+    "loss": "Loss, nats per trained token",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens per second",
+    "loss_scale": "Loss scale",
+    "raw": "every step",
+    "smooth": "smoothed",
+    "log": "logarithmic loss",
+    "all": "Show all steps",
+    "step": "step",
+    "over": "over",
+    "axes": {"step": "steps", "tokens": "tokens", "time": "time"},
+    "save": "Save as",
+    "odd": "not a number",
+    "nothing": "no numbers in this stretch",
+    "hint": "Drag over a curve to zoom in, double-click to see all of it again.",
+}
+
+
+def curves(record: Record) -> Markup:
+    """The section of charts."""
+    found = Curves()
+    for line in (*record.training, *record.evaluations):
+        found.take(line)
+    own = found.own()
+    every = _CHARTS | {name: {"training": name, "evaluation": f"eval_{name}"} for name in own}
+    charts = []
+    for name, lines in every.items():
+        there = {line: series for line, series in lines.items() if found[series]}
+        drawn = [found.line(line, series, smooth=name == "loss") for line, series in there.items()]
+        charts += [{"name": name, "lines": drawn, "wide": name == "loss"}] if drawn else []
+    if not charts:
+        return Markup()
+    names = list(dict.fromkeys(line["run"] for chart in charts for line in chart["lines"]))
+    value = {"runs": names, "charts": charts, "scales": dict.fromkeys(names, found.scale())}
+    words = _WORDS | ({"loss": "Loss per pair"} if own else {})
+    data = json.dumps({"words": json.dumps(words), "value": json.dumps(value)}).replace("<", "\\u003c")
+    return render(HERE, "curves", data=Markup(data), script=Markup(script()))
+
+
+def chart_script() -> str:
+    """The script that draws charts: the body of a function of ``element``, ``props`` and ``watch``."""
+    return files(HERE).joinpath("charts.js").read_text(encoding="utf-8")
+
+
+@cache
+def script() -> str:
+    """The script of the page, the same in every report."""
+    return (
+        f"((element, props, watch) => {{\n{chart_script()}}})(document.getElementById('charts'), "
+        "JSON.parse(document.getElementById('series').textContent), () => {});"
+    )
+
+
+def script_source() -> str:
+    """The script as a Content-Security-Policy names it: a page that shows a report lets no other script run."""
+    return f"'sha256-{b64encode(sha256(script().encode()).digest()).decode()}'"
+
 
 POINTS, SCALE = 1000, 200
 _MOST = 64  # series; metrics of a run folder may be anybody's

@@ -1,12 +1,127 @@
-"""The head of the report: what was run, how it ended, and its numbers at a glance."""
+"""The report's summary: what was run and how it ended, its data, time and surroundings."""
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from typing import Any
 
+from markupsafe import Markup
+
 from halftune.config.sections.method import METHOD_SECTIONS
+from halftune.core.templates import render
 from halftune.train.quantities import count, duration, short_count, significant, size
-from halftune.train.report.record import Record
+from halftune.train.report.series import HERE, Record
+
+_SAMPLES_SHOWN = 8  # row numbers listed per reason
+
+
+def dataset(record: Record) -> Markup:
+    """The section on data."""
+    if not record.data:
+        return Markup()
+    train, evaluation = record.data.get("train", ()), record.data.get("eval", ())
+    sources = [("training", source) for source in train] + [("evaluation", source) for source in evaluation]
+    return render(
+        HERE,
+        "data",
+        sources=sources,
+        summary=_summary(record.data),
+        reasons=[row for _, source in sources for row in _reasons(source)],
+        lengths=_lengths([source["lengths"] for source in train if source.get("lengths")]),
+        count=count,
+    )
+
+
+def _summary(data: dict[str, Any]) -> list[str]:
+    lines = []
+    if data.get("train_samples"):
+        lines.append(f"{count(data['train_samples'])} samples an epoch")
+    if data.get("eval_samples"):
+        lines.append(f"{count(data['eval_samples'])} for evaluation")
+    if data.get("max_length"):
+        lines.append(f"at most {count(data['max_length'])} tokens each")
+    fed = data.get("efficiency") or {}
+    if fed:
+        lines.append(
+            f"padded batches of {fed['batch']} are {fed['padded']:.0%} real tokens, packed rows {fed['packed']:.0%}"
+        )
+    return lines
+
+
+def _reasons(source: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What happened to rows: ``(dropped | cut | note, how many, why, their numbers)``."""
+    rows = []
+    for kind, word in (("dropped", "dropped"), ("truncated", "cut"), ("notes", "note")):
+        for reason, found in (source.get(kind) or {}).items():
+            places = [str(place) for place in found.get("rows", ())][:_SAMPLES_SHOWN]
+            more = ", …" if places and found.get("count", 0) > len(places) else ""
+            rows.append((word, count(found.get("count", 0)), reason, ", ".join(places) + more))
+    for column, number in (source.get("gaps") or {}).items():
+        rows.append(("note", count(number), f"column {column} is missing, so empty there", ""))
+    if source.get("unused"):
+        rows.append(("note", "", f"columns that nothing reads: {', '.join(source['unused'])}", ""))
+    return rows
+
+
+def _lengths(listed: list[list[list[int]]]) -> list[tuple[int, int]]:
+    """``(bound, samples)`` of all training sources; bins of different sources are laid over the widest ones."""
+    if not listed:
+        return []
+    bounds = [bound for bound, _ in max(listed, key=lambda lengths: lengths[-1][0])]
+    counts: Counter[int] = Counter()
+    for lengths in listed:
+        for bound, number in lengths:
+            counts[next(i for i, wide in enumerate(bounds) if bound <= wide)] += number
+    return [(bound, counts[i]) for i, bound in enumerate(bounds)] if any(counts.values()) else []
+
+
+def machine(record: Record) -> Markup:
+    """The section on environment and configuration."""
+    environment = record.environment
+    if not environment and not record.config_text:
+        return Markup()
+    return render(
+        HERE,
+        "environment",
+        rows=[*_hardware(environment.get("hardware") or {}), *_software(environment)],
+        packages=environment.get("packages") or {},
+        git=environment.get("git"),
+        command=shlex.join(environment.get("command") or ()),
+        data=environment.get("data") or {},
+        config_text=record.config_text,
+    )
+
+
+def _hardware(hardware: dict[str, Any]) -> list[tuple[str, str]]:
+    rows, devices = [], hardware.get("devices", ())
+    for name in dict.fromkeys(device["name"] for device in devices):
+        same = [device for device in devices if device["name"] == name]
+        times = f"{len(same)} × " if len(same) > 1 else ""
+        rows.append(("device", f"{times}{name}, {size(same[0]['memory_bytes'])}"))
+    if hardware.get("cpu_cores"):
+        rows.append(("host", f"{hardware['cpu_cores']} cores, {size(hardware['host_memory_bytes'])}"))
+    return rows + [("note", note) for note in hardware.get("notes", ())]
+
+
+def _software(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    python = environment.get("python")
+    return [
+        ("halftune", environment.get("halftune", "")),
+        ("Python", f"{python} on {environment.get('platform', '')}" if python else ""),
+    ]
+
+
+_SHOWN = 15  # operators on the page; the trace has all
+
+
+def profile(record: Record) -> Markup:
+    """The section on the profile, or nothing where none was recorded (``logging.profile``)."""
+    found = record.profile
+    if not found:
+        return Markup()
+    on_device = any(row["device_seconds"] for row in found["groups"])
+    return render(HERE, "profile", found=found, on_device=on_device, shown=_SHOWN, duration=duration, size=size)
 
 
 def sentence(record: Record) -> str:

@@ -6,35 +6,35 @@ import time
 
 SLOWEST = 20_000_000  # bytes per second of a disk that is slow but works
 
-signs = 0  # heartbeats of this process so far
-extra = 0.0  # seconds by which the current operation extends the limit
+beats = 0  # heartbeats of this process so far
+extension = 0.0  # seconds by which the current operation extends the limit
 longest = 0.0  # longest interval in seconds since forget()
 _last = 0.0  # time.monotonic() of the last heartbeat
 
 
-def sign(size: int = 0) -> None:
+def beat(size: int = 0) -> None:
     """Send a heartbeat: this process makes progress. Required every ``distributed.timeout_seconds``.
 
     Args:
         size: bytes of the next read or write, which extends the limit by the time a slow disk takes for them.
     """
-    global signs, extra
+    global beats, extension
     wait()
-    signs, extra = signs + 1, size / SLOWEST
+    beats, extension = beats + 1, size / SLOWEST
 
 
 def wait() -> None:
     """Send a heartbeat while waiting: the process is healthy, without progress."""
     global longest, _last
     now = time.monotonic()
-    if signs:
+    if beats:
         longest = max(longest, now - _last)
     _last = now
 
 
 def silent() -> float:
     """Return the seconds since the last heartbeat, minus its extension."""
-    return max(0.0, time.monotonic() - _last - extra)
+    return max(0.0, time.monotonic() - _last - extension)
 
 
 def forget() -> None:
