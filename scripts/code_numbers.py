@@ -107,7 +107,11 @@ def duplicates() -> list[str]:
     """Pairs of places with the same six or more code lines; imports do not count."""
     places: dict[tuple[str, ...], list[tuple[str, int, int]]] = defaultdict(list)
     for path in files(*ROOTS):
-        code = [(at, line) for at, line in code_lines(path) if not line.startswith(("import ", "from "))]
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        imports = {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        code = [(at, line) for at, line in code_lines(path) if at not in imports]
         for index in range(len(code) - BLOCK + 1):
             block = tuple(line for _, line in code[index : index + BLOCK])
             if sum(len(line) > BLOCK for line in block) > BLOCK // 2:  # not only brackets

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,26 @@ from halftune_kernels.memory import KEPT_BYTES
 
 Tensors = Sequence[torch.Tensor]
 LEAST_DECAY = -1e4  # exp of it is 0; logarithms below it, -inf among them, would only cost digits of the others
+
+
+class Chunks(NamedTuple):
+    """What the backward pass of an operator gets.
+
+    Attributes:
+        inputs: as in the forward pass.
+        state: as in the forward pass.
+        d_out: [L * U, C, ...] gradient of the output.
+        d_state: [going, K, W] gradient of the leaving state, None if ``going`` is 0.
+        kept: third result of the forward pass; empty if it was not kept.
+        count: L.
+    """
+
+    inputs: Tensors
+    state: torch.Tensor | None
+    d_out: torch.Tensor
+    d_state: torch.Tensor | None
+    kept: Tensors
+    count: int
 
 
 class ChunkOperator(Protocol):
@@ -46,25 +66,8 @@ class ChunkOperator(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        inputs: Tensors,
-        state: torch.Tensor | None,
-        d_out: torch.Tensor,
-        d_state: torch.Tensor | None,
-        kept: Tensors,
-        count: int,
-    ) -> tuple[Tensors, torch.Tensor | None]:
-        """Gradients of the inputs and of the entering state (None where that is None).
-
-        Args:
-            inputs: as in the forward pass.
-            state: as in the forward pass.
-            d_out: [L * U, C, ...] gradient of the output.
-            d_state: [going, K, W] gradient of the leaving state, None if ``going`` is 0.
-            kept: third result of the forward pass; empty if it was not kept.
-            count: L.
-        """
+    def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
+        """Gradients of the inputs and of the entering state (None where that is None)."""
         ...
 
 
@@ -292,7 +295,7 @@ def _block_backward(
             d_state = ended if d_state is None else torch.cat((d_state, ended))
         loaded = [load(tensor, piece, block.heads, dtype) for tensor in inputs]
         gradient = load(d_out, piece, block.heads, dtype)
-        found, d_state = operator.backward(loaded, state, gradient, d_state, kept, piece.count)
+        found, d_state = operator.backward(Chunks(loaded, state, gradient, d_state, kept, piece.count))
         for grad, value in zip(grads, found, strict=True):
             store(grad, piece, block.heads, value)
     if d_initial is not None:

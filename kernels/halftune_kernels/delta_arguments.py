@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halftune_kernels.arguments import (
@@ -29,6 +31,33 @@ def l2_normalise_backward(gradient: torch.Tensor, unit: torch.Tensor, inverse: t
     """Gradient of x from that of x̂ = x · r: r (dx̂ - x̂ ⟨x̂, dx̂⟩)."""
     along = (unit * gradient).sum(-1, keepdim=True)
     return torch.addcmul(gradient, unit, along, value=-1.0).mul_(inverse)
+
+
+class DeltaRule(NamedTuple):
+    """A checked call of the gated delta rule or of Kimi delta attention, as every implementation gets it.
+
+    Attributes:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV], or [B, T, HV, K] for Kimi delta attention.
+        beta: [B, T, HV].
+        scale: of the output.
+        initial_state: [N, HV, K, V]; None is zeros.
+        segments: the samples of the row.
+        normalise: whether q and k are divided by their norms.
+        want_final: whether the final state is returned.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    scale: float
+    initial_state: torch.Tensor | None
+    segments: Segments
+    normalise: bool
+    want_final: bool
 
 
 MOST_KEYS = 256  # kernels hold a tile of the state with all its keys on the chip; models use 64, 128 and 256

@@ -8,7 +8,7 @@ from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 
 from halftune_kernels.arguments import ArgumentError, Segments
 from halftune_kernels.cases import case
-from halftune_kernels.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, reference
+from halftune_kernels.ops.causal_conv1d import Convolution, causal_conv1d_fn, causal_conv1d_update, reference
 from halftune_kernels.selfcheck import relative_error
 
 
@@ -19,7 +19,8 @@ def test_reference_gradients(silu: bool) -> None:
     given = tuple(torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
     segments = Segments((0, 1, 1, 6))
     assert torch.autograd.gradcheck(
-        lambda x, weight, bias, state: reference.causal_conv1d(x, weight, bias, silu, state, segments), given
+        lambda x, weight, bias, state: reference.causal_conv1d(Convolution(x, weight, bias, silu, state, segments)),
+        given,
     )
 
 

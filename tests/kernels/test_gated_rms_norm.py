@@ -10,7 +10,7 @@ from operator_checks import assert_matches
 
 from halftune_kernels.arguments import ArgumentError
 from halftune_kernels.cases import case
-from halftune_kernels.ops.gated_rms_norm import gated_rms_norm, reference
+from halftune_kernels.ops.gated_rms_norm import GatedNorm, gated_rms_norm, reference
 from halftune_kernels.selfcheck import relative_error
 
 FORMS = [(act, first) for act in ("silu", "sigmoid") for first in (True, False)]
@@ -21,7 +21,9 @@ def test_reference_gradients(activation: str, first: bool) -> None:
     torch.manual_seed(0)
     given = tuple(torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 8), (8,), (3, 8)))
     assert torch.autograd.gradcheck(
-        lambda x, weight, gate: reference.gated_rms_norm(x, weight, gate, 1e-6, activation == "sigmoid", first, 4),
+        lambda x, weight, gate: reference.gated_rms_norm(
+            GatedNorm(x, weight, gate, 1e-6, activation == "sigmoid", first, 4)
+        ),
         given,
     )
 

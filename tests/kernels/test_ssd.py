@@ -13,6 +13,7 @@ from halftune_kernels import selfcheck
 from halftune_kernels.arguments import ArgumentError, Segments
 from halftune_kernels.cases import Case, case, rounded
 from halftune_kernels.ops.ssd import (
+    SimpleDecay,
     mamba2_chunk_scan,
     mamba2_selective_state_update,
     reference,
@@ -28,7 +29,9 @@ def test_reference_gradients() -> None:
     q, k, v, g, w, state = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
     segments, wide = Segments((0, 1, 1, 5)), torch.float64
     assert torch.autograd.gradcheck(
-        lambda q, k, v, g, w, state: reference.simple_decay(q, k, v, -g.exp(), w, 0.7, state, segments, wide),
+        lambda q, k, v, g, w, state: reference.simple_decay(
+            SimpleDecay(q, k, v, -g.exp(), w, 0.7, state, segments, wide)
+        ),
         (q, k, v, g, w, state),
     )
 

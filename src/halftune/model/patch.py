@@ -342,8 +342,7 @@ class PackedRowMasks:
             key: torch.Tensor,
             value: torch.Tensor,
             attention_mask: torch.Tensor | None,
-            dropout: float = 0.0,
-            scaling: float | None = None,
+            *options: Any,
             **kwargs: Any,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             without_bounds = attention_mask is None and kwargs.get("cu_seq_lens_q") is None
@@ -360,6 +359,6 @@ class PackedRowMasks:
                     remedy="data.packing: false",
                     code="attention.packing_unsupported",
                 )
-            return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+            return attend(module, query, key, value, attention_mask, *options, **kwargs)
 
         return checked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +21,17 @@ from halftune_kernels.dispatch import module
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 _ACTIVATIONS = (None, "silu", "swish")
+
+
+class Convolution(NamedTuple):
+    """A checked call of `causal_conv1d_fn`, as every implementation gets it; x is [B, T, D] here."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+    initial_states: torch.Tensor | None
+    segments: Segments
 
 
 @without_autocast
@@ -68,7 +81,8 @@ def causal_conv1d_fn(
         raise ArgumentError("causal_conv1d_fn", "initial_states", came=came, expected=f"W - 1 = {shapes['W'] - 1}")
     run = module("causal_conv1d", device, x.dtype, backend).causal_conv1d
     x_BTD = x.transpose(1, 2)
-    y = run(x_BTD, weight, bias, activation is not None, initial_states, segments).transpose(1, 2)
+    call = Convolution(x_BTD, weight, bias, activation is not None, initial_states, segments)
+    y = run(call).transpose(1, 2)
     return (y, _final_states(x_BTD, initial_states, shapes["W"], segments)) if return_final_states else y
 
 

@@ -13,19 +13,14 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from halftune_kernels.arguments import Segments
+from halftune_kernels.ops.causal_conv1d import Convolution
 
 _BLOCK = 1 << 16  # elements that one pass of shifts works on: they stay in the cache
 
 
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    initial_states: torch.Tensor | None,
-    segments: Segments,
-) -> torch.Tensor:
+def causal_conv1d(call: Convolution) -> torch.Tensor:
     """See `halftune_kernels.ops.causal_conv1d.causal_conv1d_fn`; x is [B, T, D] here."""
+    x, weight, bias, silu, initial_states, segments = call
     return _CausalConv.apply(x, weight, bias, initial_states, silu, segments)  # type: ignore[return-value]
 
 

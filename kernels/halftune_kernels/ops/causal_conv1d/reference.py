@@ -7,18 +7,12 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from halftune_kernels.arguments import Segments
+from halftune_kernels.ops.causal_conv1d import Convolution
 
 
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    initial_states: torch.Tensor | None,
-    segments: Segments,
-) -> torch.Tensor:
+def causal_conv1d(call: Convolution) -> torch.Tensor:
     """See `halftune_kernels.ops.causal_conv1d.causal_conv1d_fn`; x is [B, T, D] here, fp32 inside (fp64 for fp64)."""
+    x, weight, bias, silu, initial_states, segments = call
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = weight.shape[1]
     x_RD, weight_DW = x.to(wide).flatten(0, 1), weight.to(wide)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments, chunk_table
 from halftune_kernels.launch import Config, capability, ceil_div, power_of_two, start
+from halftune_kernels.ops.causal_conv1d import Convolution
 
 ROWS = 16  # of a tile of 16 x 32 elements; with 64 columns the backward kernel spills on Blackwell
 TILES = 8  # of a program
@@ -22,15 +23,9 @@ def _config(x: torch.Tensor) -> Config:
     return Config(32, 8 if x.dtype != torch.float32 and 80 <= capability(x.device) < 90 else 4, 1)
 
 
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    initial_states: torch.Tensor | None,
-    segments: Segments,
-) -> torch.Tensor:
+def causal_conv1d(call: Convolution) -> torch.Tensor:
     """See `halftune_kernels.ops.causal_conv1d.causal_conv1d_fn`; x is [B, T, D] here."""
+    x, weight, bias, silu, initial_states, segments = call
     return _CausalConv.apply(x, weight, bias, initial_states, silu, segments)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halftune_kernels.arguments import check_scale, without_autocast
-from halftune_kernels.delta_arguments import check_delta_arguments, check_step_arguments
+from halftune_kernels.delta_arguments import DeltaRule, check_delta_arguments, check_step_arguments
 from halftune_kernels.dispatch import module
 from halftune_kernels.recurrent_step import delta_rule_step
 
@@ -50,22 +50,11 @@ def gated_delta_rule(
     Raises:
         ArgumentError: an argument does not fit the others; it is named.
     """
-    checked = check_delta_arguments(
-        "gated_delta_rule", q, k, v, {"g": (g, "B T HV"), "beta": (beta, "B T HV")}, initial_state, cu_seqlens, seq_idx
-    )
+    gates = {"g": (g, "B T HV"), "beta": (beta, "B T HV")}
+    segments = check_delta_arguments("gated_delta_rule", q, k, v, gates, initial_state, cu_seqlens, seq_idx)
+    scale, normalise = check_scale("gated_delta_rule", scale, keys=q.shape[-1]), use_qk_l2norm_in_kernel
     run = module("gated_delta_rule", q.device, q.dtype, backend).gated_delta_rule
-    return run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        check_scale("gated_delta_rule", scale, keys=q.shape[-1]),
-        initial_state,
-        checked,
-        normalise=use_qk_l2norm_in_kernel,
-        want_final=output_final_state,
-    )
+    return run(DeltaRule(q, k, v, g, beta, scale, initial_state, segments, normalise, output_final_state))
 
 
 @without_autocast

@@ -18,9 +18,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
-from halftune_kernels.delta_arguments import EPSILON
+from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
+from halftune_kernels.delta_arguments import EPSILON, DeltaRule
 from halftune_kernels.memory import CUTS
 from halftune_kernels.triangular import unit_lower_inverse
 from halftune_kernels.value_heads import by_row, by_value_head
@@ -28,20 +27,9 @@ from halftune_kernels.value_heads import by_row, by_value_head
 CUT = CUTS["gated_delta_rule"]
 
 
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    normalise: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def gated_delta_rule(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.gated_delta_rule.gated_delta_rule`; computes in fp32, or fp64 where ``q`` is."""
+    q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
     (batch, length, heads, width), groups = v.shape, q.shape[2]
     each = heads // groups
     by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, beta)]
@@ -145,15 +133,8 @@ class _GatedDeltaRule:
         flat[split:].baddbmm_(made.weights[split:], passed.values[split:])
         return o.transpose(1, 2), following, passed.tensors()
 
-    def backward(
-        self,
-        inputs: Tensors,
-        state: torch.Tensor | None,
-        d_out: torch.Tensor,
-        d_state: torch.Tensor | None,
-        kept: Tensors,
-        count: int,
-    ) -> tuple[Tensors, torch.Tensor | None]:
+    def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
+        inputs, state, d_out, d_state, kept, count = chunks
         v = inputs[2]
         passed = _Passed.of(kept) if kept else self._pass(inputs, state, 0, count)[0]
         made, (units, size, each, width) = passed.made, v.shape

@@ -9,27 +9,15 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.arguments import Segments
-from halftune_kernels.delta_arguments import EPSILON
+from halftune_kernels.delta_arguments import EPSILON, DeltaRule
 
 
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    normalise: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def gated_delta_rule(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.gated_delta_rule.gated_delta_rule`; fp32, or fp64 where ``v`` is.
 
     ``g`` is [B, T, HV], or [B, T, HV, K] for a decay of its own for each channel (Kimi delta attention).
     """
+    q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
     batch, length, heads, width = v.shape
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     q_THK, k_THK = (x.to(wide).flatten(0, 1) for x in (q, k))

@@ -8,8 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels import delta_kernels
-from halftune_kernels.arguments import Segments, chunk_table, segment_table
+from halftune_kernels.arguments import chunk_table, segment_table
 from halftune_kernels.cuts import configuration
+from halftune_kernels.delta_arguments import DeltaRule
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.gated_delta_rule import kernels
 
@@ -38,20 +39,9 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
 _REDUCE = Config(width=0, warps=4, stages=1)
 
 
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    normalise: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def gated_delta_rule(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.gated_delta_rule.gated_delta_rule`."""
+    q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
     return _GatedDeltaRule.apply(q, k, v, g, beta, initial_state, scale, segments, normalise, want_final)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halftune_kernels.arguments import (
@@ -17,6 +19,18 @@ from halftune_kernels.dispatch import module
 
 __all__ = ["gated_rms_norm"]
 _NAME = "gated_rms_norm"
+
+
+class GatedNorm(NamedTuple):
+    """A checked call of `gated_rms_norm`, as every implementation gets it; x and gate are [M, D]."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    gate: torch.Tensor | None
+    eps: float
+    sigmoid: bool
+    norm_before_gate: bool
+    group_size: int
 
 
 @without_autocast
@@ -64,5 +78,6 @@ def gated_rms_norm(
     eps = check_number(_NAME, "eps", eps, least=0.0, expected="a number from 0 on")
     run = module(_NAME, device, x.dtype, backend).gated_rms_norm
     flat = None if gate is None else gate.reshape(-1, x.shape[-1])
-    y = run(x.reshape(-1, x.shape[-1]), weight, flat, eps, activation == "sigmoid", norm_before_gate, size)
+    rows, sigmoid = x.reshape(-1, x.shape[-1]), activation == "sigmoid"
+    y = run(GatedNorm(rows, weight, flat, eps, sigmoid, norm_before_gate, size))
     return y.view(x.shape)

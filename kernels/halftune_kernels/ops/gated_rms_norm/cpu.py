@@ -9,19 +9,14 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from halftune_kernels.ops.gated_rms_norm import GatedNorm
+
 _BLOCK = 1 << 16  # elements per pass: they stay in the cache
 
 
-def gated_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gate: torch.Tensor | None,
-    eps: float,
-    sigmoid: bool,
-    norm_before_gate: bool,
-    group_size: int,
-) -> torch.Tensor:
+def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
     """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D]."""
+    x, weight, gate, eps, sigmoid, norm_before_gate, group_size = call
     return _GatedNorm.apply(x, weight, gate, eps, sigmoid, norm_before_gate, group_size)  # type: ignore[return-value]
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from halftune_kernels.ops.gated_rms_norm import GatedNorm
 
-def gated_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gate: torch.Tensor | None,
-    eps: float,
-    sigmoid: bool,
-    norm_before_gate: bool,
-    group_size: int,
-) -> torch.Tensor:
+
+def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
     """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D], fp32 inside (fp64 for fp64)."""
+    x, weight, gate, eps, sigmoid, norm_before_gate, group_size = call
     wide = torch.promote_types(x.dtype, torch.float32)
     u = x.to(wide)
     factor = torch.ones_like(u)

@@ -10,21 +10,15 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.launch import Config, ceil_div, power_of_two, start
+from halftune_kernels.ops.gated_rms_norm import GatedNorm
 
 _PROGRAMS = 512  # backward programs: each sums its rows' gradient of the weight, so this many partial sums are added
 _TILE = 2048  # elements of a program's tile
 
 
-def gated_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gate: torch.Tensor | None,
-    eps: float,
-    sigmoid: bool,
-    norm_before_gate: bool,
-    group_size: int,
-) -> torch.Tensor:
+def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
     """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D]."""
+    x, weight, gate, eps, sigmoid, norm_before_gate, group_size = call
     return _GatedNorm.apply(x, weight, gate, eps, sigmoid, norm_before_gate, group_size)
 
 

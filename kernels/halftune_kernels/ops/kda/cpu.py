@@ -14,30 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from halftune_kernels.arguments import Segments
 from halftune_kernels.channel_decay import ChannelDecay
-from halftune_kernels.chunk_scan import Tensors, chunk_scan
-from halftune_kernels.delta_arguments import l2_normalise, l2_normalise_backward
+from halftune_kernels.chunk_scan import Chunks, Tensors, chunk_scan
+from halftune_kernels.delta_arguments import DeltaRule, l2_normalise, l2_normalise_backward
 from halftune_kernels.memory import CUTS
 from halftune_kernels.triangular import unit_lower_inverse
 
 CUT = CUTS["kda"]
 
 
-def kda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    normalise: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def kda(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.kda.kda`; computes in fp32, or fp64 where ``q`` is."""
+    q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
     repeat = v.shape[2] // q.shape[2]
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
@@ -109,16 +97,8 @@ class _KimiDelta:
         following = written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
         return o, following, ()
 
-    def backward(
-        self,
-        inputs: Tensors,
-        state: torch.Tensor | None,
-        d_out: torch.Tensor,
-        d_state: torch.Tensor | None,
-        kept: Tensors,
-        count: int,
-    ) -> tuple[Tensors, torch.Tensor | None]:
-        del kept, count  # the forward pass keeps nothing; one chunk at a time
+    def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
+        inputs, state, d_out, d_state, _, _ = chunks
         v = inputs[2]
         made, size = self._prepare(inputs), v.shape[1]
         missing = v if state is None else v - torch.bmm(made.reading[:, size:], state)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from halftune_kernels import delta_kernels
 from halftune_kernels.arguments import Segments, chunk_table, segment_table
 from halftune_kernels.cuts import configuration
+from halftune_kernels.delta_arguments import DeltaRule
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.kda import kernels
 
@@ -34,20 +35,9 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
 _ROWS = Config(width=0, warps=4, stages=1)  # of the kernels that go row by row
 
 
-def kda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    normalise: bool,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def kda(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.kda.kda`."""
+    q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
     return _KimiDelta.apply(q, k, v, g, beta, initial_state, scale, segments, normalise, want_final)
 
 

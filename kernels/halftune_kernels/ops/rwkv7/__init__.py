@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halftune_kernels.arguments import (
+    Segments,
     Shapes,
     check_floating,
     check_same_device,
@@ -17,6 +20,26 @@ from halftune_kernels.delta_arguments import check_delta_arguments
 from halftune_kernels.dispatch import module
 
 __all__ = ["rwkv7", "rwkv7_step"]
+
+
+class GeneralisedDelta(NamedTuple):
+    """A checked call of `rwkv7`, as every implementation gets it; shapes as there.
+
+    Attributes:
+        segments: the samples of the row.
+        want_final: whether the final state is returned.
+    """
+
+    r: torch.Tensor
+    w: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    initial_state: torch.Tensor | None
+    segments: Segments
+    want_final: bool
 
 
 @without_autocast
@@ -65,7 +88,7 @@ def rwkv7(
     )
     scale = check_scale("rwkv7", scale)
     run = module("rwkv7", r.device, r.dtype, backend).rwkv7
-    return run(r, w, k, v, a, b, scale, initial_state, segments, want_final=output_final_state)
+    return run(GeneralisedDelta(r, w, k, v, a, b, scale, initial_state, segments, output_final_state))
 
 
 @without_autocast

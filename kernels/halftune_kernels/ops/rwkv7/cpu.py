@@ -16,29 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from halftune_kernels.arguments import Segments
 from halftune_kernels.channel_decay import ChannelDecay
-from halftune_kernels.chunk_scan import Tensors, chunk_scan
+from halftune_kernels.chunk_scan import Chunks, Tensors, chunk_scan
 from halftune_kernels.memory import CUTS
+from halftune_kernels.ops.rwkv7 import GeneralisedDelta
 from halftune_kernels.triangular import unit_lower_inverse
 
 CUT = CUTS["rwkv7"]
 
 
-def rwkv7(
-    r: torch.Tensor,
-    w: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rwkv7(call: GeneralisedDelta) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.rwkv7.rwkv7`; computes in fp32, or fp64 where ``r`` is."""
+    r, w, k, v, a, b, scale, initial_state, segments, want_final = call
     o, final = chunk_scan(
         _GeneralisedDelta(scale),
         [x.flatten(0, 1) for x in (r, w, k, v, a, b)],
@@ -99,16 +88,8 @@ class _GeneralisedDelta:
         following = written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
         return o, following, ()
 
-    def backward(
-        self,
-        inputs: Tensors,
-        state: torch.Tensor | None,
-        d_out: torch.Tensor,
-        d_state: torch.Tensor | None,
-        kept: Tensors,
-        count: int,
-    ) -> tuple[Tensors, torch.Tensor | None]:
-        del kept, count  # the forward pass keeps nothing; one chunk at a time
+    def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
+        inputs, state, d_out, d_state, _, _ = chunks
         made, size = self._prepare(inputs), inputs[3].shape[1]
         values = self._values(made, inputs[3], None if state is None else torch.bmm(made.reading, state))
         d_values = torch.bmm(made.weights.transpose(1, 2), d_out)

@@ -9,23 +9,12 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.arguments import Segments
+from halftune_kernels.ops.rwkv7 import GeneralisedDelta
 
 
-def rwkv7(
-    r: torch.Tensor,
-    w: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rwkv7(call: GeneralisedDelta) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.rwkv7.rwkv7`; computes in fp32, or fp64 where ``v`` is."""
+    r, w, k, v, a, b, scale, initial_state, segments, want_final = call
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     r_THK, w_THK, k_THK, v_THV, a_THK, b_THK = (x.to(wide).flatten(0, 1) for x in (r, w, k, v, a, b))
     outputs, states = [], []

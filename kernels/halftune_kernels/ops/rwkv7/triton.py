@@ -11,7 +11,7 @@ from halftune_kernels import delta_kernels
 from halftune_kernels.arguments import Segments, chunk_table, segment_table
 from halftune_kernels.cuts import configuration
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
-from halftune_kernels.ops.rwkv7 import kernels
+from halftune_kernels.ops.rwkv7 import GeneralisedDelta, kernels
 
 CHUNK = 64
 BLOCK = 16  # rows between which decays have factors
@@ -34,20 +34,9 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
 }
 
 
-def rwkv7(
-    r: torch.Tensor,
-    w: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    *,
-    want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rwkv7(call: GeneralisedDelta) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.rwkv7.rwkv7`."""
+    r, w, k, v, a, b, scale, initial_state, segments, want_final = call
     a, b = a.to(r.dtype), b.to(r.dtype)  # products have operands of one dtype
     return _GeneralisedDelta.apply(r, w, k, v, a, b, initial_state, scale, segments, want_final)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halftune_kernels.arguments import (
     ArgumentError,
+    Segments,
     Shapes,
     check_floating,
     check_heads,
@@ -21,6 +24,20 @@ from halftune_kernels.dispatch import module
 from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 
 __all__ = ["mamba2_chunk_scan", "mamba2_selective_state_update", "simple_decay", "simple_decay_step"]
+
+
+class SimpleDecay(NamedTuple):
+    """A checked call of `simple_decay`, as every implementation gets it; shapes as there."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    w: torch.Tensor | None
+    scale: float
+    initial_state: torch.Tensor | None
+    segments: Segments
+    output_dtype: torch.dtype
 
 
 @without_autocast
@@ -81,7 +98,7 @@ def simple_decay(
     )
     scale = check_scale("simple_decay", scale, keys=shapes["K"])
     run = module("ssd", device, dtype, backend).simple_decay
-    o, state = run(q, k, v, g, w, scale, initial_state, segments, output_dtype or dtype)
+    o, state = run(SimpleDecay(q, k, v, g, w, scale, initial_state, segments, output_dtype or dtype))
     return o, state if output_final_state else None
 
 

@@ -18,26 +18,17 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_scan import LEAST_DECAY, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
 from halftune_kernels.memory import CUTS
+from halftune_kernels.ops.ssd import SimpleDecay
 from halftune_kernels.value_heads import by_row, by_value_head
 
 CUT = CUTS["ssd"]
 
 
-def simple_decay(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    w: torch.Tensor | None,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    output_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def simple_decay(call: SimpleDecay) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.ssd.simple_decay`."""
+    q, k, v, g, w, scale, initial_state, segments, output_dtype = call
     (batch, length, heads, width), groups = v.shape, q.shape[2]
     each = heads // groups
     by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, *(() if w is None else (w,)))]
@@ -103,15 +94,8 @@ class _SimpleDecay:
         kept = [getattr(passed, field.name) for field in fields(passed)]
         return o.mul_(self.scale).transpose(1, 2), following, kept
 
-    def backward(
-        self,
-        inputs: Tensors,
-        state: torch.Tensor | None,
-        d_out: torch.Tensor,
-        d_state: torch.Tensor | None,
-        kept: Tensors,
-        count: int,
-    ) -> tuple[Tensors, torch.Tensor | None]:
+    def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
+        inputs, state, d_out, d_state, kept, count = chunks
         passed = _Passed(*kept) if kept else self._pass(inputs, state, 0, count)[0]
         units, each, size, _ = passed.values.shape
         first, qk = units - len(passed.states), passed.qk

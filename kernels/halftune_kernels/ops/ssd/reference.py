@@ -9,21 +9,12 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.arguments import Segments
+from halftune_kernels.ops.ssd import SimpleDecay
 
 
-def simple_decay(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    w: torch.Tensor | None,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    output_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def simple_decay(call: SimpleDecay) -> tuple[torch.Tensor, torch.Tensor]:
     """See `halftune_kernels.ops.ssd.simple_decay`; computes in fp32, or fp64 where ``v`` is."""
+    q, k, v, g, w, scale, initial_state, segments, output_dtype = call
     batch, length, heads, width = v.shape
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     repeat = heads // q.shape[2]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.arguments import Segments, chunk_table, segment_table
+from halftune_kernels.arguments import chunk_table, segment_table
 from halftune_kernels.cuts import configuration
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div, dot_precision, power_of_two, start
-from halftune_kernels.ops.ssd import kernels
+from halftune_kernels.ops.ssd import SimpleDecay, kernels
 
 CHUNK = 64
 # (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
@@ -27,18 +27,9 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
 }
 
 
-def simple_decay(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    w: torch.Tensor | None,
-    scale: float,
-    initial_state: torch.Tensor | None,
-    segments: Segments,
-    output_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def simple_decay(call: SimpleDecay) -> tuple[torch.Tensor, torch.Tensor]:
     """See `halftune_kernels.ops.ssd.simple_decay`."""
+    q, k, v, g, w, scale, initial_state, segments, output_dtype = call
     return _SimpleDecay.apply(q, k, v, g, w, initial_state, scale, segments, output_dtype)
 
 
