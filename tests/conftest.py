@@ -49,6 +49,17 @@ def _shorter_runs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies remote code into the test's folder, not into the user's cache."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_imported() -> Iterator[None]:
     """A verb that runs inside a test sets the package's logger up; the next test gets it as imported."""

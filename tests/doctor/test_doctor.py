@@ -19,6 +19,8 @@ from halftune.doctor.trace_model import trace_model
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 
+pytestmark = pytest.mark.usefixtures("own_module_cache")
+
 NUMBERS = itertools.count()
 CONFIGURATION = """
 from transformers import PretrainedConfig
@@ -88,16 +90,6 @@ def recipe(folder: Path, model: str | dict[str, Any] = "builtin:qwen2-tiny", **s
     }
     file.write_text(json.dumps(content))
     return str(file)
-
-
-@pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of foreign code go beside the test, not into the user's cache."""
-    modules = tmp_path / "modules"
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
-    monkeypatch.syspath_prepend(str(modules))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

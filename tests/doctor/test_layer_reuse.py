@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from standins.remote_code_models import stranger
-from transformers import dynamic_module_utils
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -19,19 +17,13 @@ from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.precision.trace import layer_reuse
 
+pytestmark = pytest.mark.usefixtures("own_module_cache")
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 TEXT = {**SIZES, "intermediate_size": 48, "vocab_size": 64}
 KINDS = ["sliding_attention", "full_attention"] * 2
 HYBRID = ["linear_attention", "full_attention"] * 3
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-
-
-@pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def both(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from standins.remote_code_models import stranger
-from transformers import dynamic_module_utils
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -20,6 +18,8 @@ from halftune.model.lazy_weights import LazyWeights
 from halftune.model.load import load_model
 from halftune.model.save import write_model
 from halftune.plan import resolve
+
+pytestmark = pytest.mark.usefixtures("own_module_cache")
 
 MADE = """
     turns = 1.0 / 1e6 ** (torch.arange(0, self.size, 2) / self.size)
@@ -32,15 +32,6 @@ ATTENDED = """
     turned = self.angles[:length, None].cos()
     out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
 """
-
-
-@pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of foreign code go beside the test, not into the user's cache."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def loaded(tmp_path: Path, made: str, lazy: LazyWeights | None = None):

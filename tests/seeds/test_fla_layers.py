@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from standins.flash import HERE, fla_installed
 from standins.remote_code_models import stranger
 from tiny_model import because, plan, section
-from transformers import dynamic_module_utils
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -30,20 +28,14 @@ from halftune.plan import Plan, resolve
 from halftune.precision.dtypes import autocast
 from halftune.precision.trace.skip_kernels import skip_triton_kernels
 
+pytestmark = pytest.mark.usefixtures("own_module_cache")
+
 LAYER = {
     "imports": "from fla.layers.rwkv7 import RWKV7Attention",
     "made": "self.mixer = RWKV7Attention(width, self.heads)",
     "attended": "out = self.mixer(x)",
 }
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from standins.remote_code_models import stranger
-from transformers import dynamic_module_utils
 
 from halftune.cli.failure import report_error
 from halftune.config.facts.model import read_model_facts
@@ -26,6 +24,8 @@ from halftune.infer.session import open_session
 from halftune.model.completed_run import open_run
 from halftune.plan import resolve
 from halftune.train.trainer import train
+
+pytestmark = pytest.mark.usefixtures("own_module_cache")
 
 BF16 = torch.bfloat16
 # In a dict and in a partial: places that no look through a module's globals finds.
@@ -63,15 +63,6 @@ CATCHER = {
             out = out.to(x.dtype)
     """,
 }
-
-
-@pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of foreign code go beside the test, not into the user's cache."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture

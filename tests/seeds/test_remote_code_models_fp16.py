@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from standins.remote_code_models import stranger
 from tiny_model import because, plan, section
-from transformers import AttentionInterface, dynamic_module_utils
+from transformers import AttentionInterface
 
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.model.adapters import attach_adapter
@@ -22,6 +21,8 @@ from halftune.precision.dtypes import autocast
 from halftune.precision.patched import hold_while_running
 from halftune.precision.rebind import as_installed
 
+pytestmark = pytest.mark.usefixtures("own_module_cache")
+
 HIDDEN: dict[str, Any] = {  # in a dict and in a partial: places that no look through a module's globals finds
     "imports": "import flash_attn.flash_attn_interface as interface\nKERNELS = {'flash': interface.flash_attn_func}",
     "made": """
@@ -30,14 +31,6 @@ HIDDEN: dict[str, Any] = {  # in a dict and in a partial: places that no look th
     """,
     "attended": "q = q * self.scale.float()  # promotes q\nout = self.attend(q, k, v)",
 }
-
-
-@pytest.fixture(autouse=True)
-def _modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("adapter", [NoAdapter(type="none"), LoraAdapter(type="lora", rank=2)], ids=["full", "lora"])
