@@ -84,7 +84,8 @@ WRONG = {
     "adapter=qlora": "got 'qlora' · write adapter.type: lora and model.quantization: nf4",
     "method=kto": "got 'kto' · of preference methods only dpo is supported yet",
     "training.optim=adamw_torch_fused": "did you mean adamw?",
-    "training.optim=lion": "got 'lion' · it is not supported yet",
+    "training.optim=galore_adamw": "got 'galore_adamw' · it is not supported yet",
+    "training.optim=paged_adamw_32bit": "did you mean paged_adamw?",
     "training.muon_ns_steps=6": "has no effect with optim: adamw · remove it, or set optim: muon",
     "logging.report_to=none": "write [] for none",
     "model.load_in_4bit=true": "unknown key · write model.quantization: nf4 (4 bit) or int8",
@@ -128,7 +129,8 @@ adapter: {type: lorra, r: 8, bias: none, alpha: -1}
 data: {train: "builtin:python-docs"}
 training: {output_dir: runs/x}
 """
-    known = "keys of adapter are type, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora"
+    keys = "rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora, lora_plus_ratio"
+    known = f"keys of adapter are type, {keys}"
     assert problems(text) == [
         "x.yaml:2: adapter.type: expected one of none, lora, got 'lorra' · did you mean lora?",
         "x.yaml:2: adapter.alpha: expected a number > 0, got -1",

@@ -108,3 +108,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, adapter: str, co
         shutil.rmtree(folder / name)
     (folder / "finished.json").unlink()
     assert losses_of(tmp_path, "run", *settings) == whole
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion_8bit"])
+def test_optimizers_of_bitsandbytes_train_and_resume_exactly(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    asked = (f"training.optim={name}", "adapter=none", "training.learning_rate=1e-4", "training.deterministic=true")
+    whole = losses_of(tmp_path, "whole", *asked)
+    assert whole[-1] < whole[0]
+    resumed = losses_of(tmp_path, "rest", *asked, f"training.resume={tmp_path / 'whole' / 'checkpoint-4'}")
+    assert resumed[-4:] == whole[-4:]

@@ -267,3 +267,20 @@ def test_experts_are_planned_where_there_are_any() -> None:
     assert old.reason.startswith("one matmul per expert")
     assert "not covered by autocast" not in old.reason, "LoRA's base is in fp16"
     assert planned("a100").precision.experts is None
+
+
+def test_paged_state_that_does_not_fit_on_the_device_is_tight() -> None:
+    asked: dict[str, Any] = {"adapter": "none", "data": {"train": ["data.jsonl"], "max_length": 1024}}
+    plans = {
+        name: planned("t4", **asked, training={"optim": name, "per_device_train_batch_size": 24})
+        for name in ("adamw", "paged_adamw", "paged_adamw_8bit")
+    }
+    state = {name: plan.memory.optimizer for name, plan in plans.items()}
+    assert state["adamw"] == state["paged_adamw"] > 3.9 * state["paged_adamw_8bit"]
+    verdicts = [plans[name].memory.verdict.value for name in ("adamw", "paged_adamw")]
+    assert verdicts == ["does not fit", "tight"]
+
+
+def test_lora_plus_is_in_the_plan() -> None:
+    reasons = [planned("h100", adapter={"type": "lora", **more}).optimizer for more in ({}, {"lora_plus_ratio": 16})]
+    assert [one is not None and "0.0032 for B" in one.reason for one in reasons] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from halftune.train.state import TrainState
 ADAPTERS = {
     "full": NoAdapter(type="none"),
     "lora": LoraAdapter(rank=4, modules_to_save=("lm_head",)),
+    "lora+": LoraAdapter(rank=4, target_modules=("q_proj", "embed_tokens"), lora_plus_ratio=16.0),
     "dora on embeddings": LoraAdapter(rank=4, target_modules=("q_proj", "embed_tokens"), use_dora=True),
 }
 FULL = "adapter=none"
@@ -50,7 +52,7 @@ def training(name: str) -> TrainingSection:
 def trained(folder: Path, name: str, dtype: str, adapter: Any = ADAPTERS["full"], seed: int = 0) -> TrainState:
     planned, options = plan(dtype, dtype), training(name)
     model = attach_adapter(load_model(section(folder), planned), adapter, planned, seed)
-    optimizer = make_optimizer(model, options, planned.precision)
+    optimizer = make_optimizer(model, options, planned.precision, getattr(adapter, "lora_plus_ratio", None))
     return live_state(
         config=SimpleNamespace(training=options),
         plan=planned,
@@ -119,10 +121,65 @@ def test_groups_hold_every_trained_weight_once_and_its_state_is_as_declared(
     assert sorted(grouped) == sorted(id(p) for p in one.model.parameters() if p.requires_grad)
     step(one, 1)
     state = one.optimizer.state_dict()["state"].values()
-    measured = sum(v.numel() for entry in state for v in entry.values() if torch.is_tensor(v) and v.ndim)
+    measured = sum(v.nbytes for entry in state for v in entry.values() if torch.is_tensor(v) and v.ndim)
     declared = count_trainable(read_model_facts(section(folder)), ADAPTERS[adapter])
     assert declared.count.value == sum(p.numel() for p in one.model.parameters() if p.requires_grad)
-    assert measured == declared.state_elements(spec)
+    assert measured == declared.state_bytes(spec, width=4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_norms_and_biases_have_no_weight_decay(folder: Path, name: str) -> None:
+    one = trained(folder, name, "fp32")
+    decay = {id(p): group["weight_decay"] for group in one.optimizer.param_groups for p in group["params"]}
+    exempt = {key for key, p in one.model.named_parameters() if decay[id(p)] == 0}
+    assert exempt == {key for key, _ in one.model.named_parameters() if "norm" in key or key.endswith(".bias")}
+    assert exempt
+    assert {decay[id(p)] for key, p in one.model.named_parameters() if key not in exempt} == {0.1}
+
+
+def test_8bit_adamw_follows_adamw() -> None:
+    from halftune.optim.bits_and_bytes import FlatAdamW
+
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+    weights[1].data.copy_(weights[0])
+    start, target = weights[0].detach().clone(), torch.randn(64, 64)
+    for weight, kind in zip(weights, (partial(FlatAdamW, optim_bits=8), torch.optim.AdamW), strict=True):
+        optimizer = kind([weight], lr=1e-2, weight_decay=0.1)
+        for _ in range(20):
+            weight.grad = weight.detach() - target
+            optimizer.step()
+    error, moved = (weights[0] - weights[1]).norm(), (weights[1] - start).norm()
+    assert 0 < error < 0.05 * moved
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_lora_plus_raises_the_rate_of_b_and_resumes_exactly(tmp_path: Path, folder: Path, name: str) -> None:
+    one, other = (trained(folder, name, "fp32", ADAPTERS["lora+"]) for _ in range(2))
+    names = {id(p): key for key, p in one.model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
+    assert {rate for key, rate in rates.items() if ".lora_B." in key} == {16e-2}
+    assert {rate for key, rate in rates.items() if ".lora_B." not in key} == {1e-2}
+    step(one, 1)
+    load_checkpoint(save(one, tmp_path, 1), other)
+    step(one, 2)
+    step(other, 2)
+    assert all(torch.equal(a, b) for a, b in zip(everything(one), everything(other), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if "mps" not in spec.devices])
+def test_a_device_that_does_not_run_an_optimizer_is_refused(recipe, name: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        recipe(f"training.optim={name}", machine="m2")
+    assert refused.value.code == "plan.optimizer_unavailable"
+
+
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.state_format])
+def test_a_fixed_format_of_state_is_planned_and_no_other_accepted(recipe, name: str) -> None:
+    _, planned = recipe(f"training.optim={name}", machine="h100")
+    assert planned.precision.optimizer_state.value == OPTIMIZERS[name].state_format
+    with pytest.raises(PlanError) as refused:
+        recipe(f"training.optim={name}", "precision.optimizer_state=bf16", machine="h100")
+    assert refused.value.code == "precision.optimizer_state_conflict"
 
 
 def test_muon_updates_hidden_matrices_only(folder: Path) -> None:
@@ -185,10 +242,11 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, folder: Pa
     assert "training.optim: adamw" in str(refused.value.remedy)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.needs_whole_matrix])
-def test_an_optimizer_of_whole_matrices_is_not_sharded(recipe, name: str) -> None:
-    with pytest.raises(PlanError, match=f"{name} needs whole"):
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.cannot_shard])
+def test_an_optimizer_that_cannot_be_sharded_is_refused(recipe, name: str) -> None:
+    with pytest.raises(PlanError) as refused:
         recipe(FULL, f"training.optim={name}", "distributed.strategy=fsdp2", world_size=2)
+    assert refused.value.code == "plan.strategy_unavailable"
 
 
 @pytest.mark.slow
@@ -201,7 +259,7 @@ def test_two_processes_resume_exactly(recipe, tmp_path: Path, trainable: str) ->
     formats += (f"training.per_device_train_batch_size={rows}",)
     made: dict[str, list[tuple[str, ...]]] = {"": [], "-resumed": []}
     for (name, spec), (ending, of) in product(OPTIMIZERS.items(), made.items()):
-        strategy = "ddp" if spec.needs_whole_matrix else "fsdp2"
+        strategy = "ddp" if spec.cannot_shard else "fsdp2"
         resume = f"{tmp_path / name}/checkpoint-1" if ending else "never"
         where = (f"training.output_dir={tmp_path / (name + ending)}", f"training.resume={resume}")
         of.append((*steps, *formats, f"training.optim={name}", f"distributed.strategy={strategy}", *where))

@@ -45,7 +45,7 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
     """
     check_folders(loaded.run.model, thorough=thorough)
     if here:
-        _check_torch(loaded.run.training.optim)
+        _check_optimizer(loaded.run.training.optim)
     stored = facts.quantization or loaded.run.model.quantization
     package = WEIGHT_FORMATS[stored].package if stored in WEIGHT_FORMATS else ""
     if here and package and version_of(package) is None:
@@ -54,7 +54,11 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
     validate_data(loaded.run)
 
 
-def _check_torch(optim: Optim) -> None:
+def _check_optimizer(optim: Optim) -> None:
+    package = OPTIMIZERS[optim].package
+    if package and version_of(package) is None:
+        what = f"optim: {optim} requires package {package}"
+        raise MissingPackageError(what, remedy=pip_line(package), code="core.package_missing")
     version, needed = version_of("torch") or "0", OPTIMIZERS[optim].since_torch
     if tuple(int(part) for part in version.split(".")[:2]) < needed:
         what = f"optim: {optim} requires torch {needed[0]}.{needed[1]} or newer (installed: {version})"

@@ -1,17 +1,23 @@
-"""The optimizers, one row each, with everything that plans need; ``halftune.optim`` builds them."""
+"""The optimizers and learning-rate schedules, one row each, with everything that plans and rules between keys need.
+
+``halftune.optim`` builds the optimizers, ``halftune.train.schedule`` the schedules.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Shape = tuple[int, ...]
-Optim = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "muon"]
+Optim = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "muon",
+                "adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion", "lion_8bit", "paged_lion_8bit"]  # fmt: skip
 """The keys of :data:`OPTIMIZERS`, for the type of ``training.optim``."""
 
-ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+BETAS = ("adam_beta1", "adam_beta2")
+ADAM_OPTIONS = (*BETAS, "adam_epsilon")
+_WHOLE = "needs whole rows and columns of a gradient, which no process has under fsdp2"
 
 
 @dataclass(frozen=True)
@@ -22,19 +28,29 @@ class OptimizerSpec:
         state: (shape of a weight, whether it is a hidden matrix) → number of elements of its optimizer state, without
             scalars such as step counts. A hidden matrix has two dimensions and is neither an embedding nor the output
             layer.
+        state_width: bytes per element of state; 0: as ``precision.optimizer_state``.
+        state_format: the state's dtype if the optimizer fixes it: ``fp32``, or ``8bit`` (8-bit blocks with scales).
         options: keys of the ``training`` section that not all optimizers read, but this one does.
         rest: the algorithm for weights that are not hidden matrices, if different; else empty.
-        needs_whole_matrix: whether updates need whole rows and columns, which no process has under fsdp2.
+        cannot_shard: why fsdp2 cannot shard its state; else empty.
         own_state_dtype: whether the state can have another dtype than the weights (``precision.optimizer_state``).
         since_torch: first torch release with it, as (major, minor).
+        package: required distribution.
+        devices: kinds of devices that run it.
+        paged: whether the state may move to main memory if the device is full; never on a CPU.
     """
 
     state: Callable[[Shape, bool], int]
     options: tuple[str, ...] = ()
     rest: str = ""
-    needs_whole_matrix: bool = False
+    cannot_shard: str = ""
     own_state_dtype: bool = False
     since_torch: tuple[int, int] = (2, 6)
+    state_width: int = 0
+    state_format: Literal["", "fp32", "8bit"] = ""
+    package: str = ""
+    devices: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
+    paged: bool = False
 
 
 def _per_weight(count: int) -> Callable[[Shape, bool], int]:
@@ -46,17 +62,82 @@ def _factored(shape: Shape, _: bool) -> int:
     return math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] if len(shape) > 1 else math.prod(shape)
 
 
+def _blocks(moments: int) -> Callable[[Shape, bool], int]:
+    """Bytes of 8-bit moments (arXiv:2110.02861): a byte per weight and an fp32 scale per block of 256 weights.
+
+    bitsandbytes keeps the moments of tensors below 4,096 weights in fp32.
+    """
+
+    def count(shape: Shape, _: bool) -> int:
+        weights = math.prod(shape)
+        return moments * (4 * weights if weights < 4096 else weights + 4 * math.ceil(weights / 256))
+
+    return count
+
+
+def _bitsandbytes(moments: int, bits: int, *, paged: bool = False) -> OptimizerSpec:
+    """AdamW (two moments) or Lion (arXiv:2302.06675, one) of bitsandbytes, with state in 32 or 8 bit."""
+    return OptimizerSpec(
+        _per_weight(moments) if bits == 32 else _blocks(moments),
+        options=ADAM_OPTIONS if moments == 2 else BETAS,
+        cannot_shard="updates tensors outside of torch's operators, which fsdp2 cannot shard",
+        state_width=4 if bits == 32 else 1,
+        state_format="fp32" if bits == 32 else "8bit",
+        package="bitsandbytes",
+        devices=("cpu", "cuda", "rocm", "xpu"),
+        paged=paged,
+    )
+
+
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(_per_weight(2), options=ADAM_OPTIONS, own_state_dtype=True),
     "adam": OptimizerSpec(_per_weight(2), options=ADAM_OPTIONS),
     "sgd": OptimizerSpec(_per_weight(0)),
-    "adafactor": OptimizerSpec(_factored, needs_whole_matrix=True),
+    "adafactor": OptimizerSpec(_factored, cannot_shard=_WHOLE),
     "adagrad": OptimizerSpec(_per_weight(1)),
     "muon": OptimizerSpec(
         lambda shape, hidden: (1 if hidden else 2) * math.prod(shape),
         options=(*ADAM_OPTIONS, "muon_momentum", "muon_ns_steps"),
         rest="adamw",
-        needs_whole_matrix=True,
+        cannot_shard=_WHOLE,
         since_torch=(2, 9),
     ),
+    "adamw_8bit": _bitsandbytes(2, 8),
+    "paged_adamw_8bit": _bitsandbytes(2, 8, paged=True),
+    "paged_adamw": _bitsandbytes(2, 32, paged=True),
+    "lion": _bitsandbytes(1, 32),
+    "lion_8bit": _bitsandbytes(1, 8),
+    "paged_lion_8bit": _bitsandbytes(1, 8, paged=True),
+}
+
+
+Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial",
+                   "inverse_sqrt", "cosine_with_restarts", "warmup_stable_decay", "rex"]  # fmt: skip
+"""The keys of :data:`SCHEDULES`, for the type of ``training.lr_scheduler_type``."""
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A learning-rate schedule.
+
+    Attributes:
+        options: key of the ``training`` section that not all schedules read, but this one does → its default.
+        warmup: whether the learning rate rises from zero at first.
+    """
+
+    options: dict[str, Any]
+    warmup: bool = True
+
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    "linear": ScheduleSpec({}),
+    "cosine": ScheduleSpec({}),
+    "constant": ScheduleSpec({}, warmup=False),
+    "constant_with_warmup": ScheduleSpec({}),
+    "cosine_with_min_lr": ScheduleSpec({"lr_min_ratio": 0.1}),
+    "polynomial": ScheduleSpec({"lr_min_ratio": 0.0, "lr_power": 1.0}),
+    "inverse_sqrt": ScheduleSpec({}),
+    "cosine_with_restarts": ScheduleSpec({"lr_cycles": 1}),
+    "warmup_stable_decay": ScheduleSpec({"lr_min_ratio": 0.0, "lr_decay_ratio": 0.1}),
+    "rex": ScheduleSpec({"lr_min_ratio": 0.0}),
 }

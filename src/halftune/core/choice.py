@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 Format = Literal["bf16", "fp16", "fp32"]
+StateFormat = Literal[Format, "8bit"]
 
 
 T = TypeVar("T")

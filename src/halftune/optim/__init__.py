@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.sections.training import TrainingSection
 from halftune.core import table
+from halftune.core.optional import need
 from halftune.precision import PrecisionPlan
 
 # training.optim → build(model, training, precision) -> Optimizer, whose state_dict() holds all of its state
@@ -17,9 +19,41 @@ BUILDERS: dict[str, str] = {
     "adafactor": "halftune.optim.builtin:adafactor",
     "adagrad": "halftune.optim.builtin:adagrad",
     "muon": "halftune.optim.muon:build",
+    **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit", "paged_adamw"), "halftune.optim.bits_and_bytes:adamw"),
+    **dict.fromkeys(("lion", "lion_8bit", "paged_lion_8bit"), "halftune.optim.bits_and_bytes:lion"),
 }
 
 
-def make_optimizer(model: nn.Module, training: TrainingSection, precision: PrecisionPlan) -> Optimizer:
-    """Build the configured optimizer, with its moments in ``precision.optimizer_state``."""
-    return table.load(BUILDERS, training.optim, kind="optimizer")(model, training, precision)
+def make_optimizer(
+    model: nn.Module, training: TrainingSection, precision: PrecisionPlan, lora_plus_ratio: float | None = None
+) -> Optimizer:
+    """Build the configured optimizer, with its moments in ``precision.optimizer_state``.
+
+    Args:
+        model: its trainable parameters are updated.
+        training: the optimizer's name and options.
+        precision: the planned dtypes.
+        lora_plus_ratio: learning rate of LoRA's B over that of A (LoRA+); None: one learning rate.
+
+    Raises:
+        MissingPackageError: the optimizer's package is not installed.
+    """
+    if package := OPTIMIZERS[training.optim].package:
+        need(package, why=f"training.optim: {training.optim}")
+    optimizer = table.load(BUILDERS, training.optim, kind="optimizer")(model, training, precision)
+    if lora_plus_ratio is not None:
+        _raise_lora_b(optimizer, model, lora_plus_ratio)
+    return optimizer
+
+
+def _raise_lora_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
+    """Move the matrices B into groups with ``ratio`` times the learning rate (LoRA+, arXiv:2402.12354).
+
+    Adapters of embeddings keep the learning rate: there, A is zero at first, not B.
+    """
+    lora_b = {id(weight) for name, weight in model.named_parameters() if ".lora_B." in name}
+    for group in list(optimizer.param_groups):
+        moved = [weight for weight in group["params"] if id(weight) in lora_b]
+        if moved:
+            group["params"] = [weight for weight in group["params"] if id(weight) not in lora_b]
+            optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * ratio})

@@ -82,7 +82,8 @@ class AdamWWithStateDtype(Optimizer):
 
 def adamw(model: nn.Module, training: TrainingSection, precision: PrecisionPlan) -> Optimizer:
     """Build AdamW: our implementation if the moments' dtype differs from the weights', else torch's."""
-    groups, state = _groups(model, training), precision.optimizer_state.value
+    groups, state = groups_of(model, training), precision.optimizer_state.value
+    assert state != "8bit", "a format of bitsandbytes"
     if state != precision.trainable.value:
         return AdamWWithStateDtype(groups, **adam_options(training), state_dtype=torch_dtype(state))
     return torch.optim.AdamW(groups, **adam_options(training), fused=is_fused(groups))
@@ -90,26 +91,27 @@ def adamw(model: nn.Module, training: TrainingSection, precision: PrecisionPlan)
 
 def adam(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> Optimizer:
     """Build Adam."""
-    groups = _groups(model, training)
+    groups = groups_of(model, training)
     return torch.optim.Adam(groups, **adam_options(training), fused=is_fused(groups))
 
 
 def sgd(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> Optimizer:
     """Build SGD without momentum."""
-    return torch.optim.SGD(_groups(model, training), lr=training.learning_rate)
+    return torch.optim.SGD(groups_of(model, training), lr=training.learning_rate)
 
 
 def adafactor(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> Optimizer:
     """Build Adafactor."""
-    return torch.optim.Adafactor(_groups(model, training), lr=training.learning_rate)
+    return torch.optim.Adafactor(groups_of(model, training), lr=training.learning_rate)
 
 
 def adagrad(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> Optimizer:
     """Build Adagrad."""
-    return torch.optim.Adagrad(_groups(model, training), lr=training.learning_rate)
+    return torch.optim.Adagrad(groups_of(model, training), lr=training.learning_rate)
 
 
-def _groups(model: nn.Module, training: TrainingSection) -> Groups:
+def groups_of(model: nn.Module, training: TrainingSection) -> Groups:
+    """Return the parameter groups of all trained weights, with and without weight decay."""
     return by_decay([one for one in model.parameters() if one.requires_grad], training.weight_decay)
 
 

@@ -21,9 +21,9 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {})
-        muon, adamw = self._split()
         self.parts: list[Optimizer] = []
+        super().__init__(groups, {"lr": groups[0]["lr"]})  # some schedules read this default
+        muon, adamw = self._split()
         if muon:  # torch refuses an optimizer without parameters
             self.parts.append(torch.optim.Muon(muon))
         if adamw:
@@ -36,6 +36,12 @@ class MuonWithAdamW(Optimizer):
         assert closure is None, "closures are not supported"
         for part in self.parts:
             part.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer that its ``muon`` selects."""
+        super().add_param_group(param_group)
+        if self.parts:
+            self._share()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state dict and share the new groups and state, which torch replaces, with both optimizers."""

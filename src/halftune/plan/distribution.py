@@ -105,8 +105,8 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
         return "fsdp2 needs a device that processes talk over; MPS is none"
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
-    if OPTIMIZERS[config.training.optim].needs_whole_matrix:
-        return f"{config.training.optim} needs whole rows and columns of a gradient, which no process has under fsdp2"
+    if reason := OPTIMIZERS[config.training.optim].cannot_shard:
+        return f"{config.training.optim} {reason}"
     return ""
 
 

@@ -109,6 +109,8 @@ def workload(
 
         samples = max(1, tokens // length)
         scan_kept, scan_workspace = held_by_layer(hardware, facts, attention.linear.value, samples, min(tokens, length))
+    state = precision.optimizer_state.value
+    width = 1 if state == "8bit" else BYTES[state]
     return Workload(
         kind=hardware.kind,
         storage=BYTES[precision.storage.value],
@@ -118,7 +120,7 @@ def workload(
         half_range=precision.compute.value == "fp16",
         trained=adapted.count.value,
         adapter=adapted.adapter + adapted.saved_whole,
-        optimizer_state=adapted.state_elements(OPTIMIZERS[training.optim]) * BYTES[precision.optimizer_state.value],
+        optimizer_state=adapted.state_bytes(OPTIMIZERS[training.optim], width),
         tokens=tokens,
         length=length,
         labelled=labelled,
@@ -142,6 +144,9 @@ def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload
         return Choice("fits", said)
     if share <= TIGHT:
         return Choice("tight", f"{said}: other programs or a longer sample may push it over")
+    left = (chosen.total - chosen.optimizer) / available
+    if OPTIMIZERS[config.training.optim].paged and work.kind != "cpu" and left <= TIGHT:
+        return Choice("tight", f"{said}: paged optimizer state has to move to main memory, which is slow")
     ways = []
     if not checkpointing:
         ways.append("training.gradient_checkpointing: true")

@@ -125,7 +125,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         distribution=distribution,
         num_parameters=Choice(facts.num_parameters, COUNTED[facts.counted_in]),
         num_trainable=adapted.count,
-        optimizer=choose_optimizer(config.training.optim, adapted),
+        optimizer=choose_optimizer(config, adapted, hardware.kind),
         weights=weights,
         warnings=(*precision.warnings, *warnings),
         model=f"{facts.name_or_path} ({facts.model_type})",
@@ -169,12 +169,40 @@ def _decided(
 
 
 def _precision(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> PrecisionPlan:
-    precision = resolve_precision(config.precision, hardware, facts, config.adapter)
-    _check_optimizer(config, precision)
-    return precision
+    row, section = OPTIMIZERS[config.training.optim], config.precision
+    if row.state_format:  # whatever the weights are
+        section = section.model_copy(update={"optimizer_state": "fp32"})
+    precision = resolve_precision(section, hardware, facts, config.adapter)
+    _check_optimizer(config, hardware, precision)
+    if not row.state_format:
+        return precision
+    why = "blocks of 256 with fp32 scales" if row.state_format == "8bit" else "fixed by the optimizer"
+    return replace(precision, optimizer_state=Choice(row.state_format, why))
 
 
-def _check_optimizer(config: RunConfig, precision: PrecisionPlan) -> None:
+def _check_optimizer(config: RunConfig, hardware: Hardware, precision: PrecisionPlan) -> None:
+    """Check that the device runs the optimizer, with its state in the dtype that was asked for.
+
+    Raises:
+        PlanError: it does not.
+    """
+    name, row = config.training.optim, OPTIMIZERS[config.training.optim]
+    if hardware.kind not in row.devices:
+        raise PlanError(
+            f"optim: {name} is not supported on {hardware.kind}",
+            where="training.optim",
+            remedy="training.optim: adamw",
+            code="plan.optimizer_unavailable",
+        )
+    if row.state_format and config.precision.optimizer_state not in ("auto", row.state_format):
+        raise PlanError(
+            f"{name} keeps its state in {row.state_format}",
+            where="precision.optimizer_state",
+            remedy="precision.optimizer_state: auto, or training.optim: adamw",
+            code="precision.optimizer_state_conflict",
+        )
+    if row.state_format:
+        return
     pinned = precision.optimizer_state.value != precision.trainable.value
     if pinned and not OPTIMIZERS[config.training.optim].own_state_dtype:
         raise PlanError(

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
+from halftune.config.run import RunConfig
 from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
+from halftune.hardware import Kind
 
 HEAD = "lm_head"
 
@@ -37,22 +39,49 @@ class Adapted:
     inputs: tuple[tuple[int, int], ...] = ()
     dora_outputs: int = 0
 
-    def state_elements(self, optimizer: OptimizerSpec) -> int:
-        """Elements of optimizer state of all trained weights; where their shapes are estimated, by the count."""
+    def state_bytes(self, optimizer: OptimizerSpec, width: int) -> int:
+        """Return the bytes of optimizer state of all trained weights; where their shapes are estimated, by the count.
+
+        Args:
+            optimizer: its row.
+            width: bytes per element where the optimizer does not fix them.
+        """
         state = sum(optimizer.state(shape, hidden) * count for shape, hidden, count in self.tensors)
-        return state * self.count.value // max(1, sum(math.prod(shape) * count for shape, _, count in self.tensors))
+        described = sum(math.prod(shape) * count for shape, _, count in self.tensors)
+        return state * (optimizer.state_width or width) * self.count.value // max(1, described)
 
 
-def choose_optimizer(name: Optim, adapted: Adapted) -> Choice[str]:
-    """The optimizer that was asked for, and how many weights each of its algorithms updates."""
+def choose_optimizer(config: RunConfig, adapted: Adapted, kind: Kind) -> Choice[str]:
+    """The optimizer that was asked for, how many weights each of its algorithms updates, and how it does so.
+
+    Args:
+        config: what was asked.
+        adapted: the trained weights.
+        kind: kind of the device.
+    """
+    name, adapter = config.training.optim, config.adapter
+    chosen, spec = _updated(name, adapted), OPTIMIZERS[name]
+    if spec.state_format:
+        each = adapted.state_bytes(spec, spec.state_width) / max(1, adapted.count.value)
+        chosen += f"; state takes {each:.3g} bytes per weight"
+    if spec.paged:
+        chosen += "; on a CPU there is nothing to page" if kind == "cpu" else "; state moves to main memory if needed"
+    if isinstance(adapter, LoraAdapter) and adapter.lora_plus_ratio is not None:
+        rate = config.training.learning_rate
+        chosen += f"; LoRA+: learning rate {rate * adapter.lora_plus_ratio:.3g} for B, {rate:.3g} for the rest"
+    return Choice(name, chosen)
+
+
+def _updated(name: Optim, adapted: Adapted) -> str:
+    """Which weights an optimizer updates."""
     spec, trained = OPTIMIZERS[name], adapted.count.value
     if not spec.rest:
-        return Choice(name, f"updates all {trained:,} trained weights")
+        return f"updates all {trained:,} trained weights"
     described = sum(math.prod(shape) * count for shape, _, count in adapted.tensors)
     hidden = sum(math.prod(shape) * count for shape, inside, count in adapted.tensors if inside)
     hidden = hidden * trained // max(1, described)
     rest = f"{spec.rest} updates the other {trained - hidden:,}: embeddings, output layer, vectors and stacked experts"
-    return Choice(name, f"updates {hidden:,} weights in hidden matrices; {rest}")
+    return f"updates {hidden:,} weights in hidden matrices; {rest}"
 
 
 def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:

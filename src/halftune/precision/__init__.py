@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halftune.core.choice import Choice, Format
+from halftune.core.choice import Choice, Format, StateFormat
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PrecisionPlan:
     autocast: Choice[bool]
     grad_scaler: Choice[bool]
     reduce: Choice[Format]
-    optimizer_state: Choice[Format]
+    optimizer_state: Choice[StateFormat]
     saved: Choice[Format]
     keep_fp32: Choice[tuple[str, ...]]
     tf32: Choice[bool]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from halftune.config.facts.model import ModelFacts
 from halftune.config.sections.model import AdapterSection, PrecisionSection
 from halftune.config.weight_formats import format_of, refusal
-from halftune.core.choice import Choice, Format
+from halftune.core.choice import Choice, Format, StateFormat
 from halftune.core.errors import PlanError
 from halftune.hardware import Device, Hardware
 from halftune.precision import PrecisionPlan
@@ -252,7 +252,7 @@ def _grad_scaler(compute: Format) -> Choice[bool]:
     return Choice(False, f"{compute} has the range of fp32" if compute == "bf16" else "fp32 does not underflow")
 
 
-def _optimizer_state(section: PrecisionSection, trainable: Choice[Format]) -> Choice[Format]:
+def _optimizer_state(section: PrecisionSection, trainable: Choice[Format]) -> Choice[StateFormat]:
     if section.optimizer_state == "auto":
         return Choice(trainable.value, "moments have the dtype of the trainable weights")
     return Choice(section.optimizer_state, "asked for (precision.optimizer_state)")
@@ -303,7 +303,7 @@ def _family_warnings(compute: _Compute, facts: ModelFacts) -> tuple[str, ...]:
     return ()
 
 
-def _master_warnings(trainable: Format, state: Format) -> tuple[str, ...]:
+def _master_warnings(trainable: Format, state: StateFormat) -> tuple[str, ...]:
     warnings = []
     if trainable == "bf16":
         warnings.append(

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
+from halftune.config.optimizers import SCHEDULES
 from halftune.config.sections.training import TrainingSection
 
-# What a schedule needs beyond its name to do what its name says.
-_ARGUMENTS: dict[str, dict[str, float]] = {
-    "cosine_with_min_lr": {"min_lr_rate": 0.1},
-    "polynomial": {"power": 1.0, "lr_end": 0.0},
+# lr_scheduler_type → (options, peak learning rate, steps of warm-up, all steps) → arguments of transformers' function
+_ARGUMENTS: dict[str, Callable[[dict[str, Any], float, int, int], dict[str, Any]]] = {
+    "cosine_with_min_lr": lambda of, *_: {"min_lr_rate": of["lr_min_ratio"]},
+    "polynomial": lambda of, peak, *_: {"lr_end": of["lr_min_ratio"] * peak, "power": of["lr_power"]},
+    "cosine_with_restarts": lambda of, *_: {"num_cycles": of["lr_cycles"]},
+    "warmup_stable_decay": lambda of, _, warmup, total: {
+        "min_lr_ratio": of["lr_min_ratio"],
+        "num_decay_steps": min(math.ceil(of["lr_decay_ratio"] * total), total - warmup),
+    },
 }
 
 
@@ -34,10 +43,31 @@ def steps_between(every: float, total_steps: int) -> int:
 
 def make_schedule(training: TrainingSection, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """The schedule over ``total_steps`` optimizer steps; it sets the learning rate of the first step at once."""
+    name, warmup = training.lr_scheduler_type, warmup_steps(training, total_steps)
+    given = {
+        "lr_min_ratio": training.lr_min_ratio,
+        "lr_cycles": training.lr_cycles,
+        "lr_power": training.lr_power,
+        "lr_decay_ratio": training.lr_decay_ratio,
+    }
+    rows = SCHEDULES[name].options.items()
+    options = {key: default if given[key] is None else given[key] for key, default in rows}
+    if name == "rex":
+        factor = partial(_rex, warmup=warmup, total=total_steps, lowest=options["lr_min_ratio"])
+        return LambdaLR(optimizer, factor)
+    arguments = _ARGUMENTS[name](options, training.learning_rate, warmup, total_steps) if name in _ARGUMENTS else {}
     return get_scheduler(
-        training.lr_scheduler_type,
+        name,
         optimizer,
-        num_warmup_steps=warmup_steps(training, total_steps),
+        num_warmup_steps=warmup,
         num_training_steps=total_steps,
-        scheduler_specific_kwargs=_ARGUMENTS.get(training.lr_scheduler_type, {}),
+        scheduler_specific_kwargs=arguments,
     )
+
+
+def _rex(step: int, *, warmup: int, total: int, lowest: float) -> float:
+    """Learning rate over its peak: with z the share of steps left, z / (1/2 + z/2) (REX, arXiv:2107.04197, eq. 1)."""
+    if step < warmup:
+        return step / warmup
+    left = max(0.0, (total - step) / max(1, total - warmup))
+    return lowest + (1 - lowest) * left / (0.5 + 0.5 * left)

@@ -117,7 +117,12 @@ WORDS = {
 _LATER = "it is not supported yet"
 _QUANTISE = "write model.quantization: nf4 (4 bit) or int8"
 _PREFERENCE = "of preference methods only dpo is supported yet, and no reinforcement learning"
-_EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+_THEIRS = {
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw",
+    "lion_32bit": "lion",
+}
 LATER: dict[str, dict[str, str]] = {
     "lora": {
         "qlora": "write adapter.type: lora and model.quantization: nf4",
@@ -126,8 +131,8 @@ LATER: dict[str, dict[str, str]] = {
     "sft": dict.fromkeys(("kto", "orpo", "simpo", "grpo", "ppo", "rm", "reward", "rloo", "cpo"), _PREFERENCE),
     "adamw": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "did you mean adamw?"),
-        **dict.fromkeys(_EIGHT_BIT, "moments in 8 bit are not supported yet; write adamw"),
-        **dict.fromkeys(("lion", "galore_adamw", "lomo", "apollo_adamw", "adam_mini", "came"), _LATER),
+        **{theirs: f"did you mean {ours}?" for theirs, ours in _THEIRS.items()},
+        **dict.fromkeys(("galore_adamw", "lomo", "apollo_adamw", "adam_mini", "came"), _LATER),
     },
     "wandb": dict.fromkeys(("none", "no", "null", "false"), "write [] for none"),
 }

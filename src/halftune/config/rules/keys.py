@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from halftune.config.facts.folder import COMMIT
-from halftune.config.optimizers import OPTIMIZERS
+from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.method import PretrainMethod
@@ -52,6 +52,7 @@ def shards_are_fsdps(run: RunConfig, context: Context) -> Iterator[Violation]:
 
 FLASH = ("fa2", "fa3", "fa4")
 OPTIMIZER_OPTIONS = tuple(dict.fromkeys(key for spec in OPTIMIZERS.values() for key in spec.options))
+SCHEDULE_OPTIONS = tuple(dict.fromkeys(key for spec in SCHEDULES.values() for key in spec.options))
 
 
 @rule("config.keys_conflict", "precision.compute", "attention.backend")
@@ -127,7 +128,7 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Vi
             f"expected less than max_steps ({training.max_steps}), got {training.warmup_steps}: warm-up would never end"
         )
         yield Violation(("training", "warmup_steps"), what, "lower it, or use warmup_ratio")
-    if training.warmup_steps and training.lr_scheduler_type == "constant":
+    if training.warmup_steps and not SCHEDULES[training.lr_scheduler_type].warmup:
         remedy = "set lr_scheduler_type: constant_with_warmup"
         yield Violation(
             ("training", "warmup_steps"),
@@ -146,6 +147,17 @@ def options_are_the_optimizers(run: RunConfig, context: Context) -> Iterator[Vio
             what = f"has no effect with optim: {run.training.optim}"
             reads = next(name for name, spec in OPTIMIZERS.items() if key in spec.options)
             yield Violation(("training", key), what, f"remove it, or set optim: {reads}")
+
+
+@rule("config.no_effect", "training.lr_scheduler_type", *(f"training.{key}" for key in SCHEDULE_OPTIONS))
+def options_are_the_schedules(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Options of a schedule have no effect with others."""
+    name = run.training.lr_scheduler_type
+    for key in SCHEDULE_OPTIONS:
+        if getattr(run.training, key) is not None and key not in SCHEDULES[name].options:
+            what = f"has no effect with lr_scheduler_type: {name}"
+            reads = next(other for other, spec in SCHEDULES.items() if key in spec.options)
+            yield Violation(("training", key), what, f"remove it, or set lr_scheduler_type: {reads}")
 
 
 @rule("config.out_of_range", "training.max_steps", "training.eval_steps", "data.eval", "data.eval_split")

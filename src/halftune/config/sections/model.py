@@ -44,6 +44,10 @@ class LoraAdapter(Section):
     use_dora: Flag = False
     """Weight-decomposed LoRA (Liu et al. 2024, arXiv:2402.09353)."""
 
+    lora_plus_ratio: Annotated[Number, Field(gt=0)] | None = None
+    """Learning rate of B over that of A (LoRA+, Hayou et al. 2024, arXiv:2402.12354: 16 is typical); one learning rate
+    by default. Adapters of embeddings keep the learning rate of A."""
+
 
 AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), TYPED]
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from halftune.config.optimizers import Optim
+from halftune.config.optimizers import Optim, Schedule
 from halftune.config.sections import LISTED, Flag, Int, Number, Section
 
 
@@ -135,10 +135,22 @@ class TrainingSection(Section):
     learning_rate: Annotated[Number, Field(gt=0)] = 2.0e-4
     """Peak learning rate."""
 
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"
-    ] = "cosine"
-    """Learning-rate schedule, by its name in transformers."""
+    lr_scheduler_type: Schedule = "cosine"
+    """Learning-rate schedule, by its name in transformers. `rex` (arXiv:2107.04197) falls slowly at first and fast at
+    the end."""
+
+    lr_min_ratio: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    """Lowest learning rate over the peak, for `cosine_with_min_lr` (default 0.1), `polynomial`, `warmup_stable_decay`
+    and `rex` (default 0)."""
+
+    lr_cycles: Annotated[Int, Field(ge=1)] | None = None
+    """Cycles of `cosine_with_restarts`; default 1."""
+
+    lr_power: Annotated[Number, Field(gt=0)] | None = None
+    """Exponent of `polynomial`; default 1."""
+
+    lr_decay_ratio: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Share of the steps in which `warmup_stable_decay` falls, at the end; default 0.1."""
 
     warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] = 0.03
     """Share of the steps in which the learning rate rises from zero."""
@@ -147,16 +159,18 @@ class TrainingSection(Section):
     """Warm-up in steps; overrides `warmup_ratio`."""
 
     optim: Optim = "adamw"
-    """Optimizer. `muon` updates hidden matrices by Muon and all other weights by AdamW, with one learning rate."""
+    """Optimizer. `muon` updates hidden matrices by Muon and all other weights by AdamW, with one learning rate.
+    Optimizers with `8bit`, `paged` or `lion` are those of bitsandbytes: 8-bit state, and state that may move to main
+    memory if the device is full."""
 
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight decay, decoupled with adamw and muon; biases and norms are exempt."""
+    """Weight decay, decoupled with adamw, lion and muon; biases and norms are exempt."""
 
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
-    """First-moment decay of Adam(W)."""
+    """First-moment decay of Adam(W), and first beta of Lion."""
 
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
-    """Second-moment decay of Adam(W)."""
+    """Second-moment decay of Adam(W), and second beta of Lion (0.99 in its paper)."""
 
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
     """Epsilon of Adam(W)."""
