@@ -14,6 +14,7 @@ from halftune.cli import main
 from halftune.config import convert
 from halftune.config.convert.convert import convert_file, report
 from halftune.config.convert.draft import Note
+from halftune.config.convert.names import accepts, assumed
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
@@ -465,7 +466,8 @@ def test_reasons_name_options_that_exist() -> None:
     texts = "".join(path.read_text() for path in Path(convert.__file__).parent.glob("*.py"))
     named = set(re.findall(rf"\b(?:{'|'.join(schema['properties'])})\.([a-z0-9_]+)", texts))
     assert len(named) > 50
-    assert not named - options
+    guarded = {"lora_plus_ratio", "lr_min_ratio", "tokens"}  # used only where the schema accepts them
+    assert not named - options - guarded
 
 
 @pytest.mark.parametrize("framework", OLD)
@@ -598,3 +600,43 @@ max_new_tokens: 128
         lines = [line for line in text.split("\n") if not line.startswith(f"{key}:")]
         Path("v1.yaml").write_text("\n".join([*lines, more]))
         assert [note.key for note in convert_file(Path("v1.yaml")).of("refused")] == [key]
+
+
+def test_names_are_those_of_the_schema() -> None:
+    assert accepts("training.optim", "adamw")
+    assert not accepts("training.optim", "no_such_optimizer")
+    assert accepts("adapter.rank")
+    assert not accepts("adapter.no_such_key")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_optimizer_is_the_same_only_where_the_schema_has_it(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halftune.config.convert.trainer.accepts", lambda _, value="": known or value == "adamw")
+    path = tmp_path / "a.yaml"
+    path.write_text("base_model: builtin:qwen2-tiny\ndatasets: [{path: a}]\noptimizer: paged_adamw_8bit\n")
+    (note,) = [note for note in convert_file(path, "axolotl").notes if note.key == "optimizer"]
+    assert note.kind == ("translated" if known else "changed")
+    assert convert_file(path, "axolotl").values["training"]["optim"] == ("paged_adamw_8bit" if known else "adamw")
+
+
+def test_an_optimizer_of_torchao_is_never_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halftune.config.convert.names.assumed", assumed | {("training.optim", "adamw_8bit")})
+    path = tmp_path / "a.yaml"
+    path.write_text("base_model: builtin:qwen2-tiny\ndatasets: [{path: a}]\noptimizer: adamw_torch_8bit\n")
+    converted = convert_file(path, "axolotl")
+    assert converted.values["training"]["optim"] == "adamw_8bit"
+    assert "optimizer" in {note.key for note in converted.of("changed")}
+
+
+def test_data_sets_of_llamafactory_lie_above_its_examples(tmp_path: Path) -> None:
+    home = tmp_path / "home"  # not the folder that the test runs in
+    (home / "data").mkdir(parents=True)
+    (home / "data" / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
+    path = home / "examples" / "lora" / "a.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("model_name_or_path: builtin:qwen2-tiny\nstage: sft\nlora_rank: 8\ndataset: mine\n")
+    converted = convert_file(path)
+    assert converted.values["data"]["train"][0]["path"] == str(home / "data" / "mine.json")
+    assert "dataset" in {note.key for note in converted.of("translated")}

@@ -7,11 +7,14 @@ from typing import Any
 
 from halftune.config.convert import axolotl_keys as keys
 from halftune.config.convert.draft import Draft, is_off, misspelt
-from halftune.config.convert.formats import attention, listed, precision, quantization
+from halftune.config.convert.formats import attention, listed, precision, quantization, template
+from halftune.config.convert.names import accepts
 from halftune.config.convert.trainer import (
     drop_trainer,
     evaluates,
     grouping,
+    lora_plus,
+    lowest_rate,
     number,
     offload,
     optimizer,
@@ -83,6 +86,7 @@ TYPES = {
         'type alpaca: the chat template renders questions, without Alpaca\'s "### Instruction:" around them',
     ),
 }
+ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "pad", "unk_token": ""}
 SPEAKERS = (("role", "content"), ("from", "value"))
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
@@ -109,11 +113,7 @@ def convert(draft: Draft, folder: Path) -> None:
     _logging(draft)
     offload(draft, folder)
     remote_code(draft)
-    tokens = draft.left.get("special_tokens")
-    if isinstance(tokens, dict) and tokens.keys() <= {"pad_token"}:
-        draft.none("special_tokens", "padding is masked by position, whatever its token")
-    elif isinstance(tokens, dict) and tokens.get("additional_special_tokens"):
-        draft.left["additional_special_tokens"] = True
+    _tokens(draft)
     if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
         for key in ("model_quantization_config", "model_quantization_config_kwargs"):
             draft.none(key, "weights are widened on load")
@@ -122,6 +122,21 @@ def convert(draft: Draft, folder: Path) -> None:
     draft.drop(keys.REFUSED, "refused")
     draft.drop_parts(keys.PARTS)
     drop_trainer(draft)
+
+
+def _tokens(draft: Draft) -> None:
+    """Special tokens by their role, and added ones, where the schema has them."""
+    tokens = draft.left.get("special_tokens")
+    if isinstance(tokens, dict) and tokens.keys() <= {"pad_token"}:
+        draft.none("special_tokens", "padding is masked by position, whatever its token")
+    elif isinstance(tokens, dict) and tokens.get("additional_special_tokens"):
+        draft.left["additional_special_tokens"] = True
+    elif isinstance(tokens, dict) and accepts("model.tokens.special") and tokens.keys() <= ROLES.keys():
+        named = {ROLES[key]: token for key, token in tokens.items() if ROLES[key]}
+        draft.translated("special_tokens", "model.tokens.special", named, "a byte-level vocabulary has no unknown text")
+    if isinstance(draft.left.get("tokens"), list) and accepts("model.tokens.add"):
+        why = "with LoRA, the embedding and the output layer are trained in full"
+        draft.changed("tokens", "model.tokens.add", draft.take("tokens"), why)
 
 
 def _plugins(draft: Draft) -> None:
@@ -190,7 +205,7 @@ def _data(draft: Draft) -> None:
     if texts:
         draft.drop({"train_on_inputs": "pre-training trains every token"})
     draft.move("train_on_inputs", "method.train_on", lambda on: "all" if on else "assistant")
-    _template(draft)
+    template(draft, "chat_template")
     draft.move("sample_packing", "data.packing", bool)
     draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "longer samples are dropped")
     draft.default("data.overlong", "drop", "excess_length_strategy")
@@ -230,17 +245,6 @@ def _check_types(draft: Draft, kinds: list[Any]) -> None:
         draft.refused("type", "a data set without a type holds tokens and labels; halftune reads texts only")
     elif "input_output" in kinds:
         draft.refused("type", "input_output marks parts of a text; halftune trains whole answers")
-
-
-def _template(draft: Draft) -> None:
-    template = draft.take("chat_template")
-    if template == "chatml":
-        draft.translated("chat_template", "model.chat_template", "chatml")
-    elif template == "tokenizer_default":
-        draft.none("chat_template", "the tokenizer's own template is the default")
-    elif template is not None:
-        why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
-        draft.changed("chat_template", "", None, why)
 
 
 def _source(entry: Any) -> tuple[dict[str, Any], str]:
@@ -294,6 +298,8 @@ def _left_out(entry: dict[str, Any]) -> list[str]:
 def _training(draft: Draft) -> None:
     optimizer(draft, "optimizer")
     scheduler(draft, "lr_scheduler")
+    lowest_rate(draft)
+    lora_plus(draft)
     warmup(draft)
     batch = draft.take("batch_size")
     if batch is not None:
@@ -342,7 +348,8 @@ def _period(times: Any, epochs: Any) -> float | str:
 
 def _logging(draft: Draft) -> None:
     if draft.left.get("wandb_project"):
-        draft.changed("wandb_project", "logging.report_to", ["wandb"], "set WANDB_PROJECT for the project's name")
+        why = "set WANDB_PROJECT for the project's name"
+        draft.translated("wandb_project", "logging.report_to", ["wandb"], why)
     if draft.left.get("wandb_name"):
         draft.move("wandb_name", "logging.run_name")
     draft.drop(dict.fromkeys(("wandb_project", "wandb_name"), "is off"))

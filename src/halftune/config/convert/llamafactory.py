@@ -10,8 +10,8 @@ from typing import Any
 
 from halftune.config.convert import llamafactory_keys as keys
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.convert.formats import attention, listed, precision, quantization
-from halftune.config.convert.trainer import convert_trainer, grouping, periods
+from halftune.config.convert.formats import attention, listed, precision, quantization, template
+from halftune.config.convert.trainer import convert_trainer, grouping, lora_plus, periods
 from halftune.core.files import read_limited
 
 MODEL = {
@@ -96,6 +96,7 @@ def _adapter(draft: Draft) -> None:
         draft.drop(dict.fromkeys((*LORA, "lora_target", "additional_target"), "finetuning_type is full"))
         return
     draft.rename(LORA)
+    lora_plus(draft)
     draft.default("adapter.rank", 8, "lora_rank")
     draft.default("adapter.alpha", 2 * int(draft.get("adapter.rank")), "lora_alpha (twice the rank)")
     draft.move("lora_target", "adapter.target_modules", lambda names: "all-linear" if names == "all" else listed(names))
@@ -111,9 +112,7 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     draft.move("val_size", "data.eval_split")
     _packing(draft)
     grouping(draft)
-    if draft.has("template"):
-        why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
-        draft.changed("template", "", draft.take("template"), why)
+    template(draft, "template")
     if draft.left.get("enable_thinking") is False:
         draft.translated("enable_thinking", "model.chat_template_kwargs", {"enable_thinking": False})
     if stage == "sft":
@@ -171,8 +170,11 @@ def _checkpointing(draft: Draft) -> None:
 
 
 def _listed_sets(dataset_dir: Path, folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """What dataset_info.json lists, and its folder; None where it cannot be found or read."""
-    for base in (dataset_dir, folder / dataset_dir):
+    """What dataset_info.json lists, and its folder; None where it cannot be found or read.
+
+    LLaMA-Factory starts in its own folder, above the one that the config lies in.
+    """
+    for base in (dataset_dir, folder / dataset_dir, *(above / dataset_dir for above in folder.resolve().parents)):
         info = base / "dataset_info.json"
         if info.is_file():
             with suppress(OSError, ValueError):

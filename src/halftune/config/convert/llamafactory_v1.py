@@ -128,13 +128,18 @@ def _batching(draft: Draft) -> None:
 
 def _read(name: str, folder: Path) -> dict[str, dict[str, Any]] | None:
     """The list of data sets in a file; None if there is none."""
-    path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
+    path = next((path for path in (Path(name), *(one / name for one in _above(folder))) if path.is_file()), None)
     try:
         found = parse(read_text(path), str(path)).values if path is not None else None
     except ConfigError:
         return None
     sets = isinstance(found, dict) and all(isinstance(entry, dict) and "path" in entry for entry in found.values())
     return found if sets else None
+
+
+def _above(folder: Path) -> tuple[Path, ...]:
+    """The folder of a config and those above it: LLaMA-Factory starts in its own folder."""
+    return folder.resolve(), *folder.resolve().parents
 
 
 def _source(entry: dict[str, Any]) -> dict[str, Any]:

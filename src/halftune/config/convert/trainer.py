@@ -11,6 +11,7 @@ from typing import Any
 
 from halftune.config.convert import trainer_keys
 from halftune.config.convert.draft import Draft, is_off
+from halftune.config.convert.names import LOGGERS, NEAREST, OPTIMIZERS, SCHEDULERS, accepts
 from halftune.config.facts.families import causal_types
 from halftune.config.facts.folder import read_json
 from halftune.core.errors import ModelError
@@ -34,15 +35,7 @@ RENAMED = {
     "run_name": "logging.run_name",
     "tf32": "precision.tf32",
 }
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "muon": "muon",
-}
 _ADAMW = re.compile(r"(paged_|ao_)?adamw(_bnb|_torch)?(_8bit|_4bit|_32bit|_fp8|_bnb_8bit)")
-SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial")
 
 
 def convert_trainer(draft: Draft, folder: Path) -> None:
@@ -154,23 +147,41 @@ def remote_code(draft: Draft) -> None:
 
 
 def optimizer(draft: Draft, key: str) -> None:
-    """The optimizer. AdamW with moments in 8 or 4 bit, or paged, is plain AdamW here."""
+    """The optimizer. AdamW with moments in 8 or 4 bit, or paged, is plain AdamW where the schema has no such one."""
     if not draft.has(key):
         return
-    value = str(draft.take(key))
-    if value in OPTIMIZERS:
-        draft.translated(key, "training.optim", OPTIMIZERS[value])
+    ours, value = "training.optim", str(draft.take(key))
+    name, (nearest, why) = OPTIMIZERS.get(value), NEAREST.get(value, ("", ""))
+    if name is not None and accepts(ours, name):
+        draft.translated(key, ours, name)
+    elif accepts(ours, nearest):
+        draft.changed(key, ours, nearest, f"{value}: {why}")
     elif _ADAMW.fullmatch(value):
-        draft.changed(key, "training.optim", "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
+        draft.changed(key, ours, "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
     else:
-        draft.put("training.optim", "adamw")
+        draft.put(ours, "adamw")
         draft.refused(key, f"{value} is not supported yet; accepted, AdamW takes its place")
 
 
 def scheduler(draft: Draft, key: str) -> None:
     """The schedule."""
-    table = {name: name for name in SCHEDULERS}
-    draft.words(key, "training.lr_scheduler_type", table, "cosine", "cosine takes its place")
+    ours = "training.lr_scheduler_type"
+    table = {theirs: name for theirs, name in SCHEDULERS.items() if accepts(ours, name)}
+    draft.words(key, ours, table, "cosine", "cosine takes its place")
+
+
+def lora_plus(draft: Draft) -> None:
+    """A higher learning rate for LoRA's B (LoRA+), where the schema has it."""
+    if accepts("adapter.lora_plus_ratio") and draft.get("adapter.type") == "lora":
+        draft.move("loraplus_lr_ratio", "adapter.lora_plus_ratio", number)
+
+
+def lowest_rate(draft: Draft) -> None:
+    """axolotl's cosine that ends above zero, where the schema has the ratio; call it after :func:`scheduler`."""
+    ours = "training.lr_min_ratio"
+    if accepts(ours) and draft.get("training.lr_scheduler_type") == "cosine" and draft.has("cosine_min_lr_ratio"):
+        draft.put("training.lr_scheduler_type", "cosine_with_min_lr")
+        draft.translated("cosine_min_lr_ratio", ours, number(draft.take("cosine_min_lr_ratio")))
 
 
 def grouping(draft: Draft) -> None:
@@ -195,7 +206,7 @@ def report_to(draft: Draft) -> None:
         return
     asked = draft.take("report_to")
     names = [asked] if isinstance(asked, str) else list(asked or [])
-    kept = [name for name in names if name in ("tensorboard", "wandb")]
+    kept = [name for name in names if name in LOGGERS and accepts("logging.report_to", name)]
     lost = [name for name in names if name not in (*kept, "none", "None")]
     if lost:
         draft.changed(
