@@ -45,6 +45,8 @@ def with_date(template: str, day: date) -> str:
 
 
 Messages = Sequence[Mapping[str, Any]]
+# in templates of our own whose format defines no tools
+WITHOUT_TOOLS = '{%- set tool_style = "" -%}'
 # Replaces `{% generation %}`: writes a private-use character at the start and end of a generated part. An `if` block
 # trims white space exactly as the original does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -107,6 +109,11 @@ class ChatTemplate:
                 code="model.chat_template_missing",
             ) from error
         return with_date(source, self._day) if self._day and writes_date(source) else source
+
+    @property
+    def refuses_tools(self) -> bool:
+        """Whether it is a template of ours whose format defines no tools."""
+        return WITHOUT_TOOLS in self.source(None)
 
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = False) -> str:
         """Render marked messages; control tokens become aliases.

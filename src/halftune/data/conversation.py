@@ -44,9 +44,9 @@ Record = Conversation | Preference | str  # a string is a document
 class RowError(Exception):
     """A malformed row: training stops with an error that names the row. ``args[0]`` is the message."""
 
-    def __init__(self, what: str, remedy: str = "correct or remove the row") -> None:
+    def __init__(self, what: str, remedy: str = "correct or remove the row", code: str = "data.malformed_row") -> None:
         super().__init__(what, remedy)
-        self.what, self.remedy = what, remedy
+        self.what, self.remedy, self.code = what, remedy, code
 
 
 class RowDropped(Exception):

@@ -58,6 +58,7 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
             is too long.
     """
     _check_wishes(conversation, train_on)
+    _check_tools(template, conversation)
     conversation = template.features.of_conversation(conversation)
     control = template.control
     said = texts_of([conversation.messages, conversation.tools])
@@ -108,6 +109,16 @@ def _check_wishes(conversation: Conversation, train_on: str) -> None:
                 f"train: true on a {message['role']} message; method.train_on: {train_on} trains assistant turns only",
                 "remove it, or set method: {type: sft, train_on: all}",
             )
+
+
+def _check_tools(template: ChatTemplate, conversation: Conversation) -> None:
+    used = conversation.tools or any(message.get("tool_calls") for message in conversation.messages)
+    if used and template.refuses_tools:
+        raise RowError(
+            "row with tools; the format of model.chat_template defines none",
+            "choose a template with tools (chatml, qwen2.5, qwen3), or remove the row",
+            "data.tools_unsupported",
+        )
 
 
 def _find(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halftune.config.facts.folder import has_chat_template
+from halftune.config.facts.folder import fitting_template, has_chat_template
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.model import ModelSection
@@ -113,7 +113,7 @@ def _check_template(form: str, model: ModelSection) -> None:
     folder = Path(model.tokenizer or model.name_or_path)
     if form == "text" or model.chat_template is not None or not folder.is_dir():
         return
-    if not has_chat_template(folder):
+    if not has_chat_template(folder) and fitting_template(folder) is None:
         raise no_chat_template(str(folder))
 
 
@@ -123,6 +123,6 @@ def no_chat_template(where: str) -> DataError:
     return DataError(
         what,
         where=where,
-        remedy="set model.chat_template: chatml, or the path of a Jinja file",
+        remedy="set model.chat_template: a name of docs/reference/chat-templates.md, or the path of a Jinja file",
         code="model.chat_template_missing",
     )

@@ -215,7 +215,7 @@ class RowTokenizer:
                 except RowDropped as reason:
                     outcomes[index].dropped = reason.reason
                 except RowError as error:
-                    raise BadRow(index, error.what, error.remedy, "data.malformed_row") from error
+                    raise BadRow(index, error.what, error.remedy, error.code) from error
                 except (OutOfTime, MemoryError) as error:
                     raise BadRow(index, *too_much(error).args, "model.chat_template_too_costly") from error
         return rendered

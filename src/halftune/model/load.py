@@ -62,6 +62,10 @@ def load_model(
     remote_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and has_remote_code(folder)
     weights = RangeCheck(folder, plan)
     loaded = _load(folder, model, plan, weights, lazy, remote_code=remote_code)
+    if model.tokens.add:
+        from halftune.model.added_tokens import add_rows  # few runs add tokens
+
+        add_rows(loaded, model, lazy=lazy is not None)
     if lazy is not None:
         lazy.materialise_buffers(loaded)
         lazy.check = weights.tensor

@@ -10,15 +10,13 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from halftune.config.builtin_models import END_TOKEN, START_TOKEN
 from halftune.config.facts.folder import check_code, check_tokenizer
-from halftune.config.sections.model import ModelSection
+from halftune.config.sections.model import ModelSection, TokensSection
 from halftune.core.errors import ModelError
 from halftune.core.files import read_limited
 from halftune.core.log import get_logger
 from halftune.core.template_probe import LENGTH, excess
 from halftune.model.architectures import own_architectures
-from halftune.model.builtin import chatml_template
 from halftune.model.load_errors import TEMPLATE_ERRORS, first_line
 from halftune.model.locate import locate_tokenizer
 
@@ -60,10 +58,14 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         raise ModelError(what, where=str(folder), remedy=remedy, code="model.tokenizer_invalid") from error
     _check_unknown(tokenizer, str(folder))
     tokenizer.padding_side = "right"
+    if model.tokens != TokensSection():
+        from halftune.model.added_tokens import add_tokens  # few runs add tokens
+
+        add_tokens(tokenizer, model.tokens)
     _set_pad_token(tokenizer)
-    if model.chat_template is not None:
-        tokenizer.chat_template = _template(model.chat_template, tokenizer)
-    elif tokenizer.chat_template is not None:
+    if model.chat_template is not None or tokenizer.chat_template is None:
+        _set_template(tokenizer, model.chat_template)
+    else:
         _check_template(tokenizer.chat_template, str(folder))
     return tokenizer
 
@@ -103,23 +105,25 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     log.info("the tokenizer has no pad token: padding with %s", tokenizer.pad_token)
 
 
-def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    if asked == "chatml":
-        vocabulary = tokenizer.get_vocab()
-        missing = [token for token in (START_TOKEN, END_TOKEN) if token not in vocabulary]
-        if missing:
-            raise ModelError(
-                f"the chatml template requires tokens {START_TOKEN} and {END_TOKEN}; the tokenizer lacks {missing}",
-                remedy="set model.chat_template to a Jinja file that uses the tokenizer's own tokens",
-                code="model.template_tokens_missing",
-            )
-        tokenizer.eos_token = END_TOKEN
-        return chatml_template()
+def _set_template(tokenizer: PreTrainedTokenizerBase, asked: str | None) -> None:
+    """Set the configured template; without any, the one that the vocabulary supports."""
+    from halftune.config.chat_templates import find_template  # a table that most runs do not need
+    from halftune.model.named_templates import choose_template, use_template
+
+    if asked is None:
+        choose_template(tokenizer)
+    elif row := find_template(asked):
+        use_template(tokenizer, row)
+    else:
+        tokenizer.chat_template = _read_template(asked)
+
+
+def _read_template(asked: str) -> str:
     path = Path(asked)
     try:
         text = read_limited(path, LENGTH).decode()
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "use `chatml` or the path of a Jinja file"
+        remedy = "use a name of docs/reference/chat-templates.md, or the path of a Jinja file"
         what = f"cannot read the chat template: {first_line(error)}"
         raise ModelError(what, where=asked, remedy=remedy, code="model.chat_template_invalid") from error
     _check_template(text, asked)

@@ -26,6 +26,14 @@ def is_tied(model: PreTrainedModel) -> bool:
     return same and head.weight.shape == embedding.weight.shape
 
 
+def vocabulary_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the embedding and, if it is not tied, of the output layer: the last part of each."""
+    wanted: list[Any] = [model.get_input_embeddings()]  # pyright: ignore[reportCallIssue]
+    if not is_tied(model):
+        wanted.append(model.get_output_embeddings())  # pyright: ignore[reportCallIssue]
+    return [name.rpartition(".")[2] for one in wanted for name, module in model.named_modules() if module is one]
+
+
 def sync_tying_config(model: PreTrainedModel) -> None:
     """Set ``tie_word_embeddings`` in the model's config to ``is_tied``, so that a saved model loads correctly."""
     tied = is_tied(model)

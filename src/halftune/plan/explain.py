@@ -137,6 +137,7 @@ def _size(plan: Plan) -> list[Row]:
         ("parameters", f"{plan.num_parameters.value:,}", plan.num_parameters.reason),
         ("trained", trained, plan.num_trainable.reason),
         *([_row("optimizer", plan.optimizer)] if plan.optimizer is not None else []),
+        *([_row("added tokens", plan.added_tokens)] if plan.added_tokens is not None else []),
         *([_row("towers", plan.towers)] if plan.towers is not None else []),
         ("checkpoint", size(plan.memory.checkpoint_disk), "on disk, each: trained weights and optimizer state"),
     ]

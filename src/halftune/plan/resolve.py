@@ -101,6 +101,11 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         PlanError: this machine or model cannot honour what was asked; says why and what could be done, of everything
             that it cannot.
     """
+    added = None
+    if config.model.tokens.add:
+        from halftune.plan.added_tokens import with_added_tokens  # few runs add tokens
+
+        config, facts, added = with_added_tokens(config, facts)
     facts, weights = choose_weights(config.model, hardware, facts)
     precision, (packing, attention), adapted, method = _decided(config, hardware, facts)
     fused = choose_fused(config, hardware.kind)
@@ -133,6 +138,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         parallel=plan_parallel(config, hardware, facts, precision, work, world_size, sync),
         towers=_towers(config, facts),
         method=method,
+        added_tokens=added,
     )
 
 

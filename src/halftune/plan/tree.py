@@ -215,6 +215,7 @@ class Plan:
         model, machine: what the plan is for, in words.
         method: what is learned.
         weights: whether and by whom they are quantised.
+        added_tokens: embedding rows that ``model.tokens.add`` adds; None without it.
         optimizer: by its name in ``training.optim``, and which weights it updates.
         towers: what becomes of a multimodal checkpoint's towers, ``kept | left out``; None without any.
     """
@@ -235,3 +236,4 @@ class Plan:
     method: MethodPlan = MethodPlan(Choice("sft", "the labelled tokens of conversations"), NO_REFERENCE)
     optimizer: Choice[str] | None = None
     weights: WeightsPlan = WeightsPlan()
+    added_tokens: Choice[int] | None = None

@@ -48,7 +48,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
     tokenizer = load_tokenizer(config.model)
     if config.adapter.type == "none":
         model = load_model(
-            config.model, plan, lazy=None if why_not() else LazyWeights()
+            config.model, plan, lazy=None if why_not() or config.model.tokens.add else LazyWeights()
         )  # all come from the checkpoint
         model = attach_adapter(model, config.adapter, plan, config.training.seed)
         with opened(checkpoint) as saved:

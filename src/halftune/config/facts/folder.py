@@ -150,6 +150,17 @@ def has_chat_template(folder: Path) -> bool:
     return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
+def fitting_template(folder: Path) -> str | None:
+    """Name of the chat template whose tokens a tokenizer without one has; None if no format fits."""
+    from halftune.config.chat_templates import template_for  # for base models only
+
+    path = folder / "tokenizer.json"
+    added = read_json(path).get("added_tokens") if path.is_file() else None
+    tokens = [one.get("content") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    row = template_for(token for token in tokens if isinstance(token, str))
+    return None if row is None else row.name
+
+
 def check_code(folder: Path, model: ModelSection) -> list[str]:
     """List the remote code of a checkpoint; checks that it is pinned.
 

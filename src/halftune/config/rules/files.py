@@ -155,15 +155,20 @@ def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:
 
 @rule("config.bad_chat_template", "model.chat_template")
 def template_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """The chat template is a file or the builtin one."""
+    """The chat template is a file or a known name."""
     name = run.model.chat_template
-    if name is None or name == "chatml" or not context.look_at_files:
+    if name is None or not context.look_at_files or os.path.isfile(name):
         return
-    if not os.path.isfile(name):
-        what = f"no such file: {name}"
-        if "{%" in name or "{{" in name:
-            what = "expected a file, got a template"
-        yield Violation(("model", "chat_template"), what, "use chatml, or the path of a Jinja file")
+    from halftune.config.chat_templates import find_template, template_names  # few runs need the table
+
+    if find_template(name):
+        return
+    what = f"neither a chat template's name nor a file: {name}"
+    close = get_close_matches(name, template_names(), n=1)
+    remedy = f"did you mean {close[0]}?" if close else "use a name of docs/reference/chat-templates.md, or a Jinja file"
+    if "{%" in name or "{{" in name:
+        what, remedy = "expected a name or a file, got a template", "write it to a Jinja file, and give its path"
+    yield Violation(("model", "chat_template"), what, remedy)
 
 
 @rule("config.output_dir_unusable", "training.output_dir", "model.name_or_path")

@@ -95,6 +95,33 @@ class AttentionSection(Section):
     """Attention operands outside the planned dtype are cast and logged, raise an error, or are ignored."""
 
 
+class SpecialTokens(Section):
+    """Which tokens have a role; the tokenizer knows them, or `model.tokens.add` names them."""
+
+    bos: str | None = None
+    """Begins a text."""
+
+    eos: str | None = None
+    """Ends a text."""
+
+    pad: str | None = None
+    """Pads."""
+
+
+class TokensSection(Section):
+    """Tokens of your own. New rows of the embedding and of an untied output layer are the mean of the old ones."""
+
+    add: Annotated[tuple[str, ...], LISTED] = ()
+    """Tokens to add to the tokenizer, as special tokens; those that it has stay as they are. With LoRA, the embedding
+    and the output layer are trained in full and saved with the adapter."""
+
+    special: SpecialTokens = Field(default_factory=SpecialTokens)
+    """Which tokens begin a text, end one and pad, e.g. `{pad: "<|pad|>"}`."""
+
+    pad_to_multiple_of: Annotated[Int, Field(ge=1)] | None = None
+    """Round the number of embedding rows up to a multiple, when tokens are added."""
+
+
 class ModelSection(Section):
     """The base model and its tokenizer."""
 
@@ -116,7 +143,11 @@ class ModelSection(Section):
     """Hub id or folder of another tokenizer; the model's own by default."""
 
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the tokenizer's chat template, or `chatml`."""
+    """Name of a chat template (`chatml`, `llama3` …: docs/reference/chat-templates.md), or path of a Jinja file. It
+    replaces the tokenizer's own."""
+
+    tokens: TokensSection = Field(default_factory=TokensSection)
+    """Tokens to add, and the special tokens to use."""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, e.g. `{enable_thinking: false}`."""

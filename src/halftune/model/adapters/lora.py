@@ -21,7 +21,7 @@ from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged
 from halftune.model.adapters.targets import without_routers
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.towers import towers_of
-from halftune.model.vocabulary import is_tied
+from halftune.model.vocabulary import is_tied, vocabulary_modules
 from halftune.plan import Plan
 
 
@@ -33,7 +33,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     """
     targets = without_routers(model) if adapter.target_modules == "all-linear" else _targets(model, adapter)
     towers = towers_of(model)
-    saved = _modules_to_save(model, adapter)
+    saved = _modules_to_save(model, adapter, grown=plan.added_tokens is not None)
     tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -129,7 +129,8 @@ def _bad_targets(what: str, remedy: str = "") -> ConfigError:
     return ConfigError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
 
 
-def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter) -> list[str] | None:
+def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter, *, grown: bool) -> list[str] | None:
+    """The modules to train in full: those of the config, and with added tokens the embedding and an untied head."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
     for module in adapter.modules_to_save:
         if module.rpartition(".")[2] not in names:
@@ -137,4 +138,4 @@ def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter) -> list[str] 
             remedy = f"did you mean {close[0]}?" if close else "write names such as embed_tokens, lm_head"
             what = f"no module is called {module!r}"
             raise ConfigError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
-    return list(adapter.modules_to_save) or None
+    return list(dict.fromkeys((*adapter.modules_to_save, *(vocabulary_modules(model) if grown else ())))) or None

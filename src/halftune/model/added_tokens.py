@@ -1,0 +1,97 @@
+"""Adds a run's own tokens to the tokenizer, and rows for them to the embedding and the output layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from halftune.config.sections.model import ModelSection, TokensSection
+from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
+from halftune.model.vocabulary import is_tied
+from halftune.plan.added_tokens import rows_for
+
+log = get_logger(__name__)
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, section: TokensSection) -> None:
+    """Add the tokens that the tokenizer lacks, and set its special tokens.
+
+    Raises:
+        ModelError: a special token is not in the vocabulary.
+    """
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in dict.fromkeys(section.add) if token not in vocabulary]
+    if missing:
+        tokenizer.add_tokens(missing, special_tokens=True)
+        log.info("added %d tokens to the tokenizer", len(missing))
+        vocabulary = tokenizer.get_vocab()
+    for role, token in section.special:
+        if token is None:
+            continue
+        if token not in vocabulary:
+            raise ModelError(
+                f"the tokenizer has no token {token!r}",
+                where=f"model.tokens.special.{role}",
+                remedy=f"add it: model.tokens.add: [{token!r}]",
+                code="config.unknown_special_token",
+            )
+        setattr(tokenizer, f"{role}_token", token)
+
+
+def add_rows(model: PreTrainedModel, section: ModelSection, *, lazy: bool) -> None:
+    """Grow the embedding and the output layer to the run's tokenizer; new rows are the mean of the old ones in fp32.
+
+    Does nothing for a model that is large enough already, such as the result of a run.
+
+    Args:
+        model: with weights as the checkpoint has them, in the storage dtype.
+        section: names the tokenizer and the tokens.
+        lazy: whether weights are read later, shard by shard.
+
+    Raises:
+        ModelError: weights are quantised, not read yet, or not plain matrices.
+    """
+    from halftune.model.tokenizer import load_tokenizer
+
+    embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    head: Any = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    old = int(embedding.weight.shape[0])
+    new = rows_for(old, len(load_tokenizer(section)), section.tokens)
+    if new == old:
+        return
+    tied = is_tied(model)
+    grown = [embedding] if tied or head is None else [embedding, head]
+    _check_growable(grown, lazy=lazy)
+    means = [_means(module) for module in grown]
+    with torch.random.fork_rng(devices=[]):
+        model.resize_token_embeddings(new, mean_resizing=False)
+    after: list[Any] = [model.get_input_embeddings()]  # pyright: ignore[reportCallIssue]
+    if len(grown) > 1:
+        after.append(model.get_output_embeddings())  # pyright: ignore[reportCallIssue]
+    for module, mean in zip(after, means, strict=True):
+        for name, value in mean.items():
+            getattr(module, name).data[old:] = value
+    log.info("embedding rows: %d → %d", old, new)
+
+
+def _means(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The mean row of the weight [hidden], and of the bias [] if there is one, in fp32."""
+    return {name: tensor.detach().float().mean(0) for name, tensor in module.named_parameters(recurse=False)}
+
+
+def _check_growable(modules: list[Any], *, lazy: bool) -> None:
+    if lazy or any(module.weight.is_meta for module in modules):
+        why, remedy = "weights are read shard by shard", "use one process, or distributed.strategy: ddp"
+    elif not all(module.weight.is_floating_point() for module in modules):
+        why, remedy = "the embedding or the output layer is quantised", "start from a checkpoint that is not quantised"
+    elif not all(module.weight.ndim == 2 for module in modules):
+        why, remedy = "the embedding is not a matrix", "leave model.tokens.add out"
+    else:
+        return
+    raise ModelError(
+        f"cannot add tokens: {why}", where="model.tokens.add", remedy=remedy, code="model.tokens_unsupported"
+    )
