@@ -52,7 +52,7 @@ def training(name: str) -> TrainingSection:
 def trained(folder: Path, name: str, dtype: str, adapter: Any = ADAPTERS["full"], seed: int = 0) -> TrainState:
     planned, options = plan(dtype, dtype), training(name)
     model = attach_adapter(load_model(section(folder), planned), adapter, planned, seed)
-    optimizer = make_optimizer(model, options, planned.precision, getattr(adapter, "lora_plus_ratio", None))
+    optimizer = make_optimizer(model, options, planned.precision, adapter)
     return live_state(
         config=SimpleNamespace(training=options),
         plan=planned,

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halftune.config.optimizers import OPTIMIZERS
+from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.config.sections.training import TrainingSection
 from halftune.core import table
 from halftune.core.optional import need
@@ -25,7 +26,7 @@ BUILDERS: dict[str, str] = {
 
 
 def make_optimizer(
-    model: nn.Module, training: TrainingSection, precision: PrecisionPlan, lora_plus_ratio: float | None = None
+    model: nn.Module, training: TrainingSection, precision: PrecisionPlan, adapter: AdapterSection | None = None
 ) -> Optimizer:
     """Build the configured optimizer, with its moments in ``precision.optimizer_state``.
 
@@ -33,7 +34,7 @@ def make_optimizer(
         model: its trainable parameters are updated.
         training: the optimizer's name and options.
         precision: the planned dtypes.
-        lora_plus_ratio: learning rate of LoRA's B over that of A (LoRA+); None: one learning rate.
+        adapter: its ``lora_plus_ratio`` raises the learning rate of LoRA's B (LoRA+).
 
     Raises:
         MissingPackageError: the optimizer's package is not installed.
@@ -41,8 +42,8 @@ def make_optimizer(
     if package := OPTIMIZERS[training.optim].package:
         need(package, why=f"training.optim: {training.optim}")
     optimizer = table.load(BUILDERS, training.optim, kind="optimizer")(model, training, precision)
-    if lora_plus_ratio is not None:
-        _raise_lora_b(optimizer, model, lora_plus_ratio)
+    if isinstance(adapter, LoraAdapter) and adapter.lora_plus_ratio is not None:
+        _raise_lora_b(optimizer, model, adapter.lora_plus_ratio)
     return optimizer
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import LoraAdapter, ModelSection
+from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
@@ -76,8 +76,7 @@ def build(
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data)
     feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer))
     check_agreed(accelerator, "training data", feed.fingerprint())
-    ratio = config.adapter.lora_plus_ratio if isinstance(config.adapter, LoraAdapter) else None
-    total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision, ratio)
+    total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision, config.adapter)
     run = TrainState(
         config=config,
         plan=plan,
