@@ -28,6 +28,7 @@ def configure(process: Process = ALONE) -> None:
     root = logging.getLogger("halftune")
     if root.handlers:
         return
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     handler.addFilter(lambda record: "file_only" not in vars(record))

@@ -92,8 +92,11 @@ def use_template(tokenizer: PreTrainedTokenizerBase, row: TemplateRow) -> None:
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer without chat template the format whose tokens its vocabulary has, if there is one."""
+    """Give a tokenizer without chat template the format whose tokens its vocabulary has, if there is one.
+
+    EOS stays: plain text of a base model still ends with it.
+    """
     row = template_for(tokenizer.get_vocab())
     if row is not None:
         log.info("the tokenizer has no chat template: using %s, whose tokens it has", row.name)
-        use_template(tokenizer, row)
+        tokenizer.chat_template = jinja_of(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from halftune.core.manifest import MANIFEST, seal
 from halftune.model.adapters.peft_experts import for_plain_peft
 from halftune.model.architectures import no_progress_bars
 from halftune.model.runtime_buffers import is_foreign, unsaved_tensors
+from halftune.model.tokenizer import end_of_turn_ids
 from halftune.model.towers import Towers, stored_prediction_heads, text_config_name, towers_of
 from halftune.model.vocabulary import sync_tying_config
 from halftune.model.weight_range import cast_to_save
@@ -245,7 +247,9 @@ def save_final(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer with its chat template.
+    """Save a tokenizer with its chat template, beside a model that is saved already.
+
+    The model's generation config lists the tokens that end an answer, so that other programs stop there too.
 
     Raises:
         OSError: it cannot be written.
@@ -256,6 +260,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         if type(error) is not Exception:
             raise
         raise OSError(str(error)) from error  # the tokenizers package raises Exception for a full disk
+    path = folder / "generation_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        listed = config.get("eos_token_id")
+        known = listed if isinstance(listed, list) else [listed]
+        with suppress(ModelError):  # a template may refuse a single question
+            ends = [*known, *(token for token in end_of_turn_ids(tokenizer) if token not in known)]
+            config["eos_token_id"] = [token for token in ends if token is not None]
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_adapter(

@@ -133,7 +133,8 @@ def _tokens(draft: Draft) -> None:
         draft.left["additional_special_tokens"] = True
     elif isinstance(tokens, dict) and accepts("model.tokens.special") and tokens.keys() <= ROLES.keys():
         named = {ROLES[key]: token for key, token in tokens.items() if ROLES[key]}
-        draft.translated("special_tokens", "model.tokens.special", named, "a byte-level vocabulary has no unknown text")
+        put = draft.changed if "unk_token" in tokens else draft.translated
+        put("special_tokens", "model.tokens.special", named, "the unknown token stays the tokenizer's")
     if isinstance(draft.left.get("tokens"), list) and accepts("model.tokens.add"):
         why = "with LoRA, the embedding and the output layer are trained in full"
         draft.changed("tokens", "model.tokens.add", draft.take("tokens"), why)
