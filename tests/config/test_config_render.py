@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ CHECKS: dict[str, Callable[[Any, Any], bool]] = {
     "exclusiveMinimum": lambda value, limit: not _number(value) or value > limit,
     "exclusiveMaximum": lambda value, limit: not _number(value) or value < limit,
     "minItems": lambda value, limit: not isinstance(value, list) or len(value) >= limit,
+    "pattern": lambda value, argument: not isinstance(value, str) or re.search(argument, value) is not None,
     "const": lambda value, word: value == word and type(value) is type(word),
     "required": lambda value, names: not isinstance(value, dict) or set(names) <= value.keys(),
 }

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halftune.config.optimizers import SCHEDULES, Schedule
 from halftune.config.sections.training import TrainingSection
-from halftune.train.schedule import make_schedule
+from halftune.train.schedule import ends_part, make_schedule
 
 TOTAL, WARMUP, PEAK = 40, 4, 1e-2
 
@@ -74,3 +74,10 @@ def test_a_power_bends_the_polynomial() -> None:
 def test_rex_is_its_formula() -> None:
     left = [1 - step / 36 for step in range(37)]
     assert rates(schedule("rex"))[WARMUP:] == pytest.approx([z / (0.5 + 0.5 * z) for z in left])
+
+
+@pytest.mark.parametrize(
+    ("steps", "times", "due"), [(8, 4, [2, 4, 6, 8]), (7, 3, [3, 5, 7]), (3, 9, [1, 2, 3]), (5, 1, [5])]
+)
+def test_parts_of_an_epoch_end_at_whole_steps(steps: int, times: int, due: list[int]) -> None:
+    assert [step for step in range(1, steps + 1) if ends_part(step / steps, steps, times)] == due

@@ -208,6 +208,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
         )
     if origin is dict or annotation is dict:
         return "a mapping of names to values"
+    if said := next((mark for mark in metadata if isinstance(mark, str)), ""):
+        return said
     nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return nouns.get(annotation, "a value") + _bounds(metadata)
 

@@ -41,6 +41,18 @@ def steps_between(every: float, total_steps: int) -> int:
     return int(every) if every >= 1 else math.ceil(total_steps * every)
 
 
+def ends_part(reached: float, steps: int, times: int) -> bool:
+    """Whether a step ends one of ``times`` equal parts of an epoch; the last part ends with the epoch.
+
+    Args:
+        reached: the share of the epoch's steps that are done, above 0.
+        steps: steps of the epoch.
+        times: parts; with more parts than steps, every step ends one.
+    """
+    position = round(reached * steps)
+    return position * times // steps > (position - 1) * times // steps
+
+
 def make_schedule(training: TrainingSection, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """The schedule over ``total_steps`` optimizer steps; it sets the learning rate of the first step at once."""
     name, warmup = training.lr_scheduler_type, warmup_steps(training, total_steps)

@@ -122,6 +122,10 @@ def place_model(
     strategy = make_strategy(accelerator, plan)
     strategy.place(model, unread)
     fuse_layers(model, plan)
+    if config.training.neftune_alpha is not None:
+        from halftune.model.embedding_noise import add_noise
+
+        add_noise(model, config.training.neftune_alpha)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     if config.training.torch_compile:

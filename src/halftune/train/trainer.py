@@ -41,7 +41,7 @@ from halftune.train.parallel.watchdog import explained
 from halftune.train.processes import sum_over_processes
 from halftune.train.resume import move_later_checkpoints, warn_changed_steps, warn_lost_metrics, with_micro_batch
 from halftune.train.run_inputs import warn_other_inputs
-from halftune.train.schedule import steps_between
+from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build
 from halftune.train.state import TrainState
 from halftune.train.step import evaluate, may_split, recover, start_over, train_step
@@ -191,9 +191,12 @@ class Trainer:
     def _due(self, every: float | str) -> bool:
         if every == "end":
             return False
-        if every == "epoch":
-            return float(self.run.epoch).is_integer()
-        return self.run.step % steps_between(float(every), self.run.total_steps) == 0
+        run = self.run
+        if isinstance(every, str):
+            times = int(every.partition("/")[0]) if "/" in every else 1
+            done = math.ceil(run.epoch) - 1  # whole epochs before this one
+            return ends_part(run.epoch - done, run.feed.steps_in(done), times)
+        return run.step % steps_between(float(every), run.total_steps) == 0
 
     def _evaluate(self) -> None:
         run = self.run

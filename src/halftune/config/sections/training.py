@@ -106,6 +106,7 @@ class LoggingSection(Section):
 
 
 Share = Annotated[Number, Field(gt=0, lt=1)]
+PerEpoch = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}/epoch$"), "a rate such as 4/epoch"]
 
 
 class TrainingSection(Section):
@@ -184,6 +185,10 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
 
+    neftune_alpha: Annotated[Number, Field(gt=0)] | None = None
+    """NEFTune (arXiv:2310.05914): in training, add uniform noise in ± alpha / sqrt(length × hidden size) to the input
+    embeddings, with the length of each sample, packed or not. Usual: 5."""
+
     gradient_checkpointing: Flag | Literal["auto"] = "auto"
     """Recompute activations in the backward pass; `auto`: if the memory estimate requires it."""
 
@@ -205,12 +210,12 @@ class TrainingSection(Section):
     logging_steps: Annotated[Int, Field(ge=1)] = 1
     """Steps between log lines of metrics."""
 
-    eval_steps: Annotated[Int, Field(ge=1)] | Share | Literal["epoch"] = "epoch"
-    """Steps between two evaluations, or once per epoch, where there is evaluation data. Below 1: a share of all steps
-    of the run, rounded up to whole steps, as in transformers; n times per epoch is 1 / (n × epochs)."""
+    eval_steps: Annotated[Int, Field(ge=1)] | Share | Literal["epoch"] | PerEpoch = "epoch"
+    """Steps between two evaluations, where there is evaluation data; once per epoch, or several times, e.g. `4/epoch`.
+    Below 1: a share of all steps of the run, rounded up to whole steps, as in transformers."""
 
-    save_steps: Annotated[Int, Field(ge=1)] | Share | Literal["epoch", "end"] = "epoch"
-    """Steps between two checkpoints, once per epoch, or only the final result. Below 1: a share, as in `eval_steps`."""
+    save_steps: Annotated[Int, Field(ge=1)] | Share | Literal["epoch", "end"] | PerEpoch = "epoch"
+    """Steps between two checkpoints, as in `eval_steps`; `end`: only the final result."""
 
     save_total_limit: Annotated[Int, Field(ge=1)] | None = 2
     """Number of checkpoints to keep; the best one is always kept."""
