@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from halftune.plan import BatchPlan, MemoryPlan, Plan
 from halftune.precision import PrecisionPlan
 from halftune.train import callbacks
 from halftune.train.callbacks import samples as samples_module
+from halftune.train.callbacks import trackers
 from halftune.train.callbacks.base import CallbackList, StepMetrics
 from halftune.train.callbacks.early_stopping import EarlyStopping
 from halftune.train.callbacks.environment import Environment
@@ -106,7 +109,11 @@ def lines_of(run: TrainState) -> list[dict[str, Any]]:
 
 def test_every_name_of_the_table_is_chosen_by_some_configuration(make_run: MakeRun, monkeypatch: Any) -> None:
     sections = {
-        "logging": {"report_to": ["tensorboard", "wandb"], "sample_prompts": ["hi"], "profile": 2},
+        "logging": {
+            "report_to": ["tensorboard", "wandb", "mlflow", "swanlab", "trackio"],
+            "sample_prompts": ["hi"],
+            "profile": 2,
+        },
         "training": {"early_stopping_patience": 2},
     }
     run = make_run(scaler=True, **sections)  # type: ignore[arg-type]
@@ -452,6 +459,50 @@ def test_wandb_run_is_continued(make_run: MakeRun, monkeypatch: Any) -> None:
         ("abc123", "allow", 0),
     ]
     assert started[0]["name"] == "run"
+
+
+CONTINUED = {
+    "MLflow": {"run_id": "abc123", "run_name": None},
+    "SwanLab": {"id": "abc123", "resume": "allow", "experiment_name": "run"},
+    "Trackio": {"name": "abc123", "resume": "must"},
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_tracker_run_is_continued(make_run: MakeRun, monkeypatch: Any, kind: str) -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+    numbers: list[tuple[int, float]] = []
+    run_of_tracker = SimpleNamespace(info=SimpleNamespace(run_id="abc123"), id="abc123", name="abc123")
+
+    class Fake:
+        tracker = run_of_tracker
+
+        def __init__(self, project: str, **more: Any) -> None:
+            made.append((project, more))
+
+        def start(self) -> None: ...
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            assert values["training.max_steps"] is None
+            made[-1][1]["stored"] = True
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            numbers.append((step, values["train/loss"]))
+
+        def finish(self) -> None: ...
+
+    monkeypatch.setattr(f"accelerate.tracking.{kind}Tracker", Fake)
+    package = SimpleNamespace(end_run=lambda status: numbers.append((0, status)))
+    monkeypatch.setitem(sys.modules, kind.lower(), package)  # type: ignore[arg-type]
+    for step in (0, 4):
+        run, callback = make_run(step=step), getattr(trackers, kind)(1)
+        callback.on_start(run)
+        advance(callback, run, measured())
+        callback.on_end(run, None)
+    assert [each for each in numbers if each[0]] == [(1, 2.0), (5, 2.0)]
+    assert [project for project, _ in made] == ["halftune", "halftune"]
+    assert made[0][1]["stored"]
+    assert made[1][1] == CONTINUED[kind]
 
 
 def test_tree_of_a_line_has_speeds_and_no_bookkeeping() -> None:

@@ -52,7 +52,7 @@ _EXTRAS = {
     "flash-attn": "flash",
     "flash-linear-attention": "fla",
     "tensorboard": "tensorboard",
-    "wandb": "wandb",
+    **{name: name for name in ("wandb", "mlflow", "swanlab", "trackio")},
     "gradio": "webui",
     "bitsandbytes": "bitsandbytes",
 }

@@ -28,6 +28,9 @@ OPTIONAL = {
     "causal-conv1d": "fast short convolutions of hybrid models",
     "tensorboard": "logging to TensorBoard",
     "wandb": "logging to Weights & Biases",
+    "mlflow": "logging to MLflow",
+    "swanlab": "logging to SwanLab",
+    "trackio": "logging to Trackio",
 }
 REQUIRED = ("transformers", "peft", "accelerate", "datasets", "safetensors")
 # CUDA major that torch was built for → lowest driver (Linux)

@@ -271,6 +271,7 @@ def remote_code_is_pinned(run: RunConfig, context: Context) -> Iterator[Violatio
 def loggers_are_installed(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Packages of loggers are installed."""
     for index, name in enumerate(run.logging.report_to):
-        if context.look_at_files and version_of(name) is None:
+        lighter = "mlflow-skinny" if name == "mlflow" else name
+        if context.look_at_files and version_of(name) is None and version_of(lighter) is None:
             remedy = f"run {extra_line(name)}, or remove it"
             yield Violation(("logging", "report_to", index), f"{name} is not installed", remedy)

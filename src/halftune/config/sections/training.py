@@ -89,7 +89,7 @@ class DistributedSection(Section):
 class LoggingSection(Section):
     """Loggers, in addition to `metrics.jsonl`, `loss.png` and `report.html`, which are always written."""
 
-    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], LISTED] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...], LISTED] = ()
     """Further loggers."""
 
     run_name: str | None = None
