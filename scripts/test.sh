@@ -25,4 +25,4 @@ pyright --pythonpath "$(command -v python)"
 jobs="$(python -c 'import os; print(min(8, os.cpu_count() or 1))')"
 marks="slow or not slow"
 [ "${1:-}" = fast ] && marks="not slow"
-pytest -q -n "$jobs" -m "$marks"
+pytest -q -n "$jobs" -m "$marks" --durations=25 --durations-min=20
