@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_model import because, checkpoint, plan, section
+from tiny_model import checkpoint, plan, section
 from torch import nn
 
 from halftune.config.facts.model import read_model_facts
@@ -19,7 +18,6 @@ from halftune.config.weight_formats import method_of, refusal
 from halftune.core.errors import MissingPackageError, ModelError
 from halftune.model import quantised
 from halftune.model.load import load_model
-from halftune.plan import WeightsPlan
 from halftune.precision.report import check_dtypes
 
 
@@ -113,12 +111,3 @@ def test_four_bit_layers_keep_their_gradients_after_an_evaluation() -> None:
             layer.eval()(x.detach())
         (after,) = torch.autograd.grad(layer.train()(x).sum(), x)
         assert torch.equal(before, after), name
-
-
-def test_nothing_is_merged_into_weights_that_stay_quantised(tmp_path: Path) -> None:
-    model = load_model(section(checkpoint(tmp_path / "model")), plan("fp32", "fp32"))
-    stored = replace(plan(), weights=WeightsPlan(because("bitsandbytes_4bit")))
-    quantised.prepare_merge(model, stored)
-    vars(model)["is_quantized"] = True
-    with pytest.raises(ModelError, match="cannot be merged into quantised weights"):
-        quantised.prepare_merge(model, stored)

@@ -22,7 +22,6 @@ class WeightFormat:
         on_load: arguments of ``BitsAndBytesConfig`` for quantising a plain checkpoint on load.
         trainable: whether full fine-tuning can train these weights.
         shardable: whether fsdp2 can shard them.
-        mergeable: whether an adapter can be merged into the dequantised weights.
         package: required distribution.
         devices: kinds of devices that support quantisation on load.
     """
@@ -31,7 +30,6 @@ class WeightFormat:
     on_load: Mapping[str, Any] = field(default_factory=dict)
     trainable: bool = False
     shardable: bool = False
-    mergeable: bool = False
     package: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 
@@ -39,14 +37,14 @@ class WeightFormat:
 _BITSANDBYTES: dict[str, Any] = {"package": "bitsandbytes", "devices": ("cpu", "cuda", "rocm", "xpu")}
 _NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "none": WeightFormat(trainable=True, shardable=True, mergeable=True),
-    "nf4": WeightFormat(0.516, _NF4, mergeable=True, **_BITSANDBYTES),
-    "int8": WeightFormat(1.01, {"load_in_8bit": True}, mergeable=True, **_BITSANDBYTES),
+    "none": WeightFormat(trainable=True, shardable=True),
+    "nf4": WeightFormat(0.516, _NF4, **_BITSANDBYTES),
+    "int8": WeightFormat(1.01, {"load_in_8bit": True}, **_BITSANDBYTES),
     "bitsandbytes_4bit": WeightFormat(0.56, **_BITSANDBYTES),
     "bitsandbytes_8bit": WeightFormat(1.01, **_BITSANDBYTES),
     # dequantised to the storage dtype on load, since not all their kernels have a backward pass
-    "fp8": WeightFormat(mergeable=True),
-    "mxfp4": WeightFormat(mergeable=True),
+    "fp8": WeightFormat(),
+    "mxfp4": WeightFormat(),
 }
 STORED = tuple(name for name, row in WEIGHT_FORMATS.items() if name != "none" and not row.on_load)
 """Formats that a checkpoint may have."""

@@ -104,21 +104,15 @@ def _block_of(layer: Any) -> int:
 
 
 def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
-    """Dequantise weights that were quantised on load to fp32, to the values used in training.
-
-    Raises:
-        ModelError: the checkpoint itself is quantised: rounding would lose the update.
-    """
+    """Dequantise quantised weights to fp32, to the values used in training."""
     if not getattr(model, "is_quantized", False):
         return
-    if not format_of(plan.weights.format.value).mergeable:
-        raise ModelError(
-            "an adapter cannot be merged into quantised weights",
-            where=str(model.config.name_or_path),
-            remedy="use the adapter without merging, or train on an unquantised checkpoint",
-            code="export.quantised_base",
-        )
-    log.info("merging into dequantised %s weights, not into the checkpoint's weights", plan.weights.format.value)
+    log.info("merging into dequantised %s weights; the export is not quantised", plan.weights.format.value)
     with no_progress_bars():
         model.dequantize(dtype=torch.float32)
     model.requires_grad_(False)
+    conversions: list[Any] = vars(model).get("_weight_conversions") or []
+    for one in list(conversions):  # reading 4-bit weights, which saving would try to reverse
+        operations = getattr(one, "operations", ())
+        if any(type(each).__module__ == "transformers.integrations.bitsandbytes" for each in operations):
+            conversions.remove(one)
