@@ -33,7 +33,7 @@ for package in "${wanted[@]}"; do
 done
 [ ${#whole[@]} -eq 0 ] || install "${whole[@]}"
 [ ${#alone[@]} -eq 0 ] || install --no-deps "${alone[@]}"
-export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export HALFTUNE_CACHE="$folder/cache" PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 python -c 'import transformers, peft, accelerate; print("transformers", transformers.__version__, "peft", peft.__version__)'
 # shellcheck disable=SC2086
 python -m pytest -q -n "$(python -c 'import os; print(min(8, os.cpu_count() or 1))')" -m "not slow" ${TESTS:-tests}

@@ -43,16 +43,16 @@ def test_cpu_in_each_dtype(dtype: torch.dtype, poisoned: None) -> None:
 
 
 def test_layers_of_transformers() -> None:
-    from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
     from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
     torch.manual_seed(0)
     x, gate = torch.randn(2, 7, 32), torch.randn(2, 7, 32)
     for layer, options in (
         (Qwen3NextRMSNormGated(32), {}),
         (KimiLinearRMSNormGated(32), {"activation": "sigmoid"}),
-        (BambaRMSNormGated(32, group_size=8), {"norm_before_gate": False, "group_size": 8}),
+        (Zamba2RMSNormGated(32, group_size=8), {"norm_before_gate": False, "group_size": 8}),
     ):
         torch.nn.init.normal_(layer.weight)
         ours = gated_rms_norm(x, layer.weight, gate, **options)  # type: ignore[arg-type]
