@@ -52,7 +52,8 @@ def test_each_word_of_the_option_has_a_row() -> None:
 def quantised(folder: Path, output: Path, name: str) -> str:
     """A checkpoint in a format of bitsandbytes, as transformers saves it."""
     config = BitsAndBytesConfig(load_in_4bit=name.endswith("4bit"), load_in_8bit=name.endswith("8bit"))
-    AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(output)
     AutoTokenizer.from_pretrained(folder).save_pretrained(output)
     return f"model.name_or_path={output}"
 
@@ -73,7 +74,7 @@ def test_load_train_save_resume_and_merge(recipe, tmp_path: Path, small_model: P
     assert any(tensor.any() for key, tensor in one.items() if "lora_B" in key), "something was learned"
     output = tmp_path / "merged"
     with pytest.raises(SystemExit) as end:
-        main(["export", str(tmp_path / "whole"), "--output", str(output)])
+        main(["export", str(tmp_path / "whole"), "--output", str(output), "--dtype", "fp32"])
     assert end.value.code == 0
     assert "quantization_config" not in json.loads((output / "config.json").read_text())
     assert all(tensor.is_floating_point() for tensor in load_file(output / "model.safetensors").values())

@@ -27,7 +27,7 @@ from halftune.model.patch import (
     register_attention,
     route_experts,
 )
-from halftune.model.quantised import compute_as_planned, is_widened, load_arguments, quantisation, store_as_planned
+from halftune.model.quantised import compute_as_planned, load_arguments, quantisation, store_as_planned
 from halftune.model.remote_code import attention_for, has_remote_code, last_line, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32, is_foreign, tables
 from halftune.model.towers import detach_towers, for_parts, record_prediction_heads, towers_called_for_text
@@ -104,7 +104,7 @@ def _load(
             AutoModelForImageTextToText if multimodal else AutoModelForCausalLM,
             folder, model, plan, attention, remote_code=remote_code, config=config, files=files, whole=lazy is None,
         )  # fmt: skip
-        if is_widened(folder):
+        if quantisation(folder) is not None:
             store_as_planned(loaded, plan)
     _check_complete(info, folder, multimodal=multimodal)
     if config is not None and files is not None:

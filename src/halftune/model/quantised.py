@@ -26,12 +26,6 @@ def quantisation(folder: Path) -> str | None:
     return method_of(json.loads(file.read_text(encoding="utf-8")).get("quantization_config"), str(file))
 
 
-def is_widened(folder: Path) -> bool:
-    """Whether a quantised checkpoint is dequantised to the storage dtype on load."""
-    method = quantisation(folder)
-    return method in STORED and not format_of(method).package
-
-
 def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for a quantised checkpoint, or for quantisation on load.
 
@@ -61,7 +55,7 @@ def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict
 
 
 def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
-    """Cast the unquantised weights of a dequantised checkpoint to the storage dtype.
+    """Cast the weights of a quantised checkpoint that are not quantised in memory to the storage dtype.
 
     transformers keeps their stored dtype, whatever dtype was requested. ``keep_fp32`` weights become fp32.
     """
@@ -70,7 +64,8 @@ def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
     own = re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
     patterns = plan.precision.keep_fp32.value
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
+        packed = type(parameter).__module__.startswith("bitsandbytes")  # whose bytes may be held as floats
+        if parameter.is_floating_point() and not packed:
             kept = stays_fp32(name, None, patterns) or own.search(name)
             parameter.data = parameter.data.to(torch.float32 if kept else storage)
 
@@ -87,6 +82,8 @@ def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> i
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for layer in layers:
         layer.compute_dtype, layer.compute_type_is_set = compute, True
+        if (state := vars(layer.weight).get("quant_state")) is not None:
+            state.dtype = compute  # of dequantised weights; a checkpoint's own would round them in an fp32 plan
         unfit = layer.in_features % _block_of(layer) or layer.out_features % _CPU_ROWS
         if for_training or unfit or compute is not torch.bfloat16:
             layer.support_avx512bf16_for_cpu = False
@@ -110,7 +107,7 @@ def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
     log.info("merging into dequantised %s weights; the export is not quantised", plan.weights.format.value)
     with no_progress_bars():
         model.dequantize(dtype=torch.float32)
-    model.requires_grad_(False)
+    model.float().requires_grad_(False)  # layers of the checkpoint that are not quantised keep their format otherwise
     conversions: list[Any] = vars(model).get("_weight_conversions") or []
     for one in list(conversions):  # reading 4-bit weights, which saving would try to reverse
         operations = getattr(one, "operations", ())
