@@ -10,7 +10,7 @@ from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import AdapterSection, LoraAdapter
+from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
@@ -92,8 +92,12 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
             could not load it again.
     """
     tensors = facts.likely_tensors
+    if isinstance(adapter, NoAdapter) and adapter.is_partial:
+        from halftune.plan.train_only import count_trained  # few runs freeze parts
+
+        return Adapted(*count_trained(facts, adapter))
     if not isinstance(adapter, LoraAdapter):
-        every = tuple((tensor.shape, _is_hidden(tensor), tensor.count) for tensor in tensors)
+        every = tuple((tensor.shape, is_hidden(tensor), tensor.count) for tensor in tensors)
         return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
     touched = {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
     if facts.tensors:
@@ -101,12 +105,12 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         _check_saved(facts, adapter)
         _check_dora(facts, adapter, sorted({tensor.module.rpartition(".")[2] for tensor in touched}))
     updates = [
-        (shape, _is_hidden(tensor) and len(shape) == 2, len(names))
+        (shape, is_hidden(tensor) and len(shape) == 2, len(names))
         for tensor, names in touched.items()
         for shape in _update_shapes(tensor, adapter)
     ]
     saved = [
-        (one.shape, _is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
+        (one.shape, is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
     ]
     if facts.tie_word_embeddings and HEAD in adapter.modules_to_save and not _saves_embedding(tensors, adapter):
         # a tied head is saved together with the embedding
@@ -126,7 +130,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs)
 
 
-def _is_hidden(tensor: Tensor) -> bool:
+def is_hidden(tensor: Tensor) -> bool:
     """Whether it is a matrix between embedding and output layer."""
     return len(tensor.shape) == 2 and tensor.kind != "embedding" and tensor.module != HEAD
 

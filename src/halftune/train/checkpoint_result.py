@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import NoAdapter
 from halftune.core.errors import TrainingError
 from halftune.model.adapters import attach_adapter
 from halftune.model.completed_run import CompletedRun
@@ -48,7 +50,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
     tokenizer = load_tokenizer(config.model)
     if config.adapter.type == "none":
         model = load_model(
-            config.model, plan, lazy=None if why_not() or config.model.tokens.add else LazyWeights()
+            config.model, plan, lazy=LazyWeights() if _all_stored(config) else None
         )  # all come from the checkpoint
         model = attach_adapter(model, config.adapter, plan, config.training.seed)
         with opened(checkpoint) as saved:
@@ -58,6 +60,12 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
     model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
     load_weights(checkpoint, model)
     save_final(model, tokenizer, plan, folder, facts=facts)
+
+
+def _all_stored(config: RunConfig) -> bool:
+    """Whether the checkpoint has every weight, so that none needs to be read from the base model."""
+    partial = isinstance(config.adapter, NoAdapter) and config.adapter.is_partial
+    return not (why_not() or config.model.tokens.add or partial)
 
 
 def base_of_checkpoint(checkpoint: Path) -> Any:

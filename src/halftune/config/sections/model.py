@@ -11,10 +11,22 @@ from halftune.config.weight_formats import OnLoad
 
 
 class NoAdapter(Section):
-    """Full fine-tuning: every weight is trained."""
+    """Full fine-tuning: every weight is trained, or those that `train_only` and `train_layers` choose."""
 
     type: Literal["none"]
     """No adapter."""
+
+    train_only: Annotated[tuple[str, ...], LISTED] = ()
+    """Regular expressions. Only parameters with a match in their name are trained, e.g. `[lm_head, 'mlp']`; all others
+    are frozen. Empty: every parameter, unless `train_layers` is set."""
+
+    train_layers: Int | None = None
+    """Only the last n layers are trained; a negative number means the first n. `train_only` adds further parameters."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some parameters are frozen."""
+        return bool(self.train_only) or self.train_layers is not None
 
 
 class LoraAdapter(Section):

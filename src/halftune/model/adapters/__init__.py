@@ -26,22 +26,13 @@ from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_d
 from halftune.precision.report import is_adapter_weight
 
 
-def _cast_embedding_output(model: torch.nn.Module, plan: Plan) -> None:
-    """Cast the output of a trained fp32 embedding (``modules_to_save``) to the base model's dtype.
+def cast_output(embedding: torch.nn.Embedding, dtype: torch.dtype) -> None:
+    """Cast the output of a trained fp32 embedding to the base model's dtype.
 
     Otherwise the residual stream of a half-precision model would be fp32, and layers that do not cast their input
     (LayerNorm on a CPU) would fail.
     """
-    storage = torch_dtype(plan.precision.storage.value)
-
-    def cast(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        return output.to(storage)
-
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for copy in module.modules_to_save.values():
-                if isinstance(copy, torch.nn.Embedding):
-                    copy.register_forward_hook(cast)
+    embedding.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
 
 
 def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
@@ -58,7 +49,10 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
             parameter.data = parameter.data.to(torch.float32 if kept else trainable)
             if kept:
                 mark_kept(parameter)  # peft's copy of a marked weight is not marked
-    _cast_embedding_output(model, plan)
+    for module in model.modules():
+        for copy in module.modules_to_save.values() if isinstance(module, ModulesToSaveWrapper) else ():
+            if isinstance(copy, torch.nn.Embedding):
+                cast_output(copy, torch_dtype(plan.precision.storage.value))
     if plan.precision.autocast.value:
         for module in model.modules():
             if isinstance(module, LoraLayer) and not module.lora_variant:
