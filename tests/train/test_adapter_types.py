@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
 from halftune.cli import main
-from halftune.core.errors import PlanError
+from halftune.core.errors import ConfigError, HalftuneError, ModelError, PlanError
 from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
 from halftune.precision.report import check_dtypes
@@ -72,3 +75,81 @@ def test_parts_that_do_not_exist_are_refused_in_the_plan(recipe, asked: str, cod
     with pytest.raises(PlanError) as refused:
         recipe(f"adapter={asked}")
     assert refused.value.code == code
+
+
+@pytest.fixture
+def first(recipe, tmp_path: Path) -> Path:
+    """A trained adapter of rank 3."""
+    place = f"training.output_dir={tmp_path / 'first'}"
+    train(*recipe(*STEPS, place, "adapter={type: lora, rank: 3, alpha: 5, target_modules: [q_proj, down_proj]}"))
+    return tmp_path / "first" / "final"
+
+
+def test_training_starts_from_an_adapter_and_resumes_exactly(recipe, first: Path, tmp_path: Path) -> None:
+    steps = (*STEPS, f"adapter={{type: lora, name_or_path: {first}}}")
+    loaded, plan = recipe(*steps, f"training.output_dir={tmp_path / 'whole'}")
+    section = loaded.run.adapter
+    assert (section.rank, section.alpha, section.target_modules) == (3, 5, ("down_proj", "q_proj"))
+    assert loaded.origins["adapter.rank"] == loaded.origins["adapter.name_or_path"]
+    model, start = load_model(loaded.run.model, plan), load_file(first / "adapter_model.safetensors")
+    fresh = get_peft_model_state_dict(attach_adapter(model, section, plan, 0), save_embedding_layers=False)
+    assert start.keys() == fresh.keys()
+    assert all(torch.equal(start[key], fresh[key]) for key in start)
+    train(loaded, plan)
+    train(*recipe(*steps, f"training.output_dir={tmp_path / 'rest'}", f"training.resume={tmp_path}/whole/checkpoint-1"))
+    one, other = (load_file(tmp_path / place / "final" / "adapter_model.safetensors") for place in ("whole", "rest"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not any(torch.equal(one[key], start[key]) for key in one)
+
+
+def test_a_changed_start_is_refused_at_resume(recipe, first: Path, tmp_path: Path) -> None:
+    asked = (*STEPS, f"adapter={{type: lora, name_or_path: {first}}}", f"training.output_dir={tmp_path / 'run'}")
+    train(*recipe(*asked))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "final")
+    (tmp_path / "run" / "finished.json").unlink()
+    weights = load_file(first / "adapter_model.safetensors")
+    save_file({key: tensor + 1 for key, tensor in weights.items()}, first / "adapter_model.safetensors")
+    with pytest.raises(ConfigError) as refused:
+        train(*recipe(*asked))
+    assert refused.value.code == "train.run_changed"
+    train(*recipe(*asked, "training.allow_changes=[adapter]"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings", "code"),
+    [
+        ("rank: 4", {}, "config.keys_conflict"),
+        ("target_modules: [q_proj]", {}, "config.keys_conflict"),
+        ("target_modules: all-linear", {}, "model.adapter_mismatch"),
+        ("rank: 3", {"rank_pattern": {"q_proj": 2}}, "model.adapter_unsupported"),
+        ("rank: 3", {"peft_type": "OFT"}, "model.adapter_unsupported"),
+        ("rank: 3", {"init_lora_weights": "pissa"}, "model.adapter_unsupported"),
+        ("rank: 3", {"target_modules": ["q_proj", "up_proj"]}, "model.adapter_mismatch"),
+    ],
+)
+def test_another_start_than_the_recipes_or_the_models_is_refused(
+    recipe, first: Path, keys: str, settings: dict[str, object], code: str
+) -> None:
+    file = first / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+    def start() -> None:
+        loaded, plan = recipe(*STEPS, f"adapter={{type: lora, name_or_path: {first}, {keys}}}")
+        attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
+
+    with pytest.raises(HalftuneError) as refused:
+        start()
+    problems = refused.value.problems if isinstance(refused.value, ConfigError) else [refused.value]
+    assert [problem.code for problem in problems] == [code]
+
+
+def test_a_start_of_another_base_is_refused(recipe, first: Path, tmp_path: Path, small_model: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(small_model, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({key: tensor * 2 for key, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    asked = (*STEPS, f"model.name_or_path={other}", f"adapter={{type: lora, name_or_path: {first}}}")
+    with pytest.raises(ModelError) as refused:
+        train(*recipe(*asked))
+    assert refused.value.code == "model.base_changed"

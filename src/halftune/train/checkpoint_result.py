@@ -57,7 +57,8 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
             save_final(model, tokenizer, plan, folder, _trained(model, saved, checkpoint), facts)
         return
     model = load_model(config.model, plan)
-    model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
+    fresh = config.adapter.model_copy(update={"name_or_path": None})  # its weights are those of the checkpoint
+    model = attach_adapter(model, fresh, plan, config.training.seed, revision=config.model.revision)
     load_weights(checkpoint, model)
     save_final(model, tokenizer, plan, folder, facts=facts)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import ModelSection
+from halftune.config.sections.model import LoraAdapter, ModelSection
 from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
@@ -60,12 +60,12 @@ def build(
     """
     config = loaded.run
     phase("tokenising")
-    locate(config.model)  # of the hub: weights that are not there are told before the data is prepared
+    check_weights(config)
     tokenizer = load_tokenizer(config.model)
     data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from))
     phase("loading")
     accelerator = make_accelerator(plan)
-    inputs = run_inputs(config.model, tokenizer, data)
+    inputs = run_inputs(config.model, config.adapter, tokenizer, data)
     check_agreed(accelerator, "base model, tokenizer or data file", contents(inputs))
     resume_from, changes = agreed(folder, accelerator.num_processes), UNCHANGED
     if resume_from is not None:
@@ -105,6 +105,19 @@ def build(
     )
     check_same_data(run)
     return run
+
+
+def check_weights(config: RunConfig) -> None:
+    """Finds the weights that training starts from, before the data is prepared; of the hub: downloads them.
+
+    Raises:
+        ModelError: the base model or the adapter is not there, or they do not belong together.
+    """
+    locate(config.model)
+    if isinstance(config.adapter, LoraAdapter) and config.adapter.name_or_path is not None:
+        from halftune.model.adapters.start import check_start  # few runs start from an adapter
+
+        check_start(config)
 
 
 def place_model(

@@ -35,6 +35,10 @@ class LoraAdapter(Section):
     type: Literal["lora"] = "lora"
     """LoRA."""
 
+    name_or_path: str | None = None
+    """Start from this adapter's weights: a folder such as `runs/mine/final`, or a hub id. Its config sets rank, alpha,
+    target_modules, modules_to_save, use_rslora and use_dora."""
+
     rank: Annotated[Int, Field(ge=1)] = 16
     """Rank r of the update B·A."""
 

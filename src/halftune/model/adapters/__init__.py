@@ -109,7 +109,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     except LOAD_ERRORS as error:
         what = f"cannot load the adapter: {first_line(error)}"
         raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
-    _check_whole(adapted, folder)
+    check_whole(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()
 
@@ -119,7 +119,7 @@ def _remedy(model: torch.nn.Module) -> str:
     return f"check that the adapter was trained on this base model{of_text}"
 
 
-def _check_whole(adapted: PeftModel, folder: Path) -> None:
+def check_whole(adapted: PeftModel, folder: Path) -> None:
     """Check that the adapter's file has exactly its weights: peft leaves missing ones random.
 
     Raises:

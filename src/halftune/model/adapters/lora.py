@@ -62,6 +62,10 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     cast_adapter(adapted, plan)
     if adapter.use_dora:
         _measure_magnitudes(adapted)
+    if adapter.name_or_path is not None:
+        from halftune.model.adapters.start import load_start  # few runs start from an adapter
+
+        load_start(adapted, adapter)
     return adapted
 
 
