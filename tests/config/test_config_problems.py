@@ -129,7 +129,8 @@ adapter: {type: lorra, r: 8, bias: none, alpha: -1}
 data: {train: "builtin:python-docs"}
 training: {output_dir: runs/x}
 """
-    keys = "rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora, lora_plus_ratio"
+    keys = "name_or_path, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora, init"
+    keys += ", lora_plus_ratio"
     known = f"keys of adapter are type, {keys}"
     assert problems(text) == [
         "x.yaml:2: adapter.type: expected one of none, lora, got 'lorra' · did you mean lora?",

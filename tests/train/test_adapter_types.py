@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from halftune.cli import main
 from halftune.core.errors import ConfigError, HalftuneError, ModelError, PlanError
-from halftune.model.adapters import attach_adapter
+from halftune.model.adapters import attach_adapter, initial
 from halftune.model.load import load_model
+from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
+from halftune.train.checkpoint import first_weights, load_weights
 from halftune.train.trainer import train
 
 STEPS = (
@@ -153,3 +156,61 @@ def test_a_start_of_another_base_is_refused(recipe, first: Path, tmp_path: Path,
     with pytest.raises(ModelError) as refused:
         train(*recipe(*asked))
     assert refused.value.code == "model.base_changed"
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("init", ["olora", "pissa", "pissa_niter_4"])
+def test_parts_of_the_base_train_resume_exactly_and_load_on_the_base(
+    recipe, small_model: Path, tmp_path: Path, init: str, compute: str
+) -> None:
+    """The SVD of a resumed run is not asked for: its first A and B are those of the checkpoint."""
+    steps = (*STEPS, f"adapter={{type: lora, rank: 4, init: {init}, use_rslora: true}}", f"precision={compute}")
+    loaded, plan = recipe(*steps, f"training.output_dir={tmp_path / 'whole'}", machine="cpu-amx")
+    fresh = attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
+    check_dtypes(fresh, plan.precision)
+    base = load_file(small_model / "model.safetensors")
+    for name, layer in fresh.named_modules():
+        if name.endswith("_proj"):
+            whole = layer.base_layer.weight.float() + layer.scaling["default"] * (
+                layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+            )
+            weight = base[f"{name.removeprefix('base_model.model.')}.weight"]
+            rest = layer.base_layer.weight.float()
+            assert (whole - weight).norm() < (1e-6 if compute == "fp32" else 4e-3) * max(weight.norm(), rest.norm())
+            assert init == "olora" or rest.norm() < weight.norm(), name
+    train(loaded, plan)
+    resume = (f"training.output_dir={tmp_path / 'rest'}", f"training.resume={tmp_path}/whole/checkpoint-1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial, "_decompose", None)
+        train(*recipe(*steps, *resume, machine="cpu-amx"))
+    one, other = (load_file(tmp_path / place / "final" / "adapter_model.safetensors") for place in ("whole", "rest"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    ids_BT = torch.arange(12).reshape(1, 12)
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+    plain = PeftModel.from_pretrained(model, tmp_path / "whole" / "final").eval()
+    last, section = tmp_path / "whole" / "checkpoint-2", loaded.run.adapter
+    trained = attach_adapter(load_model(loaded.run.model, plan), section, plan, 0, initial=first_weights(last, section))
+    load_weights(last, trained)
+    with torch.no_grad(), autocast(plan.precision, torch.device("cpu")):
+        expected = trained.eval()(ids_BT).logits.float()
+    with torch.no_grad():
+        error = (plain(ids_BT).logits - expected).norm() / expected.norm()
+        with plain.disable_adapter():
+            moved = (plain(ids_BT).logits - expected).norm()
+    assert error < (1e-5 if compute == "fp32" else 0.1)  # OLoRA makes the base larger, and rounds it more
+    assert compute == "bf16" or moved > 1e3 * error * expected.norm()
+    assert exported(tmp_path / "whole", tmp_path / "merged") == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (("adapter={type: lora, init: pissa, use_dora: true}",), "config.keys_conflict"),
+        (("adapter={type: lora, init: olora}", "model.quantization=nf4"), "config.keys_conflict"),
+        (("adapter={type: lora, init: pissa}", "method=dpo"), "config.keys_conflict"),
+    ],
+)
+def test_options_that_need_the_base_as_it_is(recipe, asked: tuple[str, ...], code: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        recipe(*asked)
+    assert code in [problem.code for problem in refused.value.problems]

@@ -72,6 +72,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"precision": {"optimizer_state": "bf16"}, "training": {"optim": "sgd"}},
     {"precision": {"trainable": "fp32", "optimizer_state": "fp32"}},
     {"adapter": "none", "training": {"optim": "muon"}},
+    {"adapter": {"type": "lora", "init": "pissa", "name_or_path": "a/b"}},
     {"adapter": {"type": "none", "train_only": ["norm"], "train_layers": 2}},
     {"adapter": {"type": "none", "train_only": ["lm_hat"]}},
     {"adapter": {"type": "none", "train_layers": 99}},

@@ -114,6 +114,8 @@ def needs_whole_weights(config: RunConfig) -> str:
     """Why a process under fsdp2 reads all weights before it keeps its share, as a sentence; empty where it does not."""
     if isinstance(config.adapter, LoraAdapter) and config.adapter.use_dora:
         return "DoRA begins with the lengths of whole weights"
+    if isinstance(config.adapter, LoraAdapter) and config.adapter.reduces_base:
+        return f"init: {config.adapter.init} decomposes whole weights"
     if isinstance(config.adapter, LoraAdapter) and config.adapter.name_or_path and config.adapter.modules_to_save:
         return "modules_to_save begin as they are in the adapter"
     return ""

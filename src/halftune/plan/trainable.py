@@ -123,6 +123,8 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         reason += ", with DoRA's magnitudes"
     if whole:
         reason += f"; {', '.join(adapter.modules_to_save)} in full"
+    if adapter.init != "default":
+        reason += f"; initial weights by {adapter.init}"
     if adapter.name_or_path is not None:
         reason += f"; starts from {adapter.name_or_path}"
     if not facts.tensors:

@@ -20,7 +20,7 @@ from halftune.model.load import load_model
 from halftune.model.result import BASE
 from halftune.model.save import check_same, save_final
 from halftune.model.tokenizer import load_tokenizer
-from halftune.train.checkpoint import load_weights, opened, read_state, readable
+from halftune.train.checkpoint import first_weights, load_weights, opened, read_state, readable
 from halftune.train.checkpoint_list import flaw
 from halftune.train.parallel.shards import Stored
 
@@ -58,7 +58,8 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
         return
     model = load_model(config.model, plan)
     fresh = config.adapter.model_copy(update={"name_or_path": None})  # its weights are those of the checkpoint
-    model = attach_adapter(model, fresh, plan, config.training.seed, revision=config.model.revision)
+    seed, revision, initial = config.training.seed, config.model.revision, first_weights(checkpoint, config.adapter)
+    model = attach_adapter(model, fresh, plan, seed, revision=revision, initial=initial)
     load_weights(checkpoint, model)
     save_final(model, tokenizer, plan, folder, facts=facts)
 

@@ -30,6 +30,7 @@ from halftune.plan import Plan
 from halftune.plan.finalise import Evidence, finalise
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
+from halftune.train.checkpoint import first_weights
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
 from halftune.train.numeric_environment import seed_everything, set_rounding
@@ -73,7 +74,7 @@ def build(
     plan = finalise(plan, evidence(config, plan, resume_from))
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
-    strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data)
+    strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
     feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer))
     check_agreed(accelerator, "training data", feed.fingerprint())
     total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision, config.adapter)
@@ -121,14 +122,19 @@ def check_weights(config: RunConfig) -> None:
 
 
 def place_model(
-    config: RunConfig, plan: Plan, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+    config: RunConfig,
+    plan: Plan,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
+    resume_from: Path | None = None,
 ) -> tuple[Strategy, nn.Module, nn.Module]:
     """The strategy, the model with the plan's dtypes where it is computed, and what forward passes are made with.
 
     Raises:
         HalftuneError: as ``make_model`` and the strategy; or a token has no embedding.
     """
-    model, unread = make_model(config, plan)
+    model, unread = make_model(config, plan, first_weights(resume_from, config.adapter))
     check_tokens(model, tokenizer, data)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout

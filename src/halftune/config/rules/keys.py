@@ -193,6 +193,35 @@ def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[
             yield Violation(key, what, "use all-linear, or a list such as [q_proj, v_proj]")
 
 
+@rule(
+    "config.keys_conflict",
+    "adapter.init",
+    "adapter.use_dora",
+    "adapter.name_or_path",
+    "model.quantization",
+    "method.type",
+)
+def init_keeps_base(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """PiSSA and OLoRA change the base weights, which some options need as they are."""
+    adapter = run.adapter
+    if not isinstance(adapter, LoraAdapter) or adapter.init == "default":
+        return
+    key = ("adapter", "init")
+    if adapter.name_or_path is not None:
+        yield Violation(key, "has no effect with adapter.name_or_path", "remove it", code="config.no_effect")
+    if not adapter.reduces_base:
+        return
+    conflicts = {
+        "use_dora: true": adapter.use_dora,
+        f"model.quantization: {run.model.quantization}": run.model.quantization != "none",
+        f"method: {run.method.type}, whose reference is the base model": run.method.needs_reference,
+    }
+    for other, given in conflicts.items():
+        if given:
+            what = f"{adapter.init} changes the base weights and conflicts with {other}"
+            yield Violation(key, what, "use init: default or gaussian")
+
+
 @rule("data.preference_pairs", "method.type", "data.train", "data.eval", "data.system")
 def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Each method supports certain data formats."""

@@ -60,9 +60,19 @@ class LoraAdapter(Section):
     use_dora: Flag = False
     """Weight-decomposed LoRA (Liu et al. 2024, arXiv:2402.09353)."""
 
+    init: Literal["default", "gaussian", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"] = "default"
+    """Initial A and B: small random A and zero B (`default`, `gaussian`), or a part of the base weights, which are
+    reduced by it: OLoRA (arXiv:2406.01775), PiSSA (arXiv:2404.02948) by exact SVD, or by a fast one of 4 or 16
+    iterations."""
+
     lora_plus_ratio: Annotated[Number, Field(gt=0)] | None = None
     """Learning rate of B over that of A (LoRA+, Hayou et al. 2024, arXiv:2402.12354: 16 is typical); one learning rate
     by default. Adapters of embeddings keep the learning rate of A."""
+
+    @property
+    def reduces_base(self) -> bool:
+        """Whether `init` moves a part of the base weights to the adapter."""
+        return self.init not in ("default", "gaussian")
 
 
 AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), TYPED]

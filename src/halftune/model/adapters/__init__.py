@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.safetensors_headers import read_header
-from halftune.config.sections.model import AdapterSection
+from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
@@ -67,7 +68,13 @@ ADAPTERS: dict[str, str] = {
 
 
 def attach_adapter(
-    model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int, *, revision: str | None = None
+    model: PreTrainedModel,
+    adapter: AdapterSection,
+    plan: Plan,
+    seed: int,
+    *,
+    revision: str | None = None,
+    initial: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.nn.Module:
     """Attach the adapter; trained weights require gradients and have dtype ``plan.precision.trainable``.
 
@@ -77,11 +84,16 @@ def attach_adapter(
         plan: gives the dtypes.
         seed: of the adapter's initial weights; the global random state does not change.
         revision: revision of the base model, saved in the adapter's config.
+        initial: of a resumed run whose adapter began with a part of the base weights: its first A and B.
 
     Raises:
         ConfigError: the adapter does not fit this model.
     """
     adapted = table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+    if isinstance(adapted, PeftModel) and isinstance(adapter, LoraAdapter) and adapter.reduces_base:
+        from halftune.model.adapters.initial import initialise  # few runs do
+
+        initialise(adapted, adapter, plan, seed, initial)
     if isinstance(adapted, PeftModel):
         adapted.peft_config["default"].revision = revision
     return adapted

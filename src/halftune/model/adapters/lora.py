@@ -45,6 +45,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         modules_to_save=saved,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
+        init_lora_weights="gaussian" if adapter.init == "gaussian" else True,
         bias="none",
         ensure_weight_tying=tied,
     )
