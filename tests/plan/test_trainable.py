@@ -54,7 +54,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "head saved": {"modules_to_save": ["lm_head"]},
     "embedding saved": {"modules_to_save": ["embed_tokens"]},
     "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
-    "norms saved": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+    "norms saved": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
     "embedding adapted": {"target_modules": ["embed_tokens", "q_proj"]},
 }
 

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from halftune.cli import main
 from halftune.core.errors import ConfigError, HalftuneError, ModelError, PlanError
-from halftune.model.adapters import attach_adapter, initial
+from halftune.model.adapters import ADAPTERS, attach_adapter, initial, load_adapter
 from halftune.model.load import load_model
+from halftune.model.merge import fp32_plan
+from halftune.plan.adapter_types import ADAPTER_TYPES
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
 from halftune.train.checkpoint import first_weights, load_weights
@@ -214,3 +216,56 @@ def test_options_that_need_the_base_as_it_is(recipe, asked: tuple[str, ...], cod
     with pytest.raises(ConfigError) as refused:
         recipe(*asked)
     assert code in [problem.code for problem in refused.value.problems]
+
+
+TYPES = {
+    "lora": "{type: lora, rank: 4}",
+    "oft": "{type: oft, block_size: 10, modules_to_save: [norm]}",
+    "vera": "{type: vera, rank: 24, target_modules: [q_proj, down_proj]}",
+    "ia3": "{type: ia3, target_modules: '.*(k|v|down)_proj'}",
+    "loha": "{type: loha, rank: 3}",
+    "lokr": "{type: lokr, rank: 2, factor: 4}",
+}
+
+
+def test_every_type_has_a_row_and_a_contract() -> None:
+    assert set(ADAPTERS) == {"none", *TYPES}
+    assert set(ADAPTER_TYPES) == set(TYPES) - {"lora"}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", TYPES)
+def test_types_train_resume_exactly_load_by_peft_and_merge(
+    recipe, small_model: Path, tmp_path: Path, name: str, compute: str
+) -> None:
+    steps = (*STEPS, f"adapter={TYPES[name]}", f"precision={compute}", "training.learning_rate=1e-2")
+    loaded, plan = recipe(*steps, f"training.output_dir={tmp_path / 'whole'}", machine="cpu-amx")
+    fresh = attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
+    check_dtypes(fresh, plan.precision)
+    assert plan.num_trainable.value == sum(one.numel() for one in fresh.parameters() if one.requires_grad)
+    train(loaded, plan)
+    resume = (f"training.output_dir={tmp_path / 'rest'}", f"training.resume={tmp_path}/whole/checkpoint-1")
+    train(*recipe(*steps, *resume, machine="cpu-amx"))
+    final, file = tmp_path / "whole" / "final", "adapter_model.safetensors"
+    one, other = load_file(final / file), load_file(tmp_path / "rest" / "final" / file)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+    plain = PeftModel.from_pretrained(model, final).eval()
+    exact = fp32_plan(plan, "fp32")
+    ours = load_adapter(load_model(loaded.run.model, exact, for_training=False), final, exact)
+    ids_BT = torch.arange(12).reshape(1, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids_BT).logits, plain(ids_BT).logits, rtol=1e-5, atol=1e-5)
+        with plain.disable_adapter():
+            assert not torch.allclose(ours(ids_BT).logits, plain(ids_BT).logits, rtol=1e-3, atol=1e-3)
+    assert exported(tmp_path / "whole", tmp_path / "merged") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids_BT).logits, plain(ids_BT).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ADAPTER_TYPES)
+def test_bases_that_a_type_does_not_support_are_refused_in_the_plan(recipe, name: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        recipe(f"adapter={name}", "model.quantization=nf4")
+    assert refused.value.code == "plan.adapter_unavailable"

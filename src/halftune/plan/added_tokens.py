@@ -1,4 +1,4 @@
-"""The plan of a run that adds tokens: the rows of its embedding, and what LoRA trains in full."""
+"""The plan of a run that adds tokens: the rows of its embedding, and what an adapter trains in full."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import LoraAdapter, NoAdapter, TokensSection
+from halftune.config.sections.model import NoAdapter, TokensSection
 from halftune.core.choice import Choice
 
 HEAD = "lm_head"
@@ -22,7 +22,7 @@ def rows_for(rows: int, tokens: int, section: TokensSection) -> int:
 
 
 def with_added_tokens(config: RunConfig, facts: ModelFacts) -> tuple[RunConfig, ModelFacts, Choice[int]]:
-    """The config with the modules that LoRA trains in full, the facts of the grown model, and the added rows.
+    """The config with the modules that an adapter trains in full, the facts of the grown model, and the added rows.
 
     The number of rows is an upper bound: the tokenizer may have some of the tokens already.
     """
@@ -44,7 +44,7 @@ def with_added_tokens(config: RunConfig, facts: ModelFacts) -> tuple[RunConfig, 
         trained = [f"^{re.escape(name)}$" for name in (*(one.name for one in tables[:1]), *heads)]
         adapter = config.adapter.model_copy(update={"train_only": (*config.adapter.train_only, *trained)})
         return config.model_copy(update={"adapter": adapter}), grown, Choice(new - old, reason)
-    if isinstance(config.adapter, LoraAdapter):
+    if not isinstance(config.adapter, NoAdapter):
         names = [one.module.rpartition(".")[2] for one in tables[:1]]
         names += [] if facts.tie_word_embeddings else [HEAD]
         saved = tuple(dict.fromkeys((*config.adapter.modules_to_save, *names)))

@@ -33,9 +33,7 @@ def config_file(model: ModelSection) -> Path:
         remedy = "use an existing folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or builtin:<name>"
         what = f"no such model folder: {name}"
         raise ModelError(what, where="model.name_or_path", remedy=remedy, code="model.not_found")
-    file = from_hub(name, model.revision, "config.json", key="model.name_or_path")
-    assert file is not None
-    return file
+    return _from_hub(name, model.revision)
 
 
 def config_in(folder: Path) -> Path:
@@ -56,6 +54,12 @@ def config_in(folder: Path) -> Path:
         raise ModelError(what, where=key, remedy=remedy, code="model.is_adapter")
     what = f"no config.json in folder {folder}"
     raise ModelError(what, where=key, remedy="use the folder of a model", code="model.config_missing")
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    file = from_hub(name, revision, "config.json", key="model.name_or_path")
+    assert file is not None, "downloaded"
+    return file
 
 
 def from_hub(name: str, revision: str | None, file: str, *, key: str, download: bool = True) -> Path | None:

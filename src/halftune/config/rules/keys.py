@@ -10,7 +10,7 @@ from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.method import PretrainMethod
-from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.config.sections.training import FsdpSection
 from halftune.core.optional import extra_line, version_of
 
@@ -174,7 +174,7 @@ def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation
 @rule("config.bad_target_modules", "adapter.target_modules")
 def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[Violation]:
     """An empty list, a comma-separated string or a broken regular expression would match nothing."""
-    if not isinstance(run.adapter, LoraAdapter):
+    if isinstance(run.adapter, NoAdapter):
         return
     targets, key = run.adapter.target_modules, ("adapter", "target_modules")
     if isinstance(targets, tuple):

@@ -75,7 +75,80 @@ class LoraAdapter(Section):
         return self.init not in ("default", "gaussian")
 
 
-AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), TYPED]
+class PeftAdapter(Section):
+    """What the adapters of ``halftune.plan.adapter_types`` have in common."""
+
+    target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
+    """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
+
+    modules_to_save: Annotated[tuple[str, ...], LISTED] = ()
+    """Modules trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]` after adding tokens."""
+
+
+class OftAdapter(PeftAdapter):
+    """Orthogonal fine-tuning (arXiv:2306.07280, arXiv:2506.19847): rotates the inputs of frozen linear layers."""
+
+    type: Literal["oft"]
+    """OFT."""
+
+    block_size: Annotated[Int, Field(ge=2)] = 32
+    """Inputs that are rotated together; the nearest divisor of a layer's number of inputs is used."""
+
+
+class VeraAdapter(PeftAdapter):
+    """Vectors that scale frozen random matrices, which all layers share (arXiv:2310.11454)."""
+
+    type: Literal["vera"]
+    """VeRA."""
+
+    rank: Annotated[Int, Field(ge=1)] = 256
+    """Rank of the shared matrices."""
+
+
+class Ia3Adapter(PeftAdapter):
+    """Vectors that scale the outputs or the inputs of frozen linear layers (arXiv:2205.05638)."""
+
+    type: Literal["ia3"]
+    """IA3."""
+
+    feedforward_modules: Annotated[tuple[str, ...], LISTED] = ("down_proj",)
+    """Endings of those target modules whose inputs are scaled instead of their outputs."""
+
+
+class LohaAdapter(PeftAdapter):
+    """Elementwise products of two low-rank updates (LoHa, arXiv:2108.06098)."""
+
+    type: Literal["loha"]
+    """LoHa."""
+
+    rank: Annotated[Int, Field(ge=1)] = 16
+    """Rank of each of the two updates."""
+
+    alpha: Annotated[Number, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+
+
+class LokrAdapter(PeftAdapter):
+    """Kronecker products of a small matrix and a low-rank one (LoKr, arXiv:2212.10650)."""
+
+    type: Literal["lokr"]
+    """LoKr."""
+
+    rank: Annotated[Int, Field(ge=1)] = 16
+    """Rank of the larger factor, which is stored whole if it is small."""
+
+    alpha: Annotated[Number, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+
+    factor: Annotated[Int, Field(ge=-1)] = -1
+    """Size of the small factor; -1: near the square root of the layer's size."""
+
+
+AdapterSection = Annotated[
+    NoAdapter | LoraAdapter | OftAdapter | VeraAdapter | Ia3Adapter | LohaAdapter | LokrAdapter,
+    Field(discriminator="type"),
+    TYPED,
+]
 
 
 Request = Literal["auto", "bf16", "fp16", "fp32"]

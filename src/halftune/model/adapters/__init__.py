@@ -36,6 +36,13 @@ def cast_output(embedding: torch.nn.Embedding, dtype: torch.dtype) -> None:
     embedding.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
 
 
+def _cast_embeddings(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for copy in module.modules_to_save.values() if isinstance(module, ModulesToSaveWrapper) else ():
+            if isinstance(copy, torch.nn.Embedding):
+                cast_output(copy, dtype)
+
+
 def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
     """Cast the adapter's weights to ``plan.precision.trainable``, parameter by parameter.
 
@@ -50,10 +57,10 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
             parameter.data = parameter.data.to(torch.float32 if kept else trainable)
             if kept:
                 mark_kept(parameter)  # peft's copy of a marked weight is not marked
-    for module in model.modules():
-        for copy in module.modules_to_save.values() if isinstance(module, ModulesToSaveWrapper) else ():
-            if isinstance(copy, torch.nn.Embedding):
-                cast_output(copy, torch_dtype(plan.precision.storage.value))
+    for name, buffer in model.named_buffers():
+        if is_adapter_weight(name) and buffer.is_floating_point():  # VeRA's shared matrices
+            buffer.data = buffer.data.to(trainable)
+    _cast_embeddings(model, torch_dtype(plan.precision.storage.value))
     if plan.precision.autocast.value:
         for module in model.modules():
             if isinstance(module, LoraLayer) and not module.lora_variant:
@@ -64,6 +71,7 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
 ADAPTERS: dict[str, str] = {
     "none": "halftune.model.adapters.none:attach",
     "lora": "halftune.model.adapters.lora:attach",
+    **dict.fromkeys(("oft", "vera", "ia3", "loha", "lokr"), "halftune.model.adapters.peft_types:attach"),
 }
 
 
