@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from process_group import apart, curve, in_processes, train_all
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -269,3 +270,35 @@ def test_bases_that_a_type_does_not_support_are_refused_in_the_plan(recipe, name
     with pytest.raises(PlanError) as refused:
         recipe(f"adapter={name}", "model.quantization=nf4")
     assert refused.value.code == "plan.adapter_unavailable"
+
+
+KINDS = {**{name: asked for name, (asked, _) in PARTS.items()}, **TYPES, "pissa": "{type: lora, rank: 4, init: pissa}"}
+SHARDED = ("lora", "pissa")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*((name, "ddp") for name in KINDS), *((name, "fsdp2") for name in SHARDED)]
+)
+def test_two_processes_train_the_same_and_resume_exactly(recipe, tmp_path: Path, name: str, strategy: str) -> None:
+    base = ("precision=bf16", "data.max_length=64", "training.max_steps=2", "training.save_steps=1")
+    base += (f"adapter={KINDS[name]}",)
+    rows, shared = "training.per_device_train_batch_size=2", f"distributed.strategy={strategy}"
+    whole, rest, alone = (f"training.output_dir={tmp_path / one}" for one in ("whole", "rest", "alone"))
+    for where in ((whole,), (rest, f"training.resume={tmp_path}/whole/checkpoint-1")):
+        assert in_processes(2, train_all([recipe(*base, rows, shared, *where, machine="cpu-amx", world_size=2)])) == [
+            0,
+            0,
+        ]
+    assert curve(tmp_path / "whole")[1:] == curve(tmp_path / "rest")
+    one, other = (load_file(next((tmp_path / run / "final").glob("*.safetensors"))) for run in ("whole", "rest"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    train(*recipe(*base, alone, "training.per_device_train_batch_size=4", machine="cpu-amx"))
+    assert apart(curve(tmp_path / "whole"), curve(tmp_path / "alone")) < 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - SHARDED))
+def test_what_cannot_be_sharded_is_refused_in_the_plan(recipe, name: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        recipe(f"adapter={KINDS[name]}", "distributed.strategy=fsdp2", world_size=2)
+    assert refused.value.code == "plan.strategy_unavailable"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import LoraAdapter, PeftAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter, PeftAdapter
 from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
@@ -105,8 +105,11 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
         return "fsdp2 needs a device that processes talk over; MPS is none"
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
-    if isinstance(config.adapter, PeftAdapter):
-        return f"fsdp2 does not shard a model with adapter: {config.adapter.type}"
+    adapter = config.adapter
+    if isinstance(adapter, PeftAdapter):
+        return f"fsdp2 does not shard a model with adapter: {adapter.type}"
+    if isinstance(adapter, NoAdapter) and adapter.is_partial:
+        return "fsdp2 does not shard a model of which some parameters are trained in full"
     if reason := OPTIMIZERS[config.training.optim].cannot_shard:
         return f"{config.training.optim} {reason}"
     return ""
