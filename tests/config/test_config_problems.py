@@ -90,7 +90,7 @@ WRONG = {
     "logging.report_to=none": "write [] for none",
     "model.load_in_4bit=true": "unknown key · write model.quantization: nf4 (4 bit) or int8",
     "adapter={type: none, rank: 8}": "adapter.rank: unknown key · rank is a key of adapter.type lora",
-    "adapter=[lora]": "expected none or lora, or a section of keys, got a list",
+    "adapter=[lora]": "or lokr, or a section of keys, got a list",
     "method={type: kto}": "method.type: expected one of sft, pretrain, dpo, got 'kto'",
     "data.train=[]": "data.train: is empty · add at least one entry",
     "data.train=[1]": "data.train[0]: expected a string, got 1 · put it in quotes",
@@ -129,10 +129,11 @@ adapter: {type: lorra, r: 8, bias: none, alpha: -1}
 data: {train: "builtin:python-docs"}
 training: {output_dir: runs/x}
 """
-    keys = "rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora, lora_plus_ratio"
+    keys = "name_or_path, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora, init"
+    keys += ", lora_plus_ratio"
     known = f"keys of adapter are type, {keys}"
     assert problems(text) == [
-        "x.yaml:2: adapter.type: expected one of none, lora, got 'lorra' · did you mean lora?",
+        "x.yaml:2: adapter.type: expected one of none, lora, oft, vera, ia3, loha, lokr, got 'lorra' · did you mean lora?",
         "x.yaml:2: adapter.alpha: expected a number > 0, got -1",
         "x.yaml:2: adapter.r: unknown key · did you mean adapter.rank?",
         f"x.yaml:2: adapter.bias: unknown key · {known}",

@@ -195,3 +195,18 @@ def test_a_run_is_not_put_into_a_part_of_another(load: Load, problems: Problems,
     Path("outer/resolved.yaml").touch()
     assert "part of another run" in "".join(problems(inside))
     load(beside)
+
+
+def test_a_start_that_a_dependency_trains_has_the_settings_of_its_recipe(load: Load) -> None:
+    own = "model: {name_or_path: builtin:qwen2-tiny}\ndata: {train: builtin:python-docs}\n"
+    Path("first.yaml").write_text(own + "training: {output_dir: runs/a}\nadapter: {type: lora, rank: 3, alpha: 5}\n")
+    second = own + "training: {output_dir: runs/b}\ndepends_on: first.yaml\n"
+    adapter = load(second + "adapter: {type: lora, name_or_path: runs/a/final}\n").run.adapter
+    assert (adapter.rank, adapter.alpha, adapter.target_modules) == (3, 5, "all-linear")
+    for keys, code in (
+        ("name_or_path: runs/a/final, rank: 4", "config.keys_conflict"),
+        ("name_or_path: ./gone", "model.adapter_missing"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load(second + f"adapter: {{type: lora, {keys}}}\n")
+        assert [problem.code for problem in refused.value.problems] == [code]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, PlanError
 from halftune.model.adapters import attach_adapter
+from halftune.plan.train_only import trained_patterns
 from halftune.plan.trainable import count_trainable
 
 SMALL = {
@@ -52,7 +54,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "head saved": {"modules_to_save": ["lm_head"]},
     "embedding saved": {"modules_to_save": ["embed_tokens"]},
     "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
-    "norms saved": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+    "norms saved": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
     "embedding adapted": {"target_modules": ["embed_tokens", "q_proj"]},
 }
 
@@ -88,6 +90,20 @@ def test_fused_experts_are_not_adapted() -> None:
 def test_full_fine_tuning_trains_everything() -> None:
     facts = facts_of("llama")
     assert count_trainable(facts, NoAdapter(type="none")).count.value == facts.num_parameters
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_frozen_parts_are_counted_exactly(model_name: str) -> None:
+    adapter, facts = (
+        NoAdapter(type="none", train_layers=-1, train_only=("lm_head", r"\.2\.\w+norm\.")),
+        facts_of(model_name),
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **MODELS[model_name]}))
+    counted = count_trainable(facts, adapter)
+    attach_adapter(model, adapter, replace(plan(), train_only=trained_patterns(adapter, facts)), 0)
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert counted.count.value == sum(trained)
+    assert sum(count for _, _, count in counted.tensors) == len(trained)
 
 
 def test_a_model_whose_own_code_builds_it_is_estimated() -> None:

@@ -45,7 +45,7 @@ def test_every_field_of_the_schema_has_one_row() -> None:
 def test_help_is_the_fields_own() -> None:
     rank = next(row for group in form() for row in group.rows if row.path == "adapter.rank")
     assert rank.help == "Rank r of the update B·A."
-    assert rank.when == ("adapter.type", "lora")
+    assert rank.when == ("adapter.type", "lora", "vera", "loha", "lokr")
 
 
 @pytest.mark.parametrize(

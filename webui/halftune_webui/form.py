@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_origin
 
 from pydantic import BaseModel
@@ -61,7 +61,7 @@ class Row:
         default: what an empty field means, as text.
         required: whether it must be filled.
         expects: what may stand here, in words.
-        when: the key and the word that bring this field, of a tagged union's variants.
+        when: the key and the words that bring this field, of a tagged union's variants.
         rows: of entries.
     """
 
@@ -72,7 +72,7 @@ class Row:
     default: str = ""
     required: bool = False
     expects: str = ""
-    when: tuple[str, str] | None = None
+    when: tuple[str, ...] | None = None
     rows: tuple[Row, ...] = field(default=())
 
 
@@ -106,7 +106,7 @@ def _plain(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _rows(path: str, info: FieldInfo, when: tuple[str, str] | None = None) -> Iterator[Row]:
+def _rows(path: str, info: FieldInfo, when: tuple[str, ...] | None = None) -> Iterator[Row]:
     shape = field_shape(info)
     if shape.many:
         section = next(iter(shape.sections.values()))
@@ -122,19 +122,24 @@ def _rows(path: str, info: FieldInfo, when: tuple[str, str] | None = None) -> It
         yield _row(path, info, shape, when)
 
 
-def _variants(path: str, info: FieldInfo, shape: Shape, when: tuple[str, str] | None) -> Iterator[Row]:
-    """The choice of a tagged union, and the fields of each of its sections."""
+def _variants(path: str, info: FieldInfo, shape: Shape, when: tuple[str, ...] | None) -> Iterator[Row]:
+    """The choice of a tagged union, and the fields of its sections; a field of several sections once, by the first."""
     tag = f"{path}.type"
     default = info.get_default(call_default_factory=True)
     usual = default.__dict__["type"] if isinstance(default, BaseModel) else ""
     yield Row(tag, _plain(info.description), "choice", words=tuple(shape.sections), default=usual, when=when)
+    found: dict[str, Row] = {}
     for word, section in shape.sections.items():
         for name, part in section.model_fields.items():
-            if name != "type":
-                yield from _rows(f"{path}.{name}", part, (tag, word))
+            for row in _rows(f"{path}.{name}", part, (tag, word)) if name != "type" else ():
+                first = found.setdefault(row.path, row)
+                if first is not row:
+                    default = first.default if first.default == row.default else ""
+                    found[row.path] = replace(first, when=(*(first.when or (tag,)), word), default=default)
+    yield from found.values()
 
 
-def _row(path: str, info: FieldInfo, shape: Shape, when: tuple[str, str] | None) -> Row:
+def _row(path: str, info: FieldInfo, shape: Shape, when: tuple[str, ...] | None) -> Row:
     kind, words = _kind(shape)
     default = "" if info.is_required() else display(info.get_default(call_default_factory=True))
     return Row(path, _plain(info.description), kind, words, default, info.is_required(), describe(shape), when)

@@ -129,7 +129,7 @@ def load_config(
         ConfigError: contains every problem found, each with its place.
     """
     file = find(Path(path))
-    draft = read_draft(file, read_text(file), overrides, look_at_files=look_at_files)
+    draft = read_draft(file, read_text(file), overrides, look_at_files=look_at_files, download=True)
     run = draft.run
     if draft.problems or run is None:
         raise ConfigError(_first(list(draft.problems), draft.tree.label))
@@ -156,8 +156,12 @@ class Draft:
     broken: frozenset[KeyPath]
 
 
-def read_draft(file: Path, text: str, overrides: Sequence[str] = (), *, look_at_files: bool = True) -> Draft:
+def read_draft(
+    file: Path, text: str, overrides: Sequence[str] = (), *, look_at_files: bool = True, download: bool = False
+) -> Draft:
     """Read a recipe's text, which may be incomplete and need not be saved in ``file``.
+
+    The config of an adapter that training starts from is read, and with ``download`` the hub is asked for it.
 
     Raises:
         ConfigError: the text is not a YAML mapping, or another framework's config.
@@ -174,6 +178,10 @@ def read_draft(file: Path, text: str, overrides: Sequence[str] = (), *, look_at_
     _expand_home(tree)
     _find_beside(tree, file.parent)
     make_absolute(tree, file.parent)
+    if look_at_files and isinstance(child(child(tree.values, "adapter"), "name_or_path"), str):
+        from halftune.config.facts.adapter import adopt  # few runs start from an adapter
+
+        adopt(tree, download=download)
     run, problems, more = validate(tree)
     problems = tree.problems + problems
     broken |= more
@@ -235,6 +243,7 @@ def _inputs(tree: Tree) -> Iterator[tuple[Any, str]]:
     """The places of input paths in the tree, as (section, key)."""
     data, model = child(tree.values, "data"), child(tree.values, "model")
     yield from _paths((model, key) for key in PATHS_IN_MODEL)
+    yield from _paths([(child(tree.values, "adapter"), "name_or_path")])
     for part in ("train", "eval"):
         sources = child(data, part)
         yield from _paths((source, "path") for source in (sources if isinstance(sources, list) else ()))

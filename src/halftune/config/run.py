@@ -27,7 +27,7 @@ class RunConfig(Section):
     """`auto`, `fa2`, `fa3`, `fa4`, `sdpa`, `flex` or `eager`, or a section."""
 
     adapter: AdapterSection = LoraAdapter()
-    """`none` for full fine-tuning, or LoRA."""
+    """`none` for full fine-tuning, or the type of an adapter, or a section."""
 
     data: DataSection
     """Training and evaluation data."""

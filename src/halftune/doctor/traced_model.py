@@ -121,7 +121,8 @@ def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: FakeTen
     model.config.use_cache = False
     route_experts(model, plan)
     cast_qk_to_compute_dtype(model, plan)
-    adapted = attach_adapter(model, config.adapter, plan, config.training.seed)
+    fresh = config.adapter.model_copy(update={"name_or_path": None, "init": "default"})  # of the same dtypes
+    adapted = attach_adapter(model, fresh, plan, config.training.seed)
     if mode is not None:
         mode.strip(adapted)
     return adapted.train()

@@ -138,6 +138,8 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
     DDP replicas keep their gradients, which are views of the all-reduce buckets.
     """
     weights = weight_bytes(facts, facts.quantization, work.storage) + work.adapter * work.trainable
+    if work.full:  # those that are trained may be wider than the frozen ones
+        weights += work.trained * (work.trainable - work.storage)
     gradients = work.trained * work.trainable
     moments = work.optimizer_state
     activations = _activations(work, facts)
@@ -222,6 +224,8 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
         casts = (facts.num_parameters - _ends(facts)) * work.compute
         if work.checkpointing or work.strategy == "fsdp2":  # freed after each layer
             casts //= facts.num_layers
+    elif work.autocast and work.full and work.trainable > work.compute:
+        casts = work.trained * work.compute
     # when the first layer's backward pass needs its workspace, the tensors of the layer after it are freed already
     scans = work.scan_kept * (1 if work.checkpointing else facts.linear_layers)
     scans += max(0, work.scan_workspace - round(work.tokens * layer))

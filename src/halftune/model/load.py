@@ -34,7 +34,7 @@ from halftune.model.towers import detach_towers, for_parts, record_prediction_he
 from halftune.model.vocabulary import sync_tying_config
 from halftune.model.weight_range import RangeCheck
 from halftune.plan import Plan
-from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
+from halftune.precision.dtypes import mark_kept, matches, stays_fp32, torch_dtype
 from halftune.precision.trace.sources import brought_code
 
 log = get_logger(__name__)
@@ -99,7 +99,7 @@ def _load(
     multimodal = is_multimodal(folder, model)
     config = read_config(folder, trust_remote_code=False) if multimodal else None
     files = LazyWeights() if multimodal and lazy is None else lazy
-    with importing(remote_code=remote_code), no_progress_bars(), _kept_in_fp32(plan.precision.keep_fp32.value):
+    with importing(remote_code=remote_code), no_progress_bars(), _in_own_dtypes(plan):
         loaded, info = _read(
             AutoModelForImageTextToText if multimodal else AutoModelForCausalLM,
             folder, model, plan, attention, remote_code=remote_code, config=config, files=files, whole=lazy is None,
@@ -130,7 +130,8 @@ def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
     for name, tensor in (*model.named_parameters(), *buffers):
         if tensor.dtype != torch.float32 or stays_fp32(name, None, patterns):
             continue
-        if storage != "fp32" or asked.search(name):
+        trained = plan.train_only is not None and matches(name, plan.train_only)
+        if (storage != "fp32" and not trained) or asked.search(name):
             mark_kept(tensor)
             log.info("%s stays fp32 (required by the model's code)", name)
 
@@ -229,18 +230,21 @@ def _check_complete(info: dict[str, Any], folder: Path, *, multimodal: bool) -> 
 
 
 @contextmanager
-def _kept_in_fp32(patterns: tuple[str, ...]) -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads parameters that match ``patterns``, and buffers of remote code, as fp32.
+def _in_own_dtypes(plan: Plan) -> Iterator[None]:
+    """Inside, ``from_pretrained`` reads parameters of ``keep_fp32``, and buffers of remote code, as fp32.
 
-    transformers takes the dtype of each tensor from the model class's dtype plan. The plan's names are added to it, so
-    that fp32 values are not rounded.
+    Parameters of ``train_only`` are read in the trainable dtype. transformers takes the dtype of each tensor from the
+    model class's dtype plan. The plan's names are added to it, so that values are not rounded.
     """
-    original = PreTrainedModel._get_dtype_plan
+    original, patterns = PreTrainedModel._get_dtype_plan, plan.precision.keep_fp32.value
+    trainable = torch_dtype(plan.precision.trainable.value)
 
     def extended(self: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        names = [name for name, parameter in self.named_parameters() if stays_fp32(name, None, patterns)]
-        names += [name for name, _ in tables(self)] if is_foreign(self) else []
-        return {**original(self, dtype), **{f"^{re.escape(name)}$": torch.float32 for name in names}}
+        parameters = [name for name, _ in self.named_parameters()]
+        own = {name: trainable for name in parameters if plan.train_only and matches(name, plan.train_only)}
+        own |= {name: torch.float32 for name in parameters if stays_fp32(name, None, patterns)}
+        own |= {name: torch.float32 for name, _ in tables(self)} if is_foreign(self) else {}
+        return {**original(self, dtype), **{f"^{re.escape(name)}$": own[name] for name in own}}
 
     PreTrainedModel._get_dtype_plan = extended
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from halftune.config.sections.model import ModelSection
@@ -190,7 +190,7 @@ def forward_bound(stored: Format, layers: int) -> float:
 def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Progress) -> tuple[float, float]:
     """Merge every adapted layer in place (fp32); return the update's relative size and its rounding loss."""
     whole = wanted = lost = 0.0
-    layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]
+    layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, BaseTunerLayer)]
     for number, (name, layer) in enumerate(layers):
         progress("merging", number, len(layers))
         weight = layer.get_base_layer().weight

@@ -275,10 +275,14 @@ def _write_adapter(
     model: PeftModel, saved: Format, keep: Iterable[str], folder: Path, state: Mapping[str, torch.Tensor] | None
 ) -> None:
     adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    config = for_plain_peft(model)
+    if first := vars(model).get("initial_adapter"):
+        from halftune.model.adapters.initial import convert  # few adapters begin with a part of the base
+
+        adapter = convert(adapter, first, config)
     cast = _cast(adapter, saved, kept_names(model, keep))
     tensors = {name: tensor.clone() for name, tensor in cast.items()}  # a tied pair: two tensors
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = for_plain_peft(model)
     config.inference_mode = True
     config.save_pretrained(str(folder))
 

@@ -1,12 +1,13 @@
-"""The plan of a run that adds tokens: the rows of its embedding, and what LoRA trains in full."""
+"""The plan of a run that adds tokens: the rows of its embedding, and what an adapter trains in full."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import LoraAdapter, TokensSection
+from halftune.config.sections.model import NoAdapter, TokensSection
 from halftune.core.choice import Choice
 
 HEAD = "lm_head"
@@ -21,7 +22,7 @@ def rows_for(rows: int, tokens: int, section: TokensSection) -> int:
 
 
 def with_added_tokens(config: RunConfig, facts: ModelFacts) -> tuple[RunConfig, ModelFacts, Choice[int]]:
-    """The config with the modules that LoRA trains in full, the facts of the grown model, and the added rows.
+    """The config with the modules that an adapter trains in full, the facts of the grown model, and the added rows.
 
     The number of rows is an upper bound: the tokenizer may have some of the tokens already.
     """
@@ -37,8 +38,13 @@ def with_added_tokens(config: RunConfig, facts: ModelFacts) -> tuple[RunConfig, 
     more = (new - old) * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
     grown = replace(facts, vocab_size=new, tensors=tensors, num_parameters=facts.num_parameters + more)
     reason = f"{len(section.add)} tokens (model.tokens.add); {new:,} rows, new ones the mean of the old"
-    if isinstance(config.adapter, LoraAdapter):
-        tables = [one for one in grown.likely_tensors if one.kind == "embedding" and one.shape[0] == new]
+    tables = [one for one in grown.likely_tensors if one.kind == "embedding" and one.shape[0] == new]
+    if isinstance(config.adapter, NoAdapter) and config.adapter.is_partial:
+        heads = [] if facts.tie_word_embeddings else [f"{HEAD}.weight"]
+        trained = [f"^{re.escape(name)}$" for name in (*(one.name for one in tables[:1]), *heads)]
+        adapter = config.adapter.model_copy(update={"train_only": (*config.adapter.train_only, *trained)})
+        return config.model_copy(update={"adapter": adapter}), grown, Choice(new - old, reason)
+    if not isinstance(config.adapter, NoAdapter):
         names = [one.module.rpartition(".")[2] for one in tables[:1]]
         names += [] if facts.tie_word_embeddings else [HEAD]
         saved = tuple(dict.fromkeys((*config.adapter.modules_to_save, *names)))

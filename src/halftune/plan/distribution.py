@@ -8,7 +8,7 @@ from dataclasses import replace
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter, PeftAdapter
 from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
@@ -105,6 +105,11 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
         return "fsdp2 needs a device that processes talk over; MPS is none"
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
+    adapter = config.adapter
+    if isinstance(adapter, PeftAdapter):
+        return f"fsdp2 does not shard a model with adapter: {adapter.type}"
+    if isinstance(adapter, NoAdapter) and adapter.is_partial:
+        return "fsdp2 does not shard a model of which some parameters are trained in full"
     if reason := OPTIMIZERS[config.training.optim].cannot_shard:
         return f"{config.training.optim} {reason}"
     return ""
@@ -114,6 +119,10 @@ def needs_whole_weights(config: RunConfig) -> str:
     """Why a process under fsdp2 reads all weights before it keeps its share, as a sentence; empty where it does not."""
     if isinstance(config.adapter, LoraAdapter) and config.adapter.use_dora:
         return "DoRA begins with the lengths of whole weights"
+    if isinstance(config.adapter, LoraAdapter) and config.adapter.reduces_base:
+        return f"init: {config.adapter.init} decomposes whole weights"
+    if isinstance(config.adapter, LoraAdapter) and config.adapter.name_or_path and config.adapter.modules_to_save:
+        return "modules_to_save begin as they are in the adapter"
     return ""
 
 

@@ -8,7 +8,7 @@ from halftune.config.facts.families import other_class
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import ModelSection
+from halftune.config.sections.model import ModelSection, NoAdapter
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError, ProblemCollector
@@ -139,7 +139,16 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         towers=_towers(config, facts),
         method=method,
         added_tokens=added,
+        train_only=_trained(config, facts),
     )
+
+
+def _trained(config: RunConfig, facts: ModelFacts) -> tuple[str, ...] | None:
+    if not isinstance(config.adapter, NoAdapter) or not config.adapter.is_partial:
+        return None
+    from halftune.plan.train_only import trained_patterns  # few runs freeze parts
+
+    return trained_patterns(config.adapter, facts)
 
 
 def _towers(config: RunConfig, facts: ModelFacts) -> Choice[str] | None:

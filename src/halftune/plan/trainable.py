@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import AdapterSection, LoraAdapter
+from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapter, PeftAdapter
+from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
 from halftune.hardware import Kind
+
+if TYPE_CHECKING:
+    from halftune.plan.adapter_types import AdapterSpec
 
 HEAD = "lm_head"
 
@@ -92,8 +97,12 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
             could not load it again.
     """
     tensors = facts.likely_tensors
-    if not isinstance(adapter, LoraAdapter):
-        every = tuple((tensor.shape, _is_hidden(tensor), tensor.count) for tensor in tensors)
+    if isinstance(adapter, NoAdapter) and adapter.is_partial:
+        from halftune.plan.train_only import count_trained  # few runs freeze parts
+
+        return Adapted(*count_trained(facts, adapter))
+    if isinstance(adapter, NoAdapter):
+        every = tuple((tensor.shape, is_hidden(tensor), tensor.count) for tensor in tensors)
         return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
     touched = {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
     if facts.tensors:
@@ -101,12 +110,12 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         _check_saved(facts, adapter)
         _check_dora(facts, adapter, sorted({tensor.module.rpartition(".")[2] for tensor in touched}))
     updates = [
-        (shape, _is_hidden(tensor) and len(shape) == 2, len(names))
+        (shape, is_hidden(tensor) and len(shape) == 2, len(names))
         for tensor, names in touched.items()
-        for shape in _update_shapes(tensor, adapter)
+        for shape in _update_shapes(tensor, adapter, names[0])
     ]
     saved = [
-        (one.shape, _is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
+        (one.shape, is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
     ]
     if facts.tie_word_embeddings and HEAD in adapter.modules_to_save and not _saves_embedding(tensors, adapter):
         # a tied head is saved together with the embedding
@@ -114,24 +123,29 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
     modules = sum(len(names) for names in touched.values())
     kinds = sorted({tensor.module.rpartition(".")[2] for tensor in touched})
-    reason = f"LoRA of rank {adapter.rank} on {modules} modules ({', '.join(kinds)})"
-    if adapter.use_dora:
+    reason = f"{_title(adapter)} on {modules} modules ({', '.join(kinds)})"
+    dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
+    if dora:
         reason += ", with DoRA's magnitudes"
     if whole:
         reason += f"; {', '.join(adapter.modules_to_save)} in full"
+    if isinstance(adapter, LoraAdapter) and adapter.init != "default":
+        reason += f"; initial weights by {adapter.init}"
+    if isinstance(adapter, LoraAdapter) and adapter.name_or_path is not None:
+        reason += f"; starts from {adapter.name_or_path}"
     if not facts.tensors:
         reason += "; estimated from the sizes of a Llama"
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
-    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if adapter.use_dora else 0
+    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
     return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs)
 
 
-def _is_hidden(tensor: Tensor) -> bool:
+def is_hidden(tensor: Tensor) -> bool:
     """Whether it is a matrix between embedding and output layer."""
     return len(tensor.shape) == 2 and tensor.kind != "embedding" and tensor.module != HEAD
 
 
-def _targets(tensor: Tensor, adapter: LoraAdapter) -> list[str]:
+def _targets(tensor: Tensor, adapter: LoraAdapter | PeftAdapter) -> list[str]:
     """Names of the modules that get an update, as peft matches them."""
     target = adapter.target_modules
     if tensor.kind == "parameter":
@@ -153,29 +167,47 @@ def _targets(tensor: Tensor, adapter: LoraAdapter) -> list[str]:
 
 
 def _matching(tensor: Tensor, modules: tuple[str, ...]) -> int:
-    """How many of these tensors lie in one of the modules (or below it)."""
+    """How many of these tensors lie in one of the modules (or below it). peft matches any end of a name: ``norm`` means
+    ``input_layernorm``, too."""
     if not modules:
         return 0
     parents = (name.split(".") for name in tensor.modules())
-    return sum(any(_ends_with(".".join(parts[:i]), modules) for i in range(1, len(parts) + 1)) for parts in parents)
+    return sum(any(".".join(parts[:i]).endswith(modules) for i in range(1, len(parts) + 1)) for parts in parents)
 
 
 def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
-def _update_shapes(tensor: Tensor, adapter: LoraAdapter) -> list[tuple[int, ...]]:
-    """Shapes of A, of B, and of DoRA's magnitudes."""
+def _title(adapter: LoraAdapter | PeftAdapter) -> str:
+    if isinstance(adapter, LoraAdapter):
+        return f"LoRA of rank {adapter.rank}"
+    return spec_of(adapter).title.format(**adapter.model_dump())
+
+
+def spec_of(adapter: PeftAdapter) -> AdapterSpec:
+    """The row of an adapter."""
+    from halftune.plan.adapter_types import ADAPTER_TYPES  # few runs need it
+
+    return ADAPTER_TYPES[adapter.model_dump()["type"]]
+
+
+def _update_shapes(
+    tensor: Tensor, adapter: LoraAdapter | PeftAdapter, module: str
+) -> list[tuple[int, ...]] | tuple[tuple[int, ...], ...]:
+    """Shapes of A, of B, and of DoRA's magnitudes; of another adapter, those of its row."""
     rows, columns = tensor.shape
+    if isinstance(adapter, PeftAdapter):
+        return spec_of(adapter).shapes(adapter, rows, columns, module)
     magnitudes = [(columns if tensor.kind == "embedding" else rows,)] if adapter.use_dora else []
     return [(adapter.rank, columns), (rows, adapter.rank), *magnitudes]
 
 
-def _saves_embedding(tensors: tuple[Tensor, ...], adapter: LoraAdapter) -> bool:
+def _saves_embedding(tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAdapter) -> bool:
     return any(tensor.kind == "embedding" and _matching(tensor, adapter.modules_to_save) for tensor in tensors)
 
 
-def _check_targets(tensors: tuple[Tensor, ...], adapter: LoraAdapter, *, found: bool) -> None:
+def _check_targets(tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAdapter, *, found: bool) -> None:
     """Names that match no module are mistakes: peft would say so only after the weights are loaded."""
     modules = [module for tensor in tensors if tensor.kind != "parameter" for module in tensor.modules()]
     known = sorted({module.rpartition(".")[2] for module in modules})
@@ -191,7 +223,7 @@ def _check_targets(tensors: tuple[Tensor, ...], adapter: LoraAdapter, *, found: 
         raise PlanError(f"no module matches {targets!r}", where=where, remedy=remedy, code="config.bad_target_modules")
 
 
-def _check_saved(facts: ModelFacts, adapter: LoraAdapter) -> None:
+def _check_saved(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> None:
     for name in adapter.modules_to_save:
         if name != HEAD and not any(_matching(tensor, (name,)) for tensor in facts.tensors):
             known = {part for tensor in facts.tensors for part in tensor.module.split(".") if part != "*"} | {HEAD}
@@ -200,10 +232,28 @@ def _check_saved(facts: ModelFacts, adapter: LoraAdapter) -> None:
             raise PlanError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
 
 
-def _check_dora(facts: ModelFacts, adapter: LoraAdapter, kinds: list[str]) -> None:
+def _check_dora(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, kinds: list[str]) -> None:
     lost = [kind for kind in kinds if kind in facts.family.expert_names]
-    if adapter.use_dora and lost:
+    if isinstance(adapter, PeftAdapter):
+        _check_type(facts, adapter, lost)
+    elif adapter.use_dora and lost:
         what = f"DoRA on {', '.join(lost)} of {facts.model_type}: peft takes these names for experts and has none there"
         others = ", ".join(kind for kind in kinds if kind not in lost)
         remedy = f"adapter.use_dora: false, or adapter.target_modules: [{others}]"
         raise PlanError(what, where="adapter.use_dora", remedy=remedy, code="plan.dora_on_experts")
+
+
+def _check_type(facts: ModelFacts, adapter: PeftAdapter, experts: list[str]) -> None:
+    """Refuse bases for which peft has no such adapter, or could not load it again."""
+    what = ""
+    if format_of(facts.quantization).bytes_per_param is not None:
+        what = f"quantised weights ({facts.quantization})"
+    elif experts:
+        what = f"{', '.join(experts)} of {facts.model_type}, which peft takes for experts"
+    if what:
+        raise PlanError(
+            f"adapter: {adapter.model_dump()['type']} does not support {what}",
+            where="adapter",
+            remedy="use adapter: lora",
+            code="plan.adapter_unavailable",
+        )

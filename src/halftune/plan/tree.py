@@ -215,6 +215,7 @@ class Plan:
         model, machine: what the plan is for, in words.
         method: what is learned.
         weights: whether and by whom they are quantised.
+        train_only: regular expressions of the parameters that full fine-tuning trains; None: all, or an adapter.
         added_tokens: embedding rows that ``model.tokens.add`` adds; None without it.
         optimizer: by its name in ``training.optim``, and which weights it updates.
         towers: what becomes of a multimodal checkpoint's towers, ``kept | left out``; None without any.
@@ -237,3 +238,4 @@ class Plan:
     optimizer: Choice[str] | None = None
     weights: WeightsPlan = WeightsPlan()
     added_tokens: Choice[int] | None = None
+    train_only: tuple[str, ...] | None = None

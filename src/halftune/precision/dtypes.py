@@ -56,8 +56,13 @@ def mark_kept(parameter: torch.Tensor) -> None:
 
 def stays_fp32(name: str, parameter: torch.Tensor | None, patterns: Iterable[str]) -> bool:
     """Whether a parameter stays fp32: its name matches a pattern of the plan, or the model's code keeps it in fp32."""
+    return hasattr(parameter, _KEPT) or matches(name, patterns)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a regular expression matches somewhere in a parameter's plain name."""
     plain = plain_name(name)
-    return hasattr(parameter, _KEPT) or any(re.search(pattern, plain) for pattern in patterns)
+    return any(re.search(pattern, plain) for pattern in patterns)
 
 
 def kept_names(model: torch.nn.Module, patterns: Iterable[str]) -> frozenset[str]:

@@ -16,7 +16,7 @@ from halftune.core.errors import DtypeContractError
 from halftune.precision import PrecisionPlan
 from halftune.precision.dtypes import CONFIG_NAMES, plain_name, stays_fp32
 
-_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.")
+_ADAPTER = re.compile(r"\.((lora|vera|hada|lokr)_\w+|oft_R|ia3_l|modules_to_save)\.")
 _ROTARY = re.compile(r"(^|\.)\w*inv_freq$")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 

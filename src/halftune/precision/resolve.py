@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from halftune.config.facts.model import ModelFacts
-from halftune.config.sections.model import AdapterSection, PrecisionSection
+from halftune.config.sections.model import AdapterSection, NoAdapter, PrecisionSection
 from halftune.config.weight_formats import format_of, refusal
 from halftune.core.choice import Choice, Format, StateFormat
 from halftune.core.errors import PlanError
@@ -58,7 +58,7 @@ def resolve_precision(
         section: the requested dtypes.
         hardware: the machine; the weakest of several devices decides.
         facts: the model.
-        adapter: ``none`` trains every weight; LoRA freezes the base.
+        adapter: ``none`` trains every weight, or freezes some; an adapter freezes the base.
 
     Raises:
         PlanError: the device does not support a requested dtype, or two requests are incompatible.
@@ -68,7 +68,8 @@ def resolve_precision(
     _check(section, compute, facts, full)
     trainable = _trainable(section, compute, full)
     patterns, why_fp32 = keep_fp32(facts)
-    storage = _storage(compute, trainable, facts, full, patterns)
+    frozen = not isinstance(adapter, NoAdapter) or adapter.is_partial
+    storage = _storage(compute, trainable, facts, not frozen, patterns)
     kept = Choice(patterns, why_fp32)
     state = _optimizer_state(section, trainable)
     return PrecisionPlan(

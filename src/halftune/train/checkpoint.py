@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import heartbeat
 from halftune.core.atomic import first_aid, whole_folder
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.core.manifest import seal
 from halftune.model.save import load_trainable_state, trainable_state
-from halftune.train.checkpoint_list import OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
+from halftune.train.checkpoint_list import INITIAL, OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
 from halftune.train.folder import check_exists
 from halftune.train.numeric_environment import numeric_environment
 from halftune.train.parallel.saving import write_together
@@ -97,7 +98,10 @@ def tensors_of(run: TrainState) -> tuple[Files, dict[str, Any]]:
     """
     _check_saveable(run.optimizer)
     tensors, numbers = _flatten_optimizer(run.optimizer)
-    return {TRAINABLE: trainable_state(run.model), OPTIMIZER: tensors}, numbers
+    files = {TRAINABLE: trainable_state(run.model), OPTIMIZER: tensors}
+    if first := vars(run.model).get("initial_adapter"):
+        files[INITIAL] = first
+    return files, numbers
 
 
 def _write_shared(run: TrainState, folder: Path | None, files: Files) -> dict[str, dict[str, Any]]:
@@ -188,6 +192,18 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
     with readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
         tensors = {name: saved.share(name, own.get(name)) for name in saved.shapes}
     load_trainable_state(model, tensors)
+
+
+def first_weights(checkpoint: Path | None, adapter: AdapterSection) -> dict[str, torch.Tensor] | None:
+    """The first A and B of an adapter that began with a part of the base weights; None for others.
+
+    Raises:
+        TrainingError: the checkpoint has none, or cannot be read.
+    """
+    if checkpoint is None or not isinstance(adapter, LoraAdapter) or not adapter.reduces_base:
+        return None
+    with readable(checkpoint):
+        return load_file(checkpoint / INITIAL)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ log = get_logger(__name__)
 
 PREFIX = "checkpoint-"
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+INITIAL = "initial.safetensors"  # the first weights of an adapter that began with a part of the base weights
 MOST_STATE = 1 << 30  # bytes of state.json: random states take some 30 kB a process
 # Facts that an older version did not write.
 YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None, "made_of": None}

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import NoAdapter
 from halftune.core.errors import TrainingError
 from halftune.model.adapters import attach_adapter
 from halftune.model.completed_run import CompletedRun
@@ -18,7 +20,7 @@ from halftune.model.load import load_model
 from halftune.model.result import BASE
 from halftune.model.save import check_same, save_final
 from halftune.model.tokenizer import load_tokenizer
-from halftune.train.checkpoint import load_weights, opened, read_state, readable
+from halftune.train.checkpoint import first_weights, load_weights, opened, read_state, readable
 from halftune.train.checkpoint_list import flaw
 from halftune.train.parallel.shards import Stored
 
@@ -48,16 +50,24 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
     tokenizer = load_tokenizer(config.model)
     if config.adapter.type == "none":
         model = load_model(
-            config.model, plan, lazy=None if why_not() or config.model.tokens.add else LazyWeights()
+            config.model, plan, lazy=LazyWeights() if _all_stored(config) else None
         )  # all come from the checkpoint
         model = attach_adapter(model, config.adapter, plan, config.training.seed)
         with opened(checkpoint) as saved:
             save_final(model, tokenizer, plan, folder, _trained(model, saved, checkpoint), facts)
         return
     model = load_model(config.model, plan)
-    model = attach_adapter(model, config.adapter, plan, config.training.seed, revision=config.model.revision)
+    fresh = config.adapter.model_copy(update={"name_or_path": None})  # its weights are those of the checkpoint
+    seed, revision, initial = config.training.seed, config.model.revision, first_weights(checkpoint, config.adapter)
+    model = attach_adapter(model, fresh, plan, seed, revision=revision, initial=initial)
     load_weights(checkpoint, model)
     save_final(model, tokenizer, plan, folder, facts=facts)
+
+
+def _all_stored(config: RunConfig) -> bool:
+    """Whether the checkpoint has every weight, so that none needs to be read from the base model."""
+    partial = isinstance(config.adapter, NoAdapter) and config.adapter.is_partial
+    return not (why_not() or config.model.tokens.add or partial)
 
 
 def base_of_checkpoint(checkpoint: Path) -> Any:

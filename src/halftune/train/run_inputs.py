@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
-from halftune.config.sections.model import ModelSection
+from halftune.config.sections.model import AdapterSection, LoraAdapter, ModelSection
 from halftune.core.errors import ConfigError
 from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
@@ -34,6 +34,7 @@ log = get_logger(__name__)
 # What training.allow_changes may name → what it is called.
 PARTS = {
     "model": "the base model",
+    "adapter": "the adapter that training starts from",
     "tokenizer": "the tokenizer",
     "template": "the chat template",
     "train_data": "the training data",
@@ -41,20 +42,31 @@ PARTS = {
 }
 
 
-def run_inputs(model: ModelSection, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> dict[str, Any]:
+def run_inputs(
+    model: ModelSection, adapter: AdapterSection, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+) -> dict[str, Any]:
     """The identity of each of ``PARTS``, and the day that the chat template writes, JSON-able; a checkpoint holds it.
 
     Raises:
-        ModelError: the base model or the tokenizer cannot be read.
+        ModelError: the base model, the adapter or the tokenizer cannot be read.
     """
     return {
         "model": model_identity(model),
+        "adapter": _start(adapter),
         "tokenizer": tokenizer_identity(model),
         "template": _digest(tokenizer.chat_template),
         "train_data": list(data.fingerprints["train"]),
         "eval_data": list(data.fingerprints["eval"]),
         "day": data.day,
     }
+
+
+def _start(adapter: AdapterSection) -> dict[str, str]:
+    if not isinstance(adapter, LoraAdapter) or adapter.name_or_path is None:
+        return {}
+    from halftune.model.adapters.start import start_identity  # few runs start from an adapter
+
+    return start_identity(adapter.name_or_path)
 
 
 def template_date(folder: Path, resume_from: Path | None) -> str | None:
@@ -160,7 +172,7 @@ def warn_other_inputs(now: dict[str, Any], run: Path) -> None:
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Those of ``PARTS`` that differ → in what."""
-    return {part: what for part in PARTS if (what := "; ".join(_differences(part, before[part], now[part])))}
+    return {part: what for part in PARTS if (what := "; ".join(_differences(part, before.get(part, {}), now[part])))}
 
 
 def _is_complete(made: Any) -> TypeGuard[dict[str, Any]]:

@@ -35,6 +35,7 @@ PLACES = ("training.output_dir", "training.resume", "training.allow_changes")  #
 # Keys that may change with an entry of training.allow_changes.
 ALLOWED = {
     "model": ("model.name_or_path", "model.revision"),
+    "adapter": ("adapter.name_or_path",),
     "tokenizer": ("model.tokenizer",),
     "template": ("model.chat_template", "model.chat_template_kwargs"),
     "train_data": ("data.train",),

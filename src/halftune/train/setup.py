@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import ModelSection
+from halftune.config.sections.model import LoraAdapter, ModelSection
 from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
@@ -30,6 +30,7 @@ from halftune.plan import Plan
 from halftune.plan.finalise import Evidence, finalise
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
+from halftune.train.checkpoint import first_weights
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
 from halftune.train.numeric_environment import seed_everything, set_rounding
@@ -60,12 +61,12 @@ def build(
     """
     config = loaded.run
     phase("tokenising")
-    locate(config.model)  # of the hub: weights that are not there are told before the data is prepared
+    check_weights(config)
     tokenizer = load_tokenizer(config.model)
     data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from))
     phase("loading")
     accelerator = make_accelerator(plan)
-    inputs = run_inputs(config.model, tokenizer, data)
+    inputs = run_inputs(config.model, config.adapter, tokenizer, data)
     check_agreed(accelerator, "base model, tokenizer or data file", contents(inputs))
     resume_from, changes = agreed(folder, accelerator.num_processes), UNCHANGED
     if resume_from is not None:
@@ -73,7 +74,7 @@ def build(
     plan = finalise(plan, evidence(config, plan, resume_from))
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
-    strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data)
+    strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
     feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer))
     check_agreed(accelerator, "training data", feed.fingerprint())
     total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision, config.adapter)
@@ -107,15 +108,33 @@ def build(
     return run
 
 
+def check_weights(config: RunConfig) -> None:
+    """Finds the weights that training starts from, before the data is prepared; of the hub: downloads them.
+
+    Raises:
+        ModelError: the base model or the adapter is not there, or they do not belong together.
+    """
+    locate(config.model)
+    if isinstance(config.adapter, LoraAdapter) and config.adapter.name_or_path is not None:
+        from halftune.model.adapters.start import check_start  # few runs start from an adapter
+
+        check_start(config)
+
+
 def place_model(
-    config: RunConfig, plan: Plan, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+    config: RunConfig,
+    plan: Plan,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
+    resume_from: Path | None = None,
 ) -> tuple[Strategy, nn.Module, nn.Module]:
     """The strategy, the model with the plan's dtypes where it is computed, and what forward passes are made with.
 
     Raises:
         HalftuneError: as ``make_model`` and the strategy; or a token has no embedding.
     """
-    model, unread = make_model(config, plan)
+    model, unread = make_model(config, plan, first_weights(resume_from, config.adapter))
     check_tokens(model, tokenizer, data)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout

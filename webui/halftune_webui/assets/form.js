@@ -245,7 +245,7 @@ function apply(next) {
     fill(entry, state.fields[path], state.fields[path] !== undefined);
     complain(entry.problem, state.problems[path]);
     const when = entry.row.when;
-    entry.node.hidden = Boolean(when && value(when[0]) !== when[1]);
+    entry.node.hidden = Boolean(when && !when.slice(1).includes(value(when[0])));
     if (entry.row.kind === 'choice') mark(path, entry);
     tell(path, entry);
   }

@@ -57,7 +57,24 @@ def config_in(folder: Path) -> Path:
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    """config.json of a hub repository: the cached one, else downloaded (some kilobytes)."""
+    file = from_hub(name, revision, "config.json", key="model.name_or_path")
+    assert file is not None, "downloaded"
+    return file
+
+
+def from_hub(name: str, revision: str | None, file: str, *, key: str, download: bool = True) -> Path | None:
+    """Return a small file of a hub repository: the cached one, else downloaded (some kilobytes).
+
+    Args:
+        name: hub id.
+        revision: branch, tag or commit.
+        file: its name.
+        key: of the recipe, for errors.
+        download: whether to ask the hub; else None if the file is not in the cache.
+
+    Raises:
+        ModelError: it is not there, or the hub is unreachable.
+    """
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -67,25 +84,25 @@ def _from_hub(name: str, revision: str | None) -> Path:
     )
 
     try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(cached, str):
-            return Path(cached)
+        cached = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(cached, str) or not download:
+            return Path(cached) if isinstance(cached, str) else None
         if not hub_answers():
             raise OfflineModeIsEnabled(f"{constants.ENDPOINT} does not respond")
-        return Path(hf_hub_download(name, "config.json", revision=revision))
+        return Path(hf_hub_download(name, file, revision=revision))
     except HFValidationError as error:
         what = f"{name!r} is neither a folder nor a hub id"
-        raise ModelError(what, where="model.name_or_path", code="model.not_found") from error
+        raise ModelError(what, where=key, code="model.not_found") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         what = f"no local folder {name}; not in the hub cache, and the hub is unreachable"
         remedy = "download it once while online (HF_HUB_OFFLINE unset), use a local folder, or builtin:qwen2-tiny"
-        raise ModelError(what, where="model.name_or_path", remedy=remedy, code="model.hub_unreachable") from error
+        raise ModelError(what, where=key, remedy=remedy, code="model.hub_unreachable") from error
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:  # not there, gated, no home folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or a folder"
         raise ModelError(
-            f"no local folder {name}; downloading config.json from the hub failed: {reason}",
-            where="model.name_or_path",
+            f"no local folder {name}; downloading {file} from the hub failed: {reason}",
+            where=key,
             remedy=remedy,
             code="model.hub_unreachable",
         ) from error

@@ -10,7 +10,7 @@ from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.method import PretrainMethod
-from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.config.sections.training import FsdpSection
 from halftune.core.optional import extra_line, version_of
 
@@ -174,7 +174,7 @@ def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation
 @rule("config.bad_target_modules", "adapter.target_modules")
 def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[Violation]:
     """An empty list, a comma-separated string or a broken regular expression would match nothing."""
-    if not isinstance(run.adapter, LoraAdapter):
+    if isinstance(run.adapter, NoAdapter):
         return
     targets, key = run.adapter.target_modules, ("adapter", "target_modules")
     if isinstance(targets, tuple):
@@ -191,6 +191,35 @@ def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[
         except re.error as error:
             what = f"invalid regular expression: {error}"
             yield Violation(key, what, "use all-linear, or a list such as [q_proj, v_proj]")
+
+
+@rule(
+    "config.keys_conflict",
+    "adapter.init",
+    "adapter.use_dora",
+    "adapter.name_or_path",
+    "model.quantization",
+    "method.type",
+)
+def init_keeps_base(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """PiSSA and OLoRA change the base weights, which some options need as they are."""
+    adapter = run.adapter
+    if not isinstance(adapter, LoraAdapter) or adapter.init == "default":
+        return
+    key = ("adapter", "init")
+    if adapter.name_or_path is not None:
+        yield Violation(key, "has no effect with adapter.name_or_path", "remove it", code="config.no_effect")
+    if not adapter.reduces_base:
+        return
+    conflicts = {
+        "use_dora: true": adapter.use_dora,
+        f"model.quantization: {run.model.quantization}": run.model.quantization != "none",
+        f"method: {run.method.type}, whose reference is the base model": run.method.needs_reference,
+    }
+    for other, given in conflicts.items():
+        if given:
+            what = f"{adapter.init} changes the base weights and conflicts with {other}"
+            yield Violation(key, what, "use init: default or gaussian")
 
 
 @rule("data.preference_pairs", "method.type", "data.train", "data.eval", "data.system")

@@ -11,10 +11,22 @@ from halftune.config.weight_formats import OnLoad
 
 
 class NoAdapter(Section):
-    """Full fine-tuning: every weight is trained."""
+    """Full fine-tuning: every weight is trained, or those that `train_only` and `train_layers` choose."""
 
     type: Literal["none"]
     """No adapter."""
+
+    train_only: Annotated[tuple[str, ...], LISTED] = ()
+    """Regular expressions. Only parameters with a match in their name are trained, e.g. `[lm_head, 'mlp']`; all others
+    are frozen. Empty: every parameter, unless `train_layers` is set."""
+
+    train_layers: Int | None = None
+    """Only the last n layers are trained; a negative number means the first n. `train_only` adds further parameters."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some parameters are frozen."""
+        return bool(self.train_only) or self.train_layers is not None
 
 
 class LoraAdapter(Section):
@@ -22,6 +34,10 @@ class LoraAdapter(Section):
 
     type: Literal["lora"] = "lora"
     """LoRA."""
+
+    name_or_path: str | None = None
+    """Start from this adapter's weights: a folder such as `runs/mine/final`, or a hub id. Its config sets rank, alpha,
+    target_modules, modules_to_save, use_rslora and use_dora."""
 
     rank: Annotated[Int, Field(ge=1)] = 16
     """Rank r of the update B·A."""
@@ -44,12 +60,95 @@ class LoraAdapter(Section):
     use_dora: Flag = False
     """Weight-decomposed LoRA (Liu et al. 2024, arXiv:2402.09353)."""
 
+    init: Literal["default", "gaussian", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"] = "default"
+    """Initial A and B: small random A and zero B (`default`, `gaussian`), or a part of the base weights, which are
+    reduced by it: OLoRA (arXiv:2406.01775), PiSSA (arXiv:2404.02948) by exact SVD, or by a fast one of 4 or 16
+    iterations."""
+
     lora_plus_ratio: Annotated[Number, Field(gt=0)] | None = None
     """Learning rate of B over that of A (LoRA+, Hayou et al. 2024, arXiv:2402.12354: 16 is typical); one learning rate
     by default. Adapters of embeddings keep the learning rate of A."""
 
+    @property
+    def reduces_base(self) -> bool:
+        """Whether `init` moves a part of the base weights to the adapter."""
+        return self.init not in ("default", "gaussian")
 
-AdapterSection = Annotated[NoAdapter | LoraAdapter, Field(discriminator="type"), TYPED]
+
+class PeftAdapter(Section):
+    """What the adapters of ``halftune.plan.adapter_types`` have in common."""
+
+    target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
+    """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
+
+    modules_to_save: Annotated[tuple[str, ...], LISTED] = ()
+    """Modules trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]` after adding tokens."""
+
+
+class OftAdapter(PeftAdapter):
+    """Orthogonal fine-tuning (arXiv:2306.07280, arXiv:2506.19847): rotates the inputs of frozen linear layers."""
+
+    type: Literal["oft"]
+    """OFT."""
+
+    block_size: Annotated[Int, Field(ge=2)] = 32
+    """Inputs that are rotated together; the nearest divisor of a layer's number of inputs is used."""
+
+
+class VeraAdapter(PeftAdapter):
+    """Vectors that scale frozen random matrices, which all layers share (arXiv:2310.11454)."""
+
+    type: Literal["vera"]
+    """VeRA."""
+
+    rank: Annotated[Int, Field(ge=1)] = 256
+    """Rank of the shared matrices."""
+
+
+class Ia3Adapter(PeftAdapter):
+    """Vectors that scale the outputs or the inputs of frozen linear layers (arXiv:2205.05638)."""
+
+    type: Literal["ia3"]
+    """IA3."""
+
+    feedforward_modules: Annotated[tuple[str, ...], LISTED] = ("down_proj",)
+    """Endings of those target modules whose inputs are scaled instead of their outputs."""
+
+
+class LohaAdapter(PeftAdapter):
+    """Elementwise products of two low-rank updates (LoHa, arXiv:2108.06098)."""
+
+    type: Literal["loha"]
+    """LoHa."""
+
+    rank: Annotated[Int, Field(ge=1)] = 16
+    """Rank of each of the two updates."""
+
+    alpha: Annotated[Number, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+
+
+class LokrAdapter(PeftAdapter):
+    """Kronecker products of a small matrix and a low-rank one (LoKr, arXiv:2212.10650)."""
+
+    type: Literal["lokr"]
+    """LoKr."""
+
+    rank: Annotated[Int, Field(ge=1)] = 16
+    """Rank of the larger factor, which is stored whole if it is small."""
+
+    alpha: Annotated[Number, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+
+    factor: Annotated[Int, Field(ge=-1)] = -1
+    """Size of the small factor; -1: near the square root of the layer's size."""
+
+
+AdapterSection = Annotated[
+    NoAdapter | LoraAdapter | OftAdapter | VeraAdapter | Ia3Adapter | LohaAdapter | LokrAdapter,
+    Field(discriminator="type"),
+    TYPED,
+]
 
 
 Request = Literal["auto", "bf16", "fp16", "fp32"]

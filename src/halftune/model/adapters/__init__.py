@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.safetensors_headers import read_header
-from halftune.config.sections.model import AdapterSection
+from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import table
 from halftune.core.errors import ModelError
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
@@ -26,22 +27,20 @@ from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_d
 from halftune.precision.report import is_adapter_weight
 
 
-def _cast_embedding_output(model: torch.nn.Module, plan: Plan) -> None:
-    """Cast the output of a trained fp32 embedding (``modules_to_save``) to the base model's dtype.
+def cast_output(embedding: torch.nn.Embedding, dtype: torch.dtype) -> None:
+    """Cast the output of a trained fp32 embedding to the base model's dtype.
 
     Otherwise the residual stream of a half-precision model would be fp32, and layers that do not cast their input
     (LayerNorm on a CPU) would fail.
     """
-    storage = torch_dtype(plan.precision.storage.value)
+    embedding.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
 
-    def cast(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        return output.to(storage)
 
+def _cast_embeddings(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for copy in module.modules_to_save.values():
-                if isinstance(copy, torch.nn.Embedding):
-                    copy.register_forward_hook(cast)
+        for copy in module.modules_to_save.values() if isinstance(module, ModulesToSaveWrapper) else ():
+            if isinstance(copy, torch.nn.Embedding):
+                cast_output(copy, dtype)
 
 
 def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
@@ -58,7 +57,10 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
             parameter.data = parameter.data.to(torch.float32 if kept else trainable)
             if kept:
                 mark_kept(parameter)  # peft's copy of a marked weight is not marked
-    _cast_embedding_output(model, plan)
+    for name, buffer in model.named_buffers():
+        if is_adapter_weight(name) and buffer.is_floating_point():  # VeRA's shared matrices
+            buffer.data = buffer.data.to(trainable)
+    _cast_embeddings(model, torch_dtype(plan.precision.storage.value))
     if plan.precision.autocast.value:
         for module in model.modules():
             if isinstance(module, LoraLayer) and not module.lora_variant:
@@ -69,11 +71,18 @@ def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
 ADAPTERS: dict[str, str] = {
     "none": "halftune.model.adapters.none:attach",
     "lora": "halftune.model.adapters.lora:attach",
+    **dict.fromkeys(("oft", "vera", "ia3", "loha", "lokr"), "halftune.model.adapters.peft_types:attach"),
 }
 
 
 def attach_adapter(
-    model: PreTrainedModel, adapter: AdapterSection, plan: Plan, seed: int, *, revision: str | None = None
+    model: PreTrainedModel,
+    adapter: AdapterSection,
+    plan: Plan,
+    seed: int,
+    *,
+    revision: str | None = None,
+    initial: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.nn.Module:
     """Attach the adapter; trained weights require gradients and have dtype ``plan.precision.trainable``.
 
@@ -83,11 +92,16 @@ def attach_adapter(
         plan: gives the dtypes.
         seed: of the adapter's initial weights; the global random state does not change.
         revision: revision of the base model, saved in the adapter's config.
+        initial: of a resumed run whose adapter began with a part of the base weights: its first A and B.
 
     Raises:
         ConfigError: the adapter does not fit this model.
     """
     adapted = table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+    if isinstance(adapted, PeftModel) and isinstance(adapter, LoraAdapter) and adapter.reduces_base:
+        from halftune.model.adapters.initial import initialise  # few runs do
+
+        initialise(adapted, adapter, plan, seed, initial)
     if isinstance(adapted, PeftModel):
         adapted.peft_config["default"].revision = revision
     return adapted
@@ -115,7 +129,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     except LOAD_ERRORS as error:
         what = f"cannot load the adapter: {first_line(error)}"
         raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
-    _check_whole(adapted, folder)
+    check_whole(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()
 
@@ -125,7 +139,7 @@ def _remedy(model: torch.nn.Module) -> str:
     return f"check that the adapter was trained on this base model{of_text}"
 
 
-def _check_whole(adapted: PeftModel, folder: Path) -> None:
+def check_whole(adapted: PeftModel, folder: Path) -> None:
     """Check that the adapter's file has exactly its weights: peft leaves missing ones random.
 
     Raises:

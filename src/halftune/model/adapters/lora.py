@@ -14,7 +14,7 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.integrations import dequantize_module_weight
 from transformers import PreTrainedModel
 
-from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.model import LoraAdapter, PeftAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter
 from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
@@ -31,9 +31,9 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     Raises:
         ConfigError: a target or a module to save does not exist in this model, or peft cannot load such an adapter.
     """
-    targets = without_routers(model) if adapter.target_modules == "all-linear" else _targets(model, adapter)
+    targets = without_routers(model) if adapter.target_modules == "all-linear" else find_targets(model, adapter)
     towers = towers_of(model)
-    saved = _modules_to_save(model, adapter, grown=plan.added_tokens is not None)
+    saved = find_modules_to_save(model, adapter, grown=plan.added_tokens is not None)
     tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -45,6 +45,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         modules_to_save=saved,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
+        init_lora_weights="gaussian" if adapter.init == "gaussian" else True,
         bias="none",
         ensure_weight_tying=tied,
     )
@@ -62,6 +63,10 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     cast_adapter(adapted, plan)
     if adapter.use_dora:
         _measure_magnitudes(adapted)
+    if adapter.name_or_path is not None:
+        from halftune.model.adapters.start import load_start  # few runs start from an adapter
+
+        load_start(adapted, adapter)
     return adapted
 
 
@@ -93,7 +98,7 @@ def _measure_magnitudes(adapted: PeftModel) -> None:
             dora.weight.data.copy_(norms)  # lora_B is zero, so these are the norms of the sum
 
 
-def _targets(model: PreTrainedModel, adapter: LoraAdapter) -> str | list[str]:
+def find_targets(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter) -> str | list[str]:
     """Target modules for peft; checks that each entry matches a module.
 
     Raises:
@@ -129,8 +134,14 @@ def _bad_targets(what: str, remedy: str = "") -> ConfigError:
     return ConfigError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
 
 
-def _modules_to_save(model: PreTrainedModel, adapter: LoraAdapter, *, grown: bool) -> list[str] | None:
-    """The modules to train in full: those of the config, and with added tokens the embedding and an untied head."""
+def find_modules_to_save(
+    model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter, *, grown: bool
+) -> list[str] | None:
+    """The modules to train in full: those of the config, and with added tokens the embedding and an untied head.
+
+    Raises:
+        ConfigError: a module does not exist in this model.
+    """
     names = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
     for module in adapter.modules_to_save:
         if module.rpartition(".")[2] not in names:

@@ -73,7 +73,7 @@ def for_plain_peft(adapted: PeftModel) -> LoraConfig:
     """
     config: Any = copy.deepcopy(adapted.peft_config["default"])
     base: Any = adapted.get_base_model()
-    if not rewrites(base):
+    if not isinstance(config, LoraConfig) or not rewrites(base):
         return config
     modules: list[str] = sorted(adapted.base_model.targeted_module_names)  # type: ignore[arg-type,union-attr]
     lost = mistaken_for_experts(base, modules)
@@ -90,7 +90,7 @@ def restore_targets(config: LoraConfig, model: PreTrainedModel) -> bool:
     Returns:
         Whether there were any; if so, the adapter must be loaded under ``unchanged_targets``.
     """
-    parameters = list(config.target_parameters or ())
+    parameters = list(config.target_parameters or ()) if isinstance(config, LoraConfig) else []
     linear = {name + _WEIGHT: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     ours = [linear[name] for name in parameters if name in linear]
     if not ours or isinstance(config.target_modules, str):

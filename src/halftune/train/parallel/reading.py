@@ -5,7 +5,7 @@ While peft creates adapters, meta weights are zeros without memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +62,13 @@ def remove_zero_weights(model: nn.Module, originals: dict[int, nn.Parameter], la
 log = get_logger(__name__)
 
 
-def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, LazyWeights | None]:
+def make_model(
+    config: RunConfig, plan: Plan, initial: Mapping[str, torch.Tensor] | None = None
+) -> tuple[nn.Module, LazyWeights | None]:
     """The model with its adapter, ready for training; under fsdp2 its weights stay in their files where they can.
 
-    An adapter's own first weights are drawn as ever: they are the same however many processes there are.
+    An adapter's own first weights are drawn as ever: they are the same however many processes there are; of a resumed
+    run whose adapter began with a part of the base weights, they are ``initial``.
 
     Returns:
         the model, and where its weights are if they have not been read.
@@ -78,12 +81,12 @@ def make_model(config: RunConfig, plan: Plan) -> tuple[nn.Module, LazyWeights | 
         why = needs_whole_weights(config) or why_not()
         if not why:
             lazy = LazyWeights()
-            model = _attached(config, plan, lazy)
+            model = _attached(config, plan, lazy, initial)
             if not (name := lazy.lacks(model)):
                 return model, lazy
             why = f"{name} is not in its files under a name by which it could be read alone"
         log.warning("each process reads the whole model into main memory before it keeps its share: %s", why)
-    return _attached(config, plan, None), None
+    return _attached(config, plan, None, initial), None
 
 
 def show(model: nn.Module, layers: Sequence[nn.Module], lazy: LazyWeights) -> None:
@@ -131,10 +134,13 @@ def fill(model: nn.Module, lazy: LazyWeights, device: torch.device) -> None:
             _give(model, {id(weight): share})
 
 
-def _attached(config: RunConfig, plan: Plan, lazy: LazyWeights | None) -> nn.Module:
+def _attached(
+    config: RunConfig, plan: Plan, lazy: LazyWeights | None, initial: Mapping[str, torch.Tensor] | None
+) -> nn.Module:
     loaded = load_model(config.model, plan, lazy=lazy)
     there = insert_zero_weights(loaded) if lazy is not None and config.adapter.type != "none" else {}
-    model = attach_adapter(loaded, config.adapter, plan, config.training.seed, revision=config.model.revision)
+    seed, revision = config.training.seed, config.model.revision
+    model = attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
     if lazy is not None and there:
         remove_zero_weights(model, there, lazy)
     return model

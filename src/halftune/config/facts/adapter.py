@@ -1,0 +1,152 @@
+"""The config of an adapter that training starts from: its settings become those of the recipe's ``adapter``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halftune.config.facts.folder import read_json
+from halftune.config.reading.yaml_source import Tree, parse, read_text
+from halftune.config.rules.rule import HUB_ID, looks_local
+from halftune.config.shape import child
+from halftune.core.errors import ConfigError, ModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+AT = ("adapter", "name_or_path")
+# Our key → peft's name and default.
+KEYS: dict[str, tuple[str, Any]] = {
+    "rank": ("r", 8),
+    "alpha": ("lora_alpha", 8),
+    "use_rslora": ("use_rslora", False),
+    "use_dora": ("use_dora", False),
+    "target_modules": ("target_modules", None),
+    "modules_to_save": ("modules_to_save", None),
+}
+# Options of peft that change an adapter's function, and that training cannot continue.
+UNSUPPORTED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layer_replication",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+)
+_MUTATES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base model
+
+
+class Conflict(NamedTuple):
+    """A key of the recipe that differs from the adapter's config, with both values."""
+
+    key: str
+    asked: Any
+    stored: Any
+
+
+def adopt(tree: Tree, *, download: bool) -> None:
+    """Complete the recipe's ``adapter`` section by the config of the adapter in ``adapter.name_or_path``.
+
+    Differences and unsupported adapters are added to ``tree.problems``. An adapter that is neither a folder nor in the
+    hub cache changes nothing. For an adapter that a dependency trains, the dependency's recipe is read instead.
+
+    Args:
+        tree: the recipe.
+        download: whether to ask the hub.
+    """
+    section = tree.values["adapter"]
+    try:
+        if (settings := _of_dependency(tree, section["name_or_path"])) is not None:
+            _complete(tree, settings)
+            return
+        file = config_of(section["name_or_path"], download=download)
+        if file is None:
+            return
+        settings = settings_of(read_json(file), where=str(file))
+    except ModelError as error:
+        tree.problems.append(tree.problem(AT, error.what, error.remedy, code=error.code))
+        return
+    _complete(tree, settings)
+
+
+def _complete(tree: Tree, settings: dict[str, Any]) -> None:
+    section = tree.values["adapter"]
+    for key, asked, stored in differences(section, settings):
+        what = f"is {asked!r}, but the adapter in adapter.name_or_path has {stored!r}"
+        remedy = "remove it: the adapter's config decides"
+        tree.problems.append(tree.problem(("adapter", key), what, remedy, code="config.keys_conflict"))
+    tree.values["adapter"] = {**settings, **section}
+
+
+def config_of(name: str, *, download: bool) -> Path | None:
+    """Return the path of an adapter's config: in a folder, in the hub cache, or on the hub; None if not downloaded.
+
+    Raises:
+        ModelError: the folder has no adapter, or the hub cannot be reached.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / CONFIG).is_file():
+            return folder / CONFIG
+        below = folder / "final"
+        remedy = f"did you mean {below}?" if (below / CONFIG).is_file() else "use a folder with adapter_config.json"
+        raise ModelError("the folder contains no adapter", where=name, remedy=remedy, code="model.adapter_missing")
+    if looks_local(name) or not HUB_ID.fullmatch(name) or "/" not in name:
+        what, remedy = f"no such folder: {name}", "use the folder of an adapter, such as runs/mine/final, or a hub id"
+        raise ModelError(what, where=name, remedy=remedy, code="model.adapter_missing")
+    from halftune.config.facts.config_file import from_hub  # few runs start from the hub
+
+    return from_hub(name, None, CONFIG, key=".".join(AT), download=download)
+
+
+def settings_of(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the keys of the section ``adapter`` that an adapter's config decides.
+
+    Raises:
+        ModelError: it is not LoRA, or has options that training cannot continue.
+    """
+    wrong = [] if raw.get("peft_type") == "LORA" else [f"peft_type: {raw.get('peft_type')}"]
+    wrong += [f"{key}: {raw[key]}" for key in UNSUPPORTED if raw.get(key)]
+    wrong += [f"bias: {raw['bias']}"] if raw.get("bias", "none") != "none" else []
+    start = raw.get("init_lora_weights")
+    wrong += [f"init_lora_weights: {start}"] if isinstance(start, str) and start.startswith(_MUTATES) else []
+    fused = [one for one in raw.get("target_parameters") or () if not str(one).endswith(".weight")]
+    wrong += [f"target_parameters: {fused}"] if fused else []
+    if wrong:
+        what = f"training cannot continue an adapter with {', '.join(wrong)}"
+        remedy = "use a LoRA adapter with one rank and alpha"
+        raise ModelError(what, where=where, remedy=remedy, code="model.adapter_unsupported")
+    settings = {key: raw.get(name, default) for key, (name, default) in KEYS.items()}
+    # written by save: linear layers with the names of experts
+    linear = [str(one).removesuffix(".weight") for one in raw.get("target_parameters") or ()]
+    if isinstance(settings["target_modules"], list) or linear:
+        settings["target_modules"] = sorted({*(settings["target_modules"] or ()), *linear})
+    settings["modules_to_save"] = sorted(settings["modules_to_save"] or ())
+    return settings
+
+
+def differences(section: dict[str, Any], settings: dict[str, Any]) -> Iterator[Conflict]:
+    """Keys that the recipe sets to another value; ``all-linear`` is compared when weights are loaded."""
+    for key, stored in settings.items():
+        asked = section.get(key, stored)
+        if isinstance(stored, list) and isinstance(asked, list | tuple):
+            asked, stored = sorted(map(str, asked)), sorted(stored)
+        if isinstance(stored, list) and isinstance(asked, str):
+            asked = "all-linear" if asked == "all-linear" else [asked] if key == "modules_to_save" else asked
+        if asked not in (stored, "all-linear"):
+            yield Conflict(key, asked, stored)
+
+
+def _of_dependency(tree: Tree, name: str) -> dict[str, Any] | None:
+    """The settings in the recipe of a dependency that trains the adapter; None if there is no such recipe."""
+    for recipe in child(tree.values, "depends_on") or ():
+        try:
+            values = parse(read_text(Path(recipe)), recipe).values
+        except ConfigError:  # reported with the other problems of depends_on
+            continue
+        output = child(child(values, "training"), "output_dir")
+        if isinstance(output, str) and Path(name).absolute().is_relative_to(os.path.abspath(output)):
+            section = child(values, "adapter")
+            return {key: value for key in KEYS if (value := child(section, key)) is not None}
+    return None
