@@ -211,7 +211,7 @@ def _source(
         rows = source.read()
         if section.samples is not None and section.samples > len(rows):
             log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
-        chosen = choose_rows(len(rows), section.samples, seed=seed)
+        chosen = choose_rows(len(rows), section.samples, seed=seed, first=section.sampling == "first")
         store, report = _tokenize(rows, chosen, section, config, tokenizer, settings)
         return store, asdict(report)
 
@@ -221,7 +221,7 @@ def _source(
         parts = {
             "source": source.fingerprint,
             "settings": asdict(settings),
-            "reading": section.model_dump(include={"path", "split", "format", "columns", "samples"}),
+            "reading": section.model_dump(exclude={"weight"}),
             "seed": seed if section.samples is not None else None,
         }
         store, values = cached(cache_key(tokenizer, parts), make)

@@ -39,8 +39,15 @@ class SourceSection(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """Other names of the format's columns, e.g. `{prompt: question, completion: answer}`."""
 
+    prompt: str | None = None
+    """A prompt in place of the chat template, for rows with `instruction`, `output` and perhaps `input`: `alpaca`,
+    `alpaca_chat`, `alpaca_chatml`, or a text with `{instruction}` and `{input}`. The answer and EOS follow it."""
+
     samples: Annotated[Int, Field(ge=1)] | None = None
-    """Number of rows to use (the first ones after a shuffle by `training.seed`); all by default."""
+    """Number of rows to use; all by default."""
+
+    sampling: Literal["random", "first"] = "random"
+    """Which rows `samples` takes: `random` ones, chosen by `training.seed`, or the `first` ones."""
 
     weight: Annotated[Number, Field(gt=0)] = 1.0
     """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
