@@ -262,6 +262,7 @@ def _settings(config: RunConfig, day: str | None) -> Settings:
         merge_system=config.data.merge_system,
         template_variables=dict(config.model.chat_template_kwargs),
         day=day,
+        train_line_break=isinstance(method, SftMethod) and method.train_line_break,
     )
 
 

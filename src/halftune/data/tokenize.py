@@ -117,11 +117,12 @@ class Settings:
         method: as ``method.type``.
         train_on: as ``method.train_on``.
         max_length: in tokens.
-        overlong: ``truncate``, ``drop`` or ``error``.
+        overlong: as ``data.overlong``.
         system: system message for conversations without one; None for none.
         merge_system: merge unsupported system messages into the first user message.
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
+        train_line_break: as ``method.train_line_break``.
     """
 
     method: str
@@ -132,6 +133,7 @@ class Settings:
     merge_system: bool = False
     template_variables: dict[str, Any] = field(default_factory=dict)
     day: str | None = None
+    train_line_break: bool = False
 
 
 @dataclass
@@ -287,8 +289,8 @@ class RowTokenizer:
             raise RowDropped("no trained answer")
         if len(sample.ids) <= limit:
             return Segment(sample.ids, sample.trained)
-        if self._settings.overlong == "truncate":
-            keep, done = overlong.truncate(sample, limit)
+        if self._settings.overlong in ("truncate", "proportional"):
+            keep, done = self._cut(sample, limit)
             outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
             outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
             return Segment(sample.ids[keep], sample.trained[keep])
@@ -297,6 +299,13 @@ class RowTokenizer:
         what = f"{len(sample.ids)} tokens exceed data.max_length ({limit})"
         remedy = "raise data.max_length, or set data.overlong to truncate or drop"
         raise BadRow(index, what, remedy, "data.sample_too_long")
+
+    def _cut(self, sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
+        if self._settings.overlong == "truncate":
+            return overlong.truncate(sample, limit)
+        from halftune.data import proportional  # seldom used
+
+        return proportional.truncate(sample, limit)
 
     def _cut_document(self, ids: np.ndarray, outcome: Outcome) -> None:
         first, last = self._around
@@ -319,7 +328,7 @@ class RowTokenizer:
             if start < len(tokens.ids) and tokens.starts[start] < turn.start and MERGED not in outcome.notes:
                 outcome.notes = (*outcome.notes, MERGED)
             if turn.trained:
-                trained[start:end] = True
+                trained[start : full_end if self._settings.train_line_break else end] = True
             elif self._settings.train_on == "all":
                 trained[start:end] = False
             turns.append(TokenTurn(start, end, full_end, turn.complete, turn.trained))
