@@ -44,6 +44,8 @@ RENAMED = {
     "max_grad_norm": "training.max_grad_norm",
     "save_total_limit": "training.save_total_limit",
     "early_stopping_patience": "training.early_stopping_patience",
+    "loss_watchdog_threshold": "training.stop_above_loss",
+    "loss_watchdog_patience": "training.stop_above_loss_steps",
     "load_best_model_at_end": "training.load_best",
     "seed": "training.seed",
     "tf32": "precision.tf32",
@@ -311,6 +313,9 @@ def _training(draft: Draft) -> None:
     scheduler(draft, "lr_scheduler")
     lowest_rate(draft)
     lora_plus(draft)
+    if draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
+        why = "not written there: 3 % of the steps, at most 100 of them"
+        draft.changed("warmup_ratio", "training.warmup_ratio", 0.03, why)
     warmup(draft)
     batch = draft.take("batch_size")
     if batch is not None:

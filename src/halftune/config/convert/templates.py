@@ -66,7 +66,7 @@ def _ends(draft: Draft) -> set[str]:
     special = draft.source.get("special_tokens")
     eos = special.get("eos_token") if isinstance(special, dict) else None
     name = str(draft.get("model.name_or_path"))
-    known = eos or next((token for model, token in EOS if model.search(name)), "")
+    known = eos or next((token for pattern, token in EOS if pattern.search(name)), "")
     return {known, *map(str, draft.source.get("eot_tokens") or ())}
 
 
