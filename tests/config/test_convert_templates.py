@@ -78,7 +78,7 @@ AXOLOTL_TEXTS = {
     ),
 }
 LLAMA_FACTORY_TEXTS = {
-    ("chatml", "opencoder", "qwen", "qwen2_vl", "qwen3", "qwen3_nothink", "smollm", "yi"): (
+    ("chatml", "opencoder", "qwen", "qwen2_vl", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "smollm", "yi"): (
         "<|im_start|>system\n S <|im_end|>\n<|im_start|>user\n U <|im_end|>\n"
         "<|im_start|>assistant\n A <|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
         "<|im_start|>assistant\nB<|im_end|>\n"
@@ -150,7 +150,7 @@ DEFAULTS = {
 # LLaMA-Factory's that train the line break after the end of a turn.
 LINE_BREAK = {
     "chatml", "cpm4", "falcon_h1", "gemma3", "gemma3n", "granite3", "opencoder", "phi", "qwen", "qwen2_vl", "qwen3",
-    "qwen3_nothink", "smollm", "yi",
+    "qwen3_nothink", "qwen3_5_nothink", "smollm", "yi",
 }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ _CHATML = (
     ),
     _chatml("qwen2", "Qwen/Qwen2-7B-Instruct", "qwen2_vl", default="You are a helpful assistant."),
     _chatml("qwen3", "Qwen/Qwen3-8B", think=True, tools="qwen"),
-    _chatml("qwen3_nothink", "Qwen/Qwen3-4B-Instruct-2507", "qwen3_instruct", tools="qwen"),
+    _chatml("qwen3_nothink", "Qwen/Qwen3-4B-Instruct-2507", "qwen3_instruct", "qwen3_5_nothink", tools="qwen"),
     _chatml(
         "mimo", "XiaomiMiMo/MiMo-7B-RL", default="You are MiMo, an AI assistant developed by Xiaomi.", tools="qwen"
     ),

@@ -102,6 +102,7 @@ NONE = {
     "do_causal_lm_eval": "evaluation is the loss",
     "do_bench_eval": "evaluation is the loss",
     "eot_tokens": "the end of an answer is always trained",
+    "eta_min": "not a key of axolotl, which ignores it",
     "full_finetune": "adapter: none",
     "resize_token_embeddings_to_32x": "embeddings keep their size",
     "shrink_embeddings": "embeddings keep their size",

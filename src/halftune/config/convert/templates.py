@@ -20,7 +20,7 @@ AXOLOTL = {
 LLAMA_FACTORY = {
     "chatml", "cpm4", "deepseek3", "ernie_nothink", "falcon_h1", "gemma3", "gemma3n", "granite3", "llama3", "llama4",
     "ministral", "mistral", "mistral_small", "moonlight", "opencoder", "phi", "phi4", "phi4_mini", "pixtral", "qwen",
-    "qwen2_vl", "qwen3", "qwen3_nothink", "smollm", "yi",
+    "qwen2_vl", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "smollm", "yi",
 }  # fmt: skip
 # Models → EOS of their tokenizer, which axolotl trains where the recipe names no other end of a turn.
 EOS = (
