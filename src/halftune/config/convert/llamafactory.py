@@ -142,7 +142,7 @@ def _named_sources(draft: Draft, folder: Path) -> None:
         draft.none("max_samples", "samples of each source, the first ones")
 
 
-def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, int]) -> None:
+def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, Any]) -> None:
     """Translates names of data sets; ``samples`` is part of each source."""
     names, where = listed(draft.take(key)), Path(str(draft.left.get("dataset_dir") or "data"))
     known, base = _listed_sets(where, folder)
