@@ -193,7 +193,9 @@ def test_text_and_labels_of_llamafactory(name, text):
 
 @pytest.mark.parametrize("name", sorted(AXOLOTL | LLAMA_FACTORY))
 def test_default_system_text(name):
-    assert find_template(name).default_system == DEFAULTS.get(name)
+    row = find_template(name)
+    assert row is not None
+    assert row.default_system == DEFAULTS.get(name)
 
 
 @pytest.mark.parametrize(("source", "kind"), [({"format": "alpaca"}, "translated"), ({}, "changed")])
