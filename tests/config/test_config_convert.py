@@ -151,16 +151,17 @@ def test_llamafactory() -> None:
     }
     Path("data/dataset_info.json").write_text(json.dumps(info))
     new = values("LLaMA-Factory")
+    first = {"samples": 1000, "sampling": "first"}
     assert new["data"]["train"] == [
-        {"path": "data/mine.json", "format": "alpaca", "columns": {"instruction": "frage"}, "samples": 1000},
-        {"path": "org/set:main", "split": "test", "samples": 1000},
+        {"path": "data/mine.json", "format": "alpaca", "columns": {"instruction": "frage"}, **first},
+        {"path": "org/set:main", "split": "test", "format": "alpaca", **first},
     ]
     assert new["adapter"] == {"type": "lora", "rank": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     assert new["precision"] == {"compute": "bf16"}
     assert new["attention"] == {"backend": "fa2"}
     assert new["data"]["packing"] is True
-    assert new["data"]["max_length"] == 1024
-    assert new["method"] == {"type": "sft", "train_on": "last"}
+    assert (new["data"]["max_length"], new["data"]["overlong"]) == (1023, "proportional"), "packed rows have one less"
+    assert new["method"] == {"type": "sft", "train_on": "last", "train_line_break": True}
     training = new["training"]
     assert (training["eval_steps"], training["save_steps"], training["learning_rate"]) == (50, 500, 1e-4)
     assert training["gradient_checkpointing"] is True, "on there by default"
@@ -170,7 +171,7 @@ def test_llamafactory() -> None:
 def test_axolotl() -> None:
     new = values("axolotl")
     assert new["data"]["train"] == [
-        {"path": "tatsu-lab/alpaca", "format": "alpaca"},
+        {"path": "tatsu-lab/alpaca", "format": "alpaca", "prompt": "alpaca"},
         {"path": "a/chat", "split": "train[:20%]"},
     ]
     assert new["adapter"]["type"] == "lora"
@@ -179,7 +180,8 @@ def test_axolotl() -> None:
     assert new["data"]["overlong"] == "drop", "axolotl drops what is too long"
     assert new["training"]["gradient_checkpointing"] is True
     changed = {note.key for note in convert_file(Path("axolotl.yaml")).notes if note.kind == "changed"}
-    assert changed == {"datasets"}
+    assert changed == {"warmup_ratio"}
+    assert new["training"]["warmup_ratio"] == 0.03
 
 
 def test_trl() -> None:
@@ -355,6 +357,7 @@ lr_scheduler: cosine
 learning_rate: 1e-4
 val_set_size: 0
 sequence_len: 2048
+warmup_ratio: 0.1
 """
 
 
@@ -398,10 +401,27 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
         ("neftune_noise_alpha: 5", "refused"),
         ("reinit_weights: true", "refused"),
         ("chat_template_jinja: x.jinja", "approximate"),
-        ("loss_watchdog_threshold: 5.0", "approximate"),
+        ("loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3", "same"),
+        ("train_on_inputs: true", "approximate"),
+        ("excess_length_strategy: truncate", "approximate"),
+        ("datasets: [{path: a/b, type: alpaca}]\ntrain_on_inputs: true\nchat_template: no_such", "same"),
+        ("datasets: [{path: a/b, type: 'alpaca:chat'}]", "same"),
+        ("datasets: [{path: a/b, type: gpteacher}]", "same"),
+        ("datasets: [{path: a/b, type: jeopardy}]", "approximate"),
+        ("base_model: m/Llama-3-8B-Instruct\nchat_template: llama3", "same"),
+        ("base_model: m/Llama-3-8B\nchat_template: llama3", "approximate"),
+        ("base_model: m/Llama-3-8B\nchat_template: llama3\nspecial_tokens: {eos_token: <|eot_id|>}", "same"),
+        ("base_model: m/gemma-3-it\nchat_template: gemma3\neot_tokens: [<end_of_turn>]", "same"),
+        ("base_model: m/gemma-3-it", "approximate"),
+        ("base_model: m/gemma-3-it\neot_tokens: [<end_of_turn>]", "same"),
+        ("base_model: m/gpt-oss-20b", "approximate"),
+        ("base_model: m/Qwen3-8B", "approximate"),
+        ("base_model: m/Qwen3-8B\nchat_template: qwen3", "approximate"),
+        ("chat_template: mistral_v2v3", "approximate"),
+        ("chat_template: mistral_v1", "same"),
         ("special_tokens: {pad_token: x}", "same"),
         ("special_tokens: {bos_token: x, eos_token: y}", "same"),
-        ("special_tokens: {eos_token: y, unk_token: x}", "approximate"),
+        ("special_tokens: {eos_token: y, unk_token: x}", "same"),
         ("special_tokens: {additional_special_tokens: [<x>]}", "refused"),
         ("datasets: [{path: a/b, type: chat_template, train_on_eos: turn}]", "same"),
         ("datasets: [{path: a/b, type: chat_template, train_on_eos: none}]", "refused"),
@@ -489,7 +509,8 @@ def test_data_sets_of_llamafactory_on_the_hub() -> None:
     text = LLAMAFACTORY.replace("dataset: mine,hub", "dataset: org/one,org/two") + "dataset_dir: "
     Path("old.yaml").write_text(text + "ONLINE\n")
     online = convert_file(Path("old.yaml"))
-    sources = [{"path": f"org/{name}", "format": "alpaca", "samples": 1000} for name in ("one", "two")]
+    rest = {"format": "alpaca", "samples": 1000, "sampling": "first"}
+    sources = [{"path": f"org/{name}", **rest} for name in ("one", "two")]
     assert online.values["data"]["train"] == sources
     assert not {"dataset", "dataset_dir"} & {note.key for note in (*online.of("changed"), *online.of("refused"))}
     Path("old.yaml").write_text(text + "REMOTE:org/sets\n")

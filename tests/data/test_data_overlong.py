@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
+from halftune.data import proportional
+from halftune.data.conversation import RowDropped
 from halftune.data.overlong import CUT, EARLIER, LATER
 from halftune.data.pipeline import prepare
-from halftune.data.store import NO_LABEL
+from halftune.data.store import NO_LABEL, TokenTurn, WholeSample
 
 LONG = "what is it and why is it so " * 60
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
@@ -184,3 +186,59 @@ def test_documents_are_cut_into_pieces_and_lose_nothing(tokenizer, make_config, 
     for sample in samples:
         assert sample.labels[1:].tolist() == sample.input_ids[1:].tolist()
     assert prepared.train.trained.tolist() == [len(sample.input_ids) - 1 for sample in samples]
+
+
+def exchanges(*lengths, trained=None):
+    """A sample of exchanges with so many tokens of question and answer; token 7 is the 8th of the sample."""
+    places, turns = 0, []
+    for index, (question, answer) in enumerate(lengths):
+        start = places + question
+        places = start + answer
+        wanted = trained is None or index in trained
+        turns.append(TokenTurn(start, places, places, complete=True, trained=wanted))
+    ids = np.arange(places, dtype=np.int32)
+    labels = np.zeros(places, dtype=bool)
+    for turn in turns:
+        labels[turn.start : turn.end] = turn.trained
+    return WholeSample(ids, ids, ids + 1, labels, tuple(turns), ())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "trained", "kept"),
+    [
+        # LLaMA-Factory's infer_seqlen(question, answer, 60): (40, 20), (20, 40), (30, 30)
+        ([(100, 20)], None, [(0, 40), (100, 120)]),
+        ([(20, 100)], None, [(0, 60)]),
+        ([(100, 100)], None, [(0, 30), (100, 130)]),
+        # the second exchange has the 20 tokens that the first leaves
+        ([(20, 20), (50, 8)], None, [(0, 40), (40, 52), (90, 98)]),
+        # only the last turn is trained: the last exchange goes first
+        ([(20, 20), (20, 20)], {1}, [(0, 10), (20, 30), (40, 80)]),
+        ([(40, 20), (20, 20)], None, [(0, 60)]),
+    ],
+)
+def test_proportional_cuts_are_those_of_llamafactory(lengths, trained, kept):
+    keep, done = proportional.truncate(exchanges(*lengths, trained=trained), 60)
+    expected = np.zeros(len(keep), dtype=bool)
+    for start, end in kept:
+        expected[start:end] = True
+    assert keep.tolist() == expected.tolist()
+    assert done
+
+
+def test_proportional_drops_a_row_without_labels_left():
+    with pytest.raises(RowDropped):
+        proportional.truncate(exchanges((40, 20), (20, 20), (20, 20), trained={1}), 60)
+
+
+def test_proportional_in_a_run(fit):
+    text, trained, _ = fit([user(LONG), assistant("It is four.")], 128, overlong="proportional")
+    assert trained == f"It is four.{END}"
+    assert HEADER not in text  # the question is cut at its end, its header included
+
+
+def test_the_line_break_after_an_answer_is_trained_on_request(tokenizer, make_config, write):
+    method = {"type": "sft", "train_line_break": True}
+    rows = [{"messages": [user("Why?"), assistant("It is four."), user("And?"), assistant("Four.")]}]
+    sample = prepare(make_config(write(rows), method=method), tokenizer).train.example(0).segments[0]
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == f"It is four.{END}\nFour.{END}\n"

@@ -29,6 +29,7 @@ from halftune.train.callbacks import trackers
 from halftune.train.callbacks.base import CallbackList, StepMetrics
 from halftune.train.callbacks.early_stopping import EarlyStopping
 from halftune.train.callbacks.environment import Environment
+from halftune.train.callbacks.high_loss import HighLoss
 from halftune.train.callbacks.logger import Logger, tree
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.callbacks.samples import Samples
@@ -114,7 +115,7 @@ def test_every_name_of_the_table_is_chosen_by_some_configuration(make_run: MakeR
             "sample_prompts": ["hi"],
             "profile": 2,
         },
-        "training": {"early_stopping_patience": 2},
+        "training": {"early_stopping_patience": 2, "stop_above_loss": 9},
     }
     run = make_run(scaler=True, **sections)  # type: ignore[arg-type]
     names: set[str] = set()
@@ -309,6 +310,17 @@ def test_early_stopping_counts_evaluations_since_the_best(make_run: MakeRun) -> 
     patient.restore(callback.state())
     patient.on_start(later)
     assert not later.stop
+
+
+def test_a_high_loss_stops_after_steps_in_a_row(make_run: MakeRun) -> None:
+    run, callback = make_run(), HighLoss(above=5.0, steps=2)
+    for loss, stops in ((6.0, False), (4.0, False), (6.0, False), (7.0, True)):
+        callback.on_step(run, measured(loss))
+        assert bool(run.stop) is stops
+    again, later = HighLoss(above=5.0, steps=2), make_run()
+    again.restore(callback.state())
+    again.on_start(later)
+    assert later.stop == run.stop
 
 
 @pytest.mark.parametrize("sharded", [False, True])

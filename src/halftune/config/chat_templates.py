@@ -28,7 +28,8 @@ class TemplateRow:
         prompt: the generation prompt where it is shorter than the assistant's header.
         last: what follows the last answer, in place of the end of the assistant's frame.
         default_system: system text of a conversation without one.
-        trim: whether texts are stripped of surrounding white space.
+        trim: whether texts are stripped of surrounding white space: none, all, those of turns or of the system only.
+            ``model.chat_template_kwargs: {trim: false, trim_system: false}`` keeps it.
         thinking: whether reasoning is written, as ``<think>`` block of the answers after the last question.
         empty_think: whether the last answer has a ``<think>`` block also without reasoning.
         tools: how tools are written; empty: conversations with tools are refused.
@@ -47,7 +48,7 @@ class TemplateRow:
     prompt: str | None = None
     last: str | None = None
     default_system: str | None = None
-    trim: bool = False
+    trim: Literal["", "all", "turns", "system"] = ""
     thinking: bool = False
     empty_think: bool = False
     tools: Literal["", "chatml", "qwen"] = ""
@@ -113,7 +114,7 @@ _CHATML = (
     ),
     _chatml("qwen2", "Qwen/Qwen2-7B-Instruct", "qwen2_vl", default="You are a helpful assistant."),
     _chatml("qwen3", "Qwen/Qwen3-8B", think=True, tools="qwen"),
-    _chatml("qwen3_nothink", "Qwen/Qwen3-4B-Instruct-2507", "qwen3_instruct", tools="qwen"),
+    _chatml("qwen3_nothink", "Qwen/Qwen3-4B-Instruct-2507", "qwen3_instruct", "qwen3_5_nothink", tools="qwen"),
     _chatml(
         "mimo", "XiaomiMiMo/MiMo-7B-RL", default="You are MiMo, an AI assistant developed by Xiaomi.", tools="qwen"
     ),
@@ -144,15 +145,15 @@ _CHATML = (
 _LLAMA = (
     TemplateRow(
         "llama2", "{bos}[INST] {} [/INST]", " {} {eos}", "meta-llama/Llama-2-7b-chat-hf",
-        system="<<SYS>>\n{}\n<</SYS>>\n\n", merged=True, aliases=("llama-2",), prompt="", trim=True,
+        system="<<SYS>>\n{}\n<</SYS>>\n\n", merged=True, aliases=("llama-2",), prompt="", trim="turns",
     ),
     TemplateRow(
-        "llama3", **_turns("<|start_header_id|>ROLE<|end_header_id|>\n\n{}<|eot_id|>"), start="{bos}", trim=True,
+        "llama3", **_turns("<|start_header_id|>ROLE<|end_header_id|>\n\n{}<|eot_id|>"), start="{bos}", trim="all",
         source="https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/", aliases=("llama-3",),
         tokens=_HEADERS, end="<|eot_id|>",
     ),
     TemplateRow(
-        "llama4", **_turns("<|header_start|>ROLE<|header_end|>\n\n{}<|eot|>"), start="{bos}", trim=True,
+        "llama4", **_turns("<|header_start|>ROLE<|header_end|>\n\n{}<|eot|>"), start="{bos}", trim="system",
         source="https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/", aliases=("llama-4",),
         tokens=("<|header_start|>", "<|header_end|>", "<|eot|>"), end="<|eot|>",
     ),
@@ -162,7 +163,7 @@ _LLAMA = (
             "<|start_header_id|>ROLE<|end_header_id|>\n\n{}<|eot_id|>",
             "GPT4 Correct User", "GPT4 Correct Assistant", "System",
         ),
-        source="openchat/openchat-3.6-8b-20240522", aliases=("openchat-3.6",), start="{bos}", trim=True,
+        source="openchat/openchat-3.6-8b-20240522", aliases=("openchat-3.6",), start="{bos}", trim="all",
         tokens=_HEADERS, end="<|eot_id|>",
     ),
     TemplateRow(
@@ -195,7 +196,7 @@ _LLAMA = (
     ),
     TemplateRow(
         "metharme", "<|user|>{}", "<|model|>{}", "PygmalionAI/metharme-7b", system="<|system|>{}",
-        aliases=("pygmalion",), start="{bos}", trim=True, last="{eos}",
+        aliases=("pygmalion",), start="{bos}", trim="turns", last="{eos}",
         default_system=(
             "Enter RP mode. You shall reply to the user while staying in character. Your responses must be "
             "detailed, creative, immersive, and drive the scenario forward."
@@ -227,7 +228,7 @@ _MISTRAL = (
     ),
     TemplateRow(
         "breeze", "[INST] {} [/INST] ", "{}{eos}", "MediaTek-Research/Breeze-7B-Instruct-v1_0", system="{} ",
-        start="{bos}", trim=True,
+        start="{bos}", trim="all",
     ),
 )  # fmt: skip
 
@@ -263,18 +264,22 @@ _DEEPSEEK = (
 
 _OTHERS = (
     TemplateRow(
-        "gemma", **_turns("<start_of_turn>ROLE\n{}<end_of_turn>\n", assistant="model", system=""), trim=True,
+        "gemma", **_turns("<start_of_turn>ROLE\n{}<end_of_turn>\n", assistant="model", system=""), trim="turns",
         source="https://ai.google.dev/gemma/docs/core/prompt-structure", aliases=("gemma2",), start="{bos}",
         tokens=("<start_of_turn>", "<end_of_turn>"), end="<end_of_turn>",
     ),
     TemplateRow(
         "gemma3", **{**_turns("<start_of_turn>ROLE\n{}<end_of_turn>\n", assistant="model"), "system": "{}\n\n"},
-        merged=True, trim=True, source="https://ai.google.dev/gemma/docs/core/prompt-structure",
+        merged=True, trim="turns", source="https://ai.google.dev/gemma/docs/core/prompt-structure",
         aliases=("gemma3n",), start="{bos}", tokens=("<start_of_turn>", "<end_of_turn>"), end="<end_of_turn>",
     ),
     TemplateRow(
         "phi3", **_turns("<|ROLE|>\n{}<|end|>\n"), source="microsoft/Phi-3.5-mini-instruct",
-        aliases=("phi", "phi_3", "phi_35", "phi3.5"), tokens=("<|user|>", "<|assistant|>", "<|end|>"), end="<|end|>",
+        aliases=("phi", "phi_35", "phi3.5"), tokens=("<|user|>", "<|assistant|>", "<|end|>"), end="<|end|>",
+    ),
+    TemplateRow(
+        "phi_3", **_turns("<|ROLE|>\n{}<|end|>\n"), source="microsoft/Phi-3-mini-4k-instruct", start="{bos}",
+        tokens=("<|user|>", "<|assistant|>", "<|end|>"), end="<|end|>",
     ),
     TemplateRow(
         "phi4_mini", **_turns("<|ROLE|>{}<|end|>"), source="microsoft/Phi-4-mini-instruct",
@@ -289,7 +294,7 @@ _OTHERS = (
         **_turns(
             "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>", "USER", "CHATBOT", "SYSTEM"
         ),
-        source="https://docs.cohere.com/docs/command-r-hf", aliases=("cohere", "aya"), start="{bos}", trim=True,
+        source="https://docs.cohere.com/docs/command-r-hf", aliases=("cohere", "aya"), start="{bos}", trim="turns",
         tokens=(
             "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
             "<|SYSTEM_TOKEN|>",
@@ -339,7 +344,7 @@ _OTHERS = (
         prompt="<|bom|><|assistant|>", default_system="",
     ),
     TemplateRow(
-        "minicpm", "<用户>{}", "<AI>{}", "openbmb/MiniCPM-2B-sft-bf16", aliases=("cpm",), trim=True, last="{eos}",
+        "minicpm", "<用户>{}", "<AI>{}", "openbmb/MiniCPM-2B-sft-bf16", aliases=("cpm",), trim="all", last="{eos}",
     ),
     TemplateRow(
         "seed_oss", **_turns("{bos}ROLE\n{}{eos}"), source="ByteDance-Seed/Seed-OSS-36B-Instruct",

@@ -38,7 +38,22 @@ class Preference:
     rejected: Conversation
 
 
-Record = Conversation | Preference | str  # a string is a document
+@dataclass(frozen=True)
+class Prompted:
+    """An answer to a prompt that no chat template renders.
+
+    Attributes:
+        template: the prompt's text, with ``{name}`` for each field. Its control tokens are control tokens.
+        fields: the row's texts.
+        answer: what is trained, together with EOS.
+    """
+
+    template: str
+    fields: dict[str, str]
+    answer: str
+
+
+Record = Conversation | Preference | Prompted | str  # a string is a document
 
 
 class RowError(Exception):

@@ -75,6 +75,8 @@ def detect(
     """
     found = _filled(rows)
     _check_mapping(section.columns, found, where)
+    if section.prompt is not None:
+        return _prompted(section, found, len(rows), where, records)
     candidates = _consuming(section, where, records)
     fit = _by_columns(candidates, section.columns, found)
     if (
@@ -93,6 +95,25 @@ def detect(
     if made.name != "text":
         _check_rating(rows, columns, where)
     return _reading(made, columns, found, len(rows))
+
+
+def _prompted(
+    section: SourceSection, found: Mapping[str, int], total: int, where: str, records: Sequence[RecordName]
+) -> Reading:
+    """The reading of a source with a prompt in place of the chat template."""
+    from halftune.data.formats.prompted import prompted  # seldom used
+
+    if section.format not in ("auto", "alpaca") or "conversation" not in records:
+        what = "prompt requires rows of format alpaca, and a method that trains answers"
+        raise DataError(what, where=where, remedy="remove prompt, or set format: alpaca", code="data.unknown_prompt")
+    made = prompted(section.prompt or "")
+    pairs = {ours: section.columns.get(ours, ours) for ours in made.columns}
+    columns = {ours: theirs for ours, theirs in pairs.items() if theirs in found}
+    if missing := set(made.required) - columns.keys():
+        what = f"prompt needs the columns {' and '.join(made.required)}; the data has {', '.join(found)}"
+        remedy = f"map {' and '.join(sorted(missing))} with columns: {{...}}"
+        raise DataError(what, where=where, remedy=remedy, code="data.unknown_format")
+    return _reading(made, columns, found, total)
 
 
 def _filled(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:

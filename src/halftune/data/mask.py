@@ -34,6 +34,7 @@ class Rendering:
         tools: the rendered tools, with marks.
         notes: changes that the report counts.
         untrained: character ranges without labels under ``train_on: all``: non-assistant texts that the row marks.
+        split: where tokens must end, the end of a prompt without chat template; 0: tokens may be anywhere.
     """
 
     text: str
@@ -42,6 +43,12 @@ class Rendering:
     tools: Any
     notes: tuple[str, ...]
     untrained: tuple[tuple[int, int], ...] = ()
+    split: int = 0
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """The texts that are tokenised by themselves."""
+        return (self.text[: self.split], self.text[self.split :]) if self.split else (self.text,)
 
 
 def render_turns(template: ChatTemplate, conversation: Conversation, train_on: str) -> Rendering:

@@ -211,7 +211,7 @@ def _source(
         rows = source.read()
         if section.samples is not None and section.samples > len(rows):
             log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
-        chosen = choose_rows(len(rows), section.samples, seed=seed)
+        chosen = choose_rows(len(rows), section.samples, seed=seed, first=section.sampling == "first")
         store, report = _tokenize(rows, chosen, section, config, tokenizer, settings)
         return store, asdict(report)
 
@@ -221,7 +221,7 @@ def _source(
         parts = {
             "source": source.fingerprint,
             "settings": asdict(settings),
-            "reading": section.model_dump(include={"path", "split", "format", "columns", "samples"}),
+            "reading": section.model_dump(exclude={"weight"}),
             "seed": seed if section.samples is not None else None,
         }
         store, values = cached(cache_key(tokenizer, parts), make)
@@ -262,6 +262,7 @@ def _settings(config: RunConfig, day: str | None) -> Settings:
         merge_system=config.data.merge_system,
         template_variables=dict(config.model.chat_template_kwargs),
         day=day,
+        train_line_break=isinstance(method, SftMethod) and method.train_line_break,
     )
 
 

@@ -84,7 +84,8 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[byt
         raise empty(section.path)
     if not len(rows) or (not found.whole and section.samples is not None):
         return None  # the random choice of rows depends on their number
-    chosen = choose_rows(len(rows), section.samples, seed=config.training.seed).tolist()
+    first = section.sampling == "first"
+    chosen = choose_rows(len(rows), section.samples, seed=config.training.seed, first=first).tolist()
     everything = rows.all()
     reading = detect_for(config.method, [everything[index] for index in chosen], section)
     _check_template(reading.format.name, config.model)
@@ -111,7 +112,7 @@ def _read(rows: Rows, chosen: Sequence[int], reading: Reading) -> tuple[list[byt
 
 def _check_template(form: str, model: ModelSection) -> None:
     folder = Path(model.tokenizer or model.name_or_path)
-    if form == "text" or model.chat_template is not None or not folder.is_dir():
+    if form in ("text", "prompted") or model.chat_template is not None or not folder.is_dir():
         return
     if not has_chat_template(folder) and fitting_template(folder) is None:
         raise no_chat_template(str(folder))

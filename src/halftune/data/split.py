@@ -18,10 +18,12 @@ from halftune.plan.tree import batch_size
 _CHOOSE, _HOLD_OUT, _WEIGH = 1, 2, 3  # independent random streams of one seed
 
 
-def choose_rows(total: int, samples: int | None, *, seed: int) -> np.ndarray:
-    """int64, ascending: indices of ``samples`` random rows; all rows if ``samples`` is None."""
+def choose_rows(total: int, samples: int | None, *, seed: int, first: bool = False) -> np.ndarray:
+    """int64, ascending: indices of ``samples`` random rows, or of the first ones; all rows if ``samples`` is None."""
     if samples is None or samples >= total:
         return np.arange(total)
+    if first:
+        return np.arange(samples)
     return np.sort(np.random.default_rng([seed, _CHOOSE]).permutation(total)[:samples])
 
 

@@ -19,7 +19,7 @@ from halftune.core.time_limit import OutOfTime
 from halftune.data import overlong
 from halftune.data.chat import ChatTemplate, conversation_limits, too_much
 from halftune.data.control_tokens import ControlTokens, special_tokens
-from halftune.data.conversation import Conversation, Preference, RowDropped, RowError
+from halftune.data.conversation import Conversation, Preference, Prompted, RowDropped, RowError
 from halftune.data.detect import Reading
 from halftune.data.formats.fields import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
@@ -117,11 +117,12 @@ class Settings:
         method: as ``method.type``.
         train_on: as ``method.train_on``.
         max_length: in tokens.
-        overlong: ``truncate``, ``drop`` or ``error``.
+        overlong: as ``data.overlong``.
         system: system message for conversations without one; None for none.
         merge_system: merge unsupported system messages into the first user message.
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
+        train_line_break: as ``method.train_line_break``.
     """
 
     method: str
@@ -132,6 +133,7 @@ class Settings:
     merge_system: bool = False
     template_variables: dict[str, Any] = field(default_factory=dict)
     day: str | None = None
+    train_line_break: bool = False
 
 
 @dataclass
@@ -177,7 +179,7 @@ class RowTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> None:
         self._tokenizer, self._reading, self._settings = tokenizer, reading, settings
         self._template: ChatTemplate | None = None
-        plain = reading.format.name == "text"
+        plain = reading.format.name in ("text", "prompted")
         if not plain:
             day = date.fromisoformat(settings.day) if settings.day else None
             self._template = ChatTemplate(tokenizer, settings.template_variables, day)
@@ -193,9 +195,10 @@ class RowTokenizer:
         """
         outcomes = [Outcome() for _ in rows]
         rendered = self._render_all(rows, outcomes)
-        encoded = iter(self._exact.encode([one.text for renderings in rendered.values() for one in renderings]))
+        pieces = [piece for renderings in rendered.values() for one in renderings for piece in one.pieces]
+        encoded = iter(self._exact.encode(pieces))
         for number, (index, renderings) in enumerate(rendered.items()):
-            tokens = [next(encoded) for _ in renderings]
+            tokens = [self._joined(one, [next(encoded) for _ in one.pieces]) for one in renderings]
             for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
                 self._compare(rendering, own)
             self._finish(index, renderings, tokens, outcomes[index])
@@ -227,6 +230,10 @@ class RowTokenizer:
         made = self._reading.format.read(with_nulls(renamed) if missing else renamed)
         if isinstance(made, str):
             found = (self._render_document(made),)
+        elif isinstance(made, Prompted):
+            from halftune.data.prompted import render_prompted  # seldom used
+
+            found = (render_prompted(made, self._control),)
         elif isinstance(made, Preference):
             found = (self._render_turns(made.chosen), self._render_turns(made.rejected))
         else:
@@ -237,6 +244,13 @@ class RowTokenizer:
         if self._control.has_private_characters(text):
             raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
         return Rendering(text, (), [], None, (NEUTRALISED,) if self._control.occurs(text) else ())
+
+    def _joined(self, rendering: Rendering, pieces: Sequence[Encoded]) -> Encoded:
+        if not rendering.split:
+            return pieces[0]
+        from halftune.data.prompted import joined  # seldom used
+
+        return joined(rendering, pieces, *self._around)
 
     def _render_turns(self, made: Conversation) -> Rendering:
         assert self._template is not None
@@ -257,7 +271,7 @@ class RowTokenizer:
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
         outcome.notes = tuple(dict.fromkeys(note for one in renderings for note in one.notes))
-        if self._settings.method == "pretrain":
+        if self._settings.method == "pretrain" and not renderings[0].split:
             self._cut_document(tokens[0].ids, outcome)
             return
         try:
@@ -275,8 +289,8 @@ class RowTokenizer:
             raise RowDropped("no trained answer")
         if len(sample.ids) <= limit:
             return Segment(sample.ids, sample.trained)
-        if self._settings.overlong == "truncate":
-            keep, done = overlong.truncate(sample, limit)
+        if self._settings.overlong in ("truncate", "proportional"):
+            keep, done = self._cut(sample, limit)
             outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
             outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
             return Segment(sample.ids[keep], sample.trained[keep])
@@ -285,6 +299,13 @@ class RowTokenizer:
         what = f"{len(sample.ids)} tokens exceed data.max_length ({limit})"
         remedy = "raise data.max_length, or set data.overlong to truncate or drop"
         raise BadRow(index, what, remedy, "data.sample_too_long")
+
+    def _cut(self, sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
+        if self._settings.overlong == "truncate":
+            return overlong.truncate(sample, limit)
+        from halftune.data import proportional  # seldom used
+
+        return proportional.truncate(sample, limit)
 
     def _cut_document(self, ids: np.ndarray, outcome: Outcome) -> None:
         first, last = self._around
@@ -307,7 +328,7 @@ class RowTokenizer:
             if start < len(tokens.ids) and tokens.starts[start] < turn.start and MERGED not in outcome.notes:
                 outcome.notes = (*outcome.notes, MERGED)
             if turn.trained:
-                trained[start:end] = True
+                trained[start : full_end if self._settings.train_line_break else end] = True
             elif self._settings.train_on == "all":
                 trained[start:end] = False
             turns.append(TokenTurn(start, end, full_end, turn.complete, turn.trained))
@@ -315,7 +336,7 @@ class RowTokenizer:
             at = np.searchsorted(tokens.ends, first, side="right"), np.searchsorted(tokens.starts, last, side="left")
             trained[at[0] : at[1]] = False
         contents: tuple[tuple[int, int], ...] = ()
-        if len(tokens.ids) > self._settings.max_length:
+        if len(tokens.ids) > self._settings.max_length and not rendering.split:
             contents = self._contents(rendering, tokens)
         return WholeSample(tokens.ids, tokens.starts, tokens.ends, trained, tuple(turns), contents)
 
@@ -335,10 +356,11 @@ class RowTokenizer:
         """Check that our ids equal the tokenizer's own if no text contains a control token."""
         if NEUTRALISED in rendering.notes:
             return
-        expected = self._tokenizer(self._control.readable(rendering.text), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        if list(expected) != tokens.ids.tolist():  # type: ignore[arg-type]
+        texts = [self._control.readable(piece) for piece in rendering.pieces]
+        ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        expected = [one for piece in ids for one in piece]  # type: ignore[union-attr]
+        before, after = map(len, self._around) if rendering.split else (0, 0)
+        if expected != tokens.ids.tolist()[before : len(tokens.ids) - after]:
             raise DataError(
                 f"the ids of tokenizer {type(self._tokenizer).__name__} differ from those of its tokenizer.json",
                 where="data",

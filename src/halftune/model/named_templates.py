@@ -32,7 +32,8 @@ def jinja_of(row: TemplateRow) -> str:
         "last": "none" if row.last is None else _literal(row.last),
         "default_system": "none" if row.default_system is None else _literal(row.default_system),
         "merged": _flag(row.merged),
-        "trim": _flag(row.trim),
+        "trim": f"trim | default({_flag(row.trim in ('all', 'turns'))})",
+        "trim_system": f"trim_system | default({_flag(row.trim in ('all', 'system'))})",
         "thinking": _flag(row.thinking),
         "empty_think": _flag(row.empty_think),
     }

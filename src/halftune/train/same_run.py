@@ -20,6 +20,8 @@ HARMLESS = {
     "training.save_total_limit",
     "training.eval_steps",
     "training.early_stopping_patience",
+    "training.stop_above_loss",
+    "training.stop_above_loss_steps",
     "training.load_best",
     "training.per_device_eval_batch_size",
     # The global batch must stay the same, which is checked where a checkpoint is restored; its split may change.
@@ -43,7 +45,13 @@ ALLOWED = {
 }
 HARMLESS_SECTIONS = ("distributed.", "logging.", "generation.", "depends_on")
 # Keys with which a run that is finished has something to do again.
-REOPENING = (*LENGTH, "training.early_stopping_patience", "training.load_best")
+REOPENING = (
+    *LENGTH,
+    "training.early_stopping_patience",
+    "training.stop_above_loss",
+    "training.stop_above_loss_steps",
+    "training.load_best",
+)
 
 
 def recorded(resolved: Path) -> dict[str, object]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from halftune.config.convert import axolotl_keys as keys
 from halftune.config.convert.draft import Draft, is_off, misspelt
-from halftune.config.convert.formats import attention, listed, precision, quantization, template
+from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.names import accepts
+from halftune.config.convert.templates import axolotl_template
 from halftune.config.convert.trainer import (
     drop_trainer,
     evaluates,
@@ -43,6 +44,8 @@ RENAMED = {
     "max_grad_norm": "training.max_grad_norm",
     "save_total_limit": "training.save_total_limit",
     "early_stopping_patience": "training.early_stopping_patience",
+    "loss_watchdog_threshold": "training.stop_above_loss",
+    "loss_watchdog_patience": "training.stop_above_loss_steps",
     "load_best_model_at_end": "training.load_best",
     "seed": "training.seed",
     "tf32": "precision.tf32",
@@ -75,20 +78,21 @@ READ = {
     *("message_property_mappings", "message_field_role", "message_field_content", *keys.LABELS),
 }
 USUAL = {"text": ("text",), "messages": ("messages", "conversations"), "tools": ("tools",)}
-# Types of data sets: our format, and what changes.
+# Types of data sets → our format, and the prompt that stands in place of the chat template.
 TYPES = {
     "": ("", ""),
     "chat_template": ("", ""),
     "sharegpt": ("", ""),
     "completion": ("text", ""),
-    "alpaca": (
-        "alpaca",
-        'type alpaca: the chat template renders questions, without Alpaca\'s "### Instruction:" around them',
-    ),
+    **dict.fromkeys(("alpaca", "alpaca:instruct"), ("alpaca", "alpaca")),
+    **dict.fromkeys(("alpaca:chat", "alpaca_chat", "alpaca_chat.load"), ("alpaca", "alpaca_chat")),
+    "alpaca:chatml": ("alpaca", "alpaca_chatml"),
+    "gpteacher": ("alpaca", "alpaca"),
 }
+ANSWERS = {"gpteacher": "response"}  # column of the answer, where it is not alpaca's
 ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "pad", "unk_token": ""}
 SPEAKERS = (("role", "content"), ("from", "value"))
-OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+OVERLONG = {"drop": "drop", "raise": "error"}
 
 
 def convert(draft: Draft, folder: Path) -> None:
@@ -133,8 +137,8 @@ def _tokens(draft: Draft) -> None:
         draft.left["additional_special_tokens"] = True
     elif isinstance(tokens, dict) and accepts("model.tokens.special") and tokens.keys() <= ROLES.keys():
         named = {ROLES[key]: token for key, token in tokens.items() if ROLES[key]}
-        put = draft.changed if "unk_token" in tokens else draft.translated
-        put("special_tokens", "model.tokens.special", named, "the unknown token stays the tokenizer's")
+        why = "no text becomes the unknown token that is named here" if "unk_token" in tokens else ""
+        draft.translated("special_tokens", "model.tokens.special", named, why)
     if isinstance(draft.left.get("tokens"), list) and accepts("model.tokens.add"):
         why = "with LoRA, the embedding and the output layer are trained in full"
         draft.changed("tokens", "model.tokens.add", draft.take("tokens"), why)
@@ -205,10 +209,14 @@ def _data(draft: Draft) -> None:
     draft.put("method.type", "pretrain" if texts else "sft")
     if texts:
         draft.drop({"train_on_inputs": "pre-training trains every token"})
+    prompted = all(source.get("prompt") for source in sources)
+    if draft.left.get("train_on_inputs") and not prompted and not texts:
+        why = "headers of turns have labels too; there, only the texts and the ends of turns"
+        draft.changed("train_on_inputs", "method.train_on", "all", why)
     draft.move("train_on_inputs", "method.train_on", lambda on: "all" if on else "assistant")
-    template(draft, "chat_template")
+    axolotl_template(draft)
     draft.move("sample_packing", "data.packing", bool)
-    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "longer samples are dropped")
+    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "truncate", "the end of an answer is kept")
     draft.default("data.overlong", "drop", "excess_length_strategy")
     draft.default("data.max_length", 512, "sequence_len")
     draft.default("data.packing", False, "sample_packing")
@@ -255,11 +263,13 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
     path, partial = _path(entry)
     kind = entry.get("type") or ""
     kind = kind.partition("\n")[0] if isinstance(kind, str) else "of its own"
-    form, change = TYPES.get(kind, ("", f"type {kind}: the format is found from the columns"))
+    form, prompt = TYPES.get(kind, ("", ""))
+    change = "" if kind in TYPES else f"type {kind}: the format is found from the columns"
     source = {
         "path": path,
         "split": "" if entry.get("ds_type") or entry.get("split") == "train" else entry.get("split"),
         "format": form,
+        "prompt": prompt,
         "columns": _columns(entry, kind),
     }
     changes = "; ".join(filter(None, [partial, change, *_left_out(entry)]))
@@ -279,6 +289,8 @@ def _columns(entry: dict[str, Any], kind: str) -> dict[str, Any]:
     given = {"tools": entry.get("field_tools")}
     if kind == "completion":
         given["text"] = entry.get("field")
+    elif TYPES.get(kind, ("", ""))[1]:
+        return {"output": ANSWERS[kind]} if kind in ANSWERS else {}
     else:
         given["messages"] = entry.get("field_messages")
     return {ours: theirs for ours, theirs in given.items() if theirs and theirs not in USUAL[ours]}
@@ -301,6 +313,9 @@ def _training(draft: Draft) -> None:
     scheduler(draft, "lr_scheduler")
     lowest_rate(draft)
     lora_plus(draft)
+    if draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
+        why = "not written there: 3 % of the steps, at most 100 of them"
+        draft.changed("warmup_ratio", "training.warmup_ratio", 0.03, why)
     warmup(draft)
     batch = draft.take("batch_size")
     if batch is not None:

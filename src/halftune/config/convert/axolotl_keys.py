@@ -5,7 +5,6 @@ _KERNEL, _CHUNKS = "faster kernels with the same result", "the loss is computed 
 _EPOCH, _SHOWN = "packing looks at the whole epoch", "nothing that is learned depends on it"
 _RELORA, _LISA = "ReLoRA is not supported yet", "training layers by turns (LISA) is not supported yet"
 _MEDIA = "images and audio are not supported yet: only texts would be trained"
-_FINITE = "a high loss stops nothing; one that is not finite does (training.on_non_finite)"
 _ENDS, _MARKS = "the end of each answer is always trained", "messages are marked by train or weight only"
 _SHARD = "a part of a data set by number is not supported yet: samples takes as many rows, others"
 _EAFT = "the EAFT loss is not supported yet"
@@ -103,6 +102,7 @@ NONE = {
     "do_causal_lm_eval": "evaluation is the loss",
     "do_bench_eval": "evaluation is the loss",
     "eot_tokens": "the end of an answer is always trained",
+    "eta_min": "not a key of axolotl, which ignores it",
     "full_finetune": "adapter: none",
     "resize_token_embeddings_to_32x": "embeddings keep their size",
     "shrink_embeddings": "embeddings keep their size",
@@ -140,8 +140,6 @@ PARTS = {
 }
 CHANGED = {
     "chat_template_jinja": "write the template to a file and name it in model.chat_template",
-    "loss_watchdog_threshold": _FINITE,
-    "loss_watchdog_patience": _FINITE,
     "sample_packing_sequentially": _EPOCH,
     "curriculum_sampling": "data is shuffled every epoch",
     "shuffle_before_merging_datasets": "data is shuffled every epoch",

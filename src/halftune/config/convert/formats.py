@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.convert.names import knows_template
 
 SWITCHES = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config")
 _STORED = re.compile(r"bnb-?4bit|bnb-?8bit|-4bit$", re.IGNORECASE)
@@ -73,20 +72,6 @@ def attention(draft: Draft, key: str, value: Any) -> None:
         draft.changed(key, "attention.backend", "auto", why)
     else:
         draft.translated(key, "attention.backend", backend)
-
-
-def template(draft: Draft, key: str) -> None:
-    """A chat template by its name there; only chatml is known to be the same text."""
-    asked = draft.take(key)
-    if asked in ("tokenizer_default", "default_template"):
-        draft.none(key, "the tokenizer's own template is the default")
-    elif asked == "chatml" and draft.framework == "axolotl":
-        draft.translated(key, "model.chat_template", "chatml")
-    elif asked is not None and asked != "chatml" and knows_template(str(asked)):
-        draft.changed(key, "model.chat_template", asked, "halftune's template of this name: compare a rendered row")
-    elif asked is not None:
-        why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
-        draft.changed(key, "", None, why)
 
 
 def quantization(draft: Draft, name_key: str) -> None:

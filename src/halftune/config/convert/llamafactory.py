@@ -10,7 +10,8 @@ from typing import Any
 
 from halftune.config.convert import llamafactory_keys as keys
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.convert.formats import attention, listed, precision, quantization, template
+from halftune.config.convert.formats import attention, listed, precision, quantization
+from halftune.config.convert.templates import llamafactory_template
 from halftune.config.convert.trainer import convert_trainer, grouping, lora_plus, periods
 from halftune.core.files import read_limited
 
@@ -105,33 +106,43 @@ def _adapter(draft: Draft) -> None:
 
 def _data(draft: Draft, stage: str, folder: Path) -> None:
     _named_sources(draft, folder)
-    if draft.has("cutoff_len"):
-        why = "turns that do not fit are left out whole; there, prompt and answer are both shortened"
-        draft.changed("cutoff_len", "data.max_length", draft.take("cutoff_len"), why)
-    draft.default("data.max_length", 2048, "cutoff_len")
     draft.move("val_size", "data.eval_split")
     _packing(draft)
+    _length(draft, stage)
     grouping(draft)
-    template(draft, "template")
+    llamafactory_template(draft)
     if draft.left.get("enable_thinking") is False:
         draft.translated("enable_thinking", "model.chat_template_kwargs", {"enable_thinking": False})
     if stage == "sft":
         _labels(draft)
 
 
+def _length(draft: Draft, stage: str) -> None:
+    """``cutoff_len``; packed rows have one token less."""
+    shorter = int(bool(draft.get("data.packing")))
+    if stage == "pt":
+        why = "documents are cut into pieces; there, only the first piece is trained, or rows begin inside of documents"
+        draft.changed("cutoff_len", "data.max_length", draft.take("cutoff_len") or 2048, why)
+        return
+    draft.put("data.overlong", "proportional")
+    draft.move("cutoff_len", "data.max_length", lambda length: int(length) - shorter)
+    draft.default("data.max_length", 2048 - shorter, "cutoff_len")
+
+
 def _named_sources(draft: Draft, folder: Path) -> None:
     samples = draft.take("max_samples")
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         if draft.has(key):
-            _translate_names(draft, key, ours, folder, {} if samples is None else {"samples": samples})
+            _translate_names(
+                draft, key, ours, folder, {} if samples is None else {"samples": samples, "sampling": "first"}
+            )
     if str(draft.left.get("dataset_dir")).startswith("REMOTE:"):
         draft.refused("dataset_dir", "a dataset_info.json of the hub is not read: copy it, and name its folder")
     if samples is not None:
-        why = "becomes samples of each source: taken after a shuffle, not the first rows"
-        draft.changed("max_samples", "", None, why)
+        draft.none("max_samples", "samples of each source, the first ones")
 
 
-def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, int]) -> None:
+def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, Any]) -> None:
     """Translates names of data sets; ``samples`` is part of each source."""
     names, where = listed(draft.take(key)), Path(str(draft.left.get("dataset_dir") or "data"))
     known, base = _listed_sets(where, folder)
@@ -213,4 +224,4 @@ def _columns(entry: dict[str, Any]) -> dict[str, Any]:
     form = "alpaca" if entry.get("formatting", "alpaca") == "alpaca" else form
     columns = (entry.get("columns") or {}).items()
     renamed = {COLUMNS[form][key]: column for key, column in columns if COLUMNS[form].get(key, column) != column}
-    return {"format": form, "columns": renamed} if renamed else {}
+    return {"format": form, "columns": renamed} if renamed else {"format": form} if form == "alpaca" else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from importlib import import_module
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -57,17 +56,6 @@ def accepts(key: str, value: Any = None) -> bool:
             return False
         annotation = holder.model_fields[part].annotation
     return value is None or value in _words(annotation)
-
-
-def knows_template(name: str) -> bool:
-    """Whether ``model.chat_template`` accepts a name."""
-    if name == "chatml" or ("model.chat_template", name) in assumed:
-        return True
-    try:
-        known = import_module("halftune.config.chat_templates").find_template
-    except ModuleNotFoundError:
-        return False
-    return known(name) is not None
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

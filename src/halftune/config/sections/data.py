@@ -39,8 +39,15 @@ class SourceSection(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """Other names of the format's columns, e.g. `{prompt: question, completion: answer}`."""
 
+    prompt: str | None = None
+    """A prompt in place of the chat template, for rows with `instruction`, `output` and perhaps `input`: `alpaca`,
+    `alpaca_chat`, `alpaca_chatml`, or a text with `{instruction}` and `{input}`. The answer and EOS follow it."""
+
     samples: Annotated[Int, Field(ge=1)] | None = None
-    """Number of rows to use (the first ones after a shuffle by `training.seed`); all by default."""
+    """Number of rows to use; all by default."""
+
+    sampling: Literal["random", "first"] = "random"
+    """Which rows `samples` takes: `random` ones, chosen by `training.seed`, or the `first` ones."""
 
     weight: Annotated[Number, Field(gt=0)] = 1.0
     """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
@@ -73,8 +80,9 @@ class DataSection(Section):
     max_length: Annotated[Int, Field(ge=8)] = 2048
     """Longest sample in tokens; with packing, the length of a row."""
 
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """Handling of longer samples. Truncation never cuts a header, an end-of-turn token or a whole answer."""
+    overlong: Literal["truncate", "proportional", "drop", "error"] = "truncate"
+    """Handling of longer samples. `truncate` never cuts a header, an end-of-turn token or a whole answer.
+    `proportional` cuts question and answer of an exchange at their ends, in proportion to their lengths."""
 
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from halftune.config.sections import TYPED, Number, Section
+from halftune.config.sections import TYPED, Flag, Number, Section
 
 RecordName = Literal["conversation", "document", "preference"]
 
@@ -46,6 +46,9 @@ class SftMethod(Method):
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Labelled tokens: every assistant turn, the last assistant turn only, or the whole conversation."""
+
+    train_line_break: Flag = False
+    """Label what the chat template writes after an answer's end-of-turn token too, such as ChatML's line break."""
 
     @property
     def labelled_share(self) -> float:

@@ -223,6 +223,12 @@ class TrainingSection(Section):
     early_stopping_patience: Annotated[Int, Field(ge=1)] | None = None
     """Stop after this many evaluations without improvement of the evaluation loss."""
 
+    stop_above_loss: Annotated[Number, Field(gt=0)] | None = None
+    """Stop a diverging run: after `stop_above_loss_steps` steps in a row with a larger training loss."""
+
+    stop_above_loss_steps: Annotated[Int, Field(ge=1)] = 3
+    """Steps in a row for `stop_above_loss`."""
+
     load_best: Flag = False
     """Save the weights of the best evaluation as the final result, instead of the last ones."""
 

@@ -26,6 +26,7 @@ CALLBACKS: dict[str, str] = {
     "swanlab": "halftune.train.callbacks.trackers:SwanLab",
     "trackio": "halftune.train.callbacks.trackers:Trackio",
     "early_stopping": "halftune.train.callbacks.early_stopping:EarlyStopping",
+    "high_loss": "halftune.train.callbacks.high_loss:HighLoss",
     "profile": "halftune.train.callbacks.profile:Profile",
     "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
     "report": "halftune.train.report.page:Report",
@@ -53,6 +54,8 @@ def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
     names |= dict.fromkeys(logging.report_to, every)
     if training.early_stopping_patience is not None:
         names["early_stopping"] = {"patience": training.early_stopping_patience}
+    if training.stop_above_loss is not None:
+        names["high_loss"] = {"above": training.stop_above_loss, "steps": training.stop_above_loss_steps}
     if logging.profile is not None:  # after what works between steps, so that it is no part of a step
         names["profile"] = {"steps": logging.profile}
     return names | {"loss_plot": {}, "report": {}, "status": {}}

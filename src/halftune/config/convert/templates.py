@@ -1,0 +1,124 @@
+"""Chat templates of axolotl and LLaMA-Factory: which of ours renders the same text and trains the same tokens.
+
+``tests/config/test_convert_templates.py`` compares the texts. A name that is missing here renders another text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from halftune.config.chat_templates import TemplateRow, find_template
+from halftune.config.convert.draft import Draft
+
+# Names in axolotl whose Jinja renders the text of ours for system, user and assistant turns.
+AXOLOTL = {
+    "aya", "chatml", "cohere", "deepseek_v2", "exaone", "falcon_h1", "gemma", "gemma3", "gemma3n", "jamba", "llama3",
+    "llama4", "metharme", "mistral_v1", "phi_3", "phi_35", "qwen2_vl", "qwen3", "qwen_25",
+}  # fmt: skip
+# Names in LLaMA-Factory whose frames are those of ours; each text keeps its white space there.
+LLAMA_FACTORY = {
+    "chatml", "cpm4", "deepseek3", "ernie_nothink", "falcon_h1", "gemma3", "gemma3n", "granite3", "llama3", "llama4",
+    "ministral", "mistral", "mistral_small", "moonlight", "opencoder", "phi", "phi4", "phi4_mini", "pixtral", "qwen",
+    "qwen2_vl", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "smollm", "yi",
+}  # fmt: skip
+# Models → EOS of their tokenizer, which axolotl trains where the recipe names no other end of a turn.
+EOS = (
+    (re.compile(r"llama-?3.*instruct", re.IGNORECASE), "<|eot_id|>"),
+    (re.compile(r"llama-?4.*instruct", re.IGNORECASE), "<|eot|>"),
+    (re.compile(r"qwen(2|2\.5|3).*instruct|qwen3-[\d.]+b(-a[\d.]+b)?$", re.IGNORECASE), "<|im_end|>"),
+    (re.compile(r"command-?r|aya", re.IGNORECASE), "<|END_OF_TURN_TOKEN|>"),
+    (re.compile(r"gemma", re.IGNORECASE), "<eos>"),
+    (re.compile(r"phi-3.*instruct", re.IGNORECASE), "<|endoftext|>"),
+)
+# Models whose own template writes text of its own at the beginning of an answer: thoughts, or the name of a channel.
+_OPENS = re.compile(r"gpt-oss|qwen3-[\d.]+b(-a[\d.]+b)?$|qwen3\.\d|smollm3|glm-4\.\d|deepseek-r1", re.IGNORECASE)
+_OWN = re.compile(r"tokenizer_default(_fallback_\w+)?")
+_THOUGHT = "the empty thought of an answer without one has labels here, and none there"
+
+
+def axolotl_template(draft: Draft) -> None:
+    """``chat_template`` and ``eot_tokens`` of a recipe whose sources are known."""
+    key, asked = "chat_template", str(draft.take("chat_template") or "tokenizer_default")
+    renders = any(isinstance(one, dict) and _renders(one) for one in draft.get("data.train") or ())
+    if not renders or draft.get("method.type") == "pretrain":
+        if key in draft.source:
+            draft.none(key, "no source is rendered by a chat template")
+    elif _OWN.fullmatch(asked):
+        _own(draft, key)
+    elif asked not in AXOLOTL or (row := find_template(asked)) is None:
+        _nearest(draft, key, asked)
+    elif row.empty_think:
+        draft.changed(key, "model.chat_template", asked, _THOUGHT)
+    elif row.end == "{eos}" or row.end in _ends(draft):
+        draft.translated(key, "model.chat_template", asked)
+    else:
+        why = f"{row.end} is trained here; there, only if it is the tokenizer's EOS"
+        draft.changed(key, "model.chat_template", asked, why)
+
+
+def _renders(source: dict[str, Any]) -> bool:
+    return not source.get("prompt") and source.get("format") != "text"
+
+
+def _ends(draft: Draft) -> set[str]:
+    """Tokens that axolotl trains after an answer."""
+    special = draft.source.get("special_tokens")
+    eos = special.get("eos_token") if isinstance(special, dict) else None
+    name = str(draft.get("model.name_or_path"))
+    known = eos or next((token for pattern, token in EOS if pattern.search(name)), "")
+    return {known, *map(str, draft.source.get("eot_tokens") or ())}
+
+
+def _own(draft: Draft, key: str) -> None:
+    """The tokenizer's own template: the text is the same, but not the labels of every model."""
+    name = str(draft.get("model.name_or_path"))
+    if _OPENS.search(name):
+        why = "the template begins answers with text of its own, which has labels here, and none there"
+        draft.changed(key, "", None, why)
+    elif _ends(draft) <= {"<eos>", "<|endoftext|>"}:
+        draft.changed(key, "", None, "the end of a turn is trained here, and not there: it is not the tokenizer's EOS")
+    elif key in draft.source:
+        draft.none(key, "the tokenizer's own template is the default")
+
+
+def _nearest(draft: Draft, key: str, asked: str) -> None:
+    row = find_template(asked)
+    if row is not None:
+        draft.changed(key, "model.chat_template", asked, "halftune's template of this name renders another text")
+    else:
+        why = "the tokenizer's own chat template renders conversations; see model.chat_template if it has none"
+        draft.changed(key, "", None, why)
+
+
+def llamafactory_template(draft: Draft, key: str = "template") -> None:
+    """``template`` of a recipe whose sources are known."""
+    asked = draft.take(key)
+    row = find_template(str(asked))
+    if asked is None:
+        return
+    if row is None or asked not in LLAMA_FACTORY:
+        _nearest(draft, key, str(asked))
+        return
+    if row.trim:
+        draft.put("model.chat_template_kwargs", {"trim": False, "trim_system": False})
+    if _line_break(row) and draft.get("method.type") == "sft":
+        draft.put("method.train_line_break", True)
+    if row.empty_think and not _single_turns(draft):
+        why = "earlier answers keep their thoughts there, and each answer without one gets an empty one"
+        draft.changed(key, "model.chat_template", asked, why)
+    else:
+        draft.translated(key, "model.chat_template", asked)
+
+
+def _line_break(row: TemplateRow) -> bool:
+    return row.last is None and row.assistant.endswith("\n")
+
+
+def _sources(draft: Draft) -> list[dict[str, Any]]:
+    return [one for one in draft.get("data.train") or () if isinstance(one, dict)]
+
+
+def _single_turns(draft: Draft) -> bool:
+    """Whether all rows are one question and one answer: alpaca's without a history."""
+    return all(one.get("format") == "alpaca" and "history" not in one.get("columns", {}) for one in _sources(draft))
