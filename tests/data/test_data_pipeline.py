@@ -217,7 +217,6 @@ def test_the_report_adds_up(tokenizer, make_config, write):
 def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
     from halftune.data.batch import collate
     from halftune.data.order import BatchRule, padded_batches
-    from halftune.data.split import micro_batch_rows
 
     config = make_config(write(ROWS), batch=7)
     size = {"per_device_train_batch_size": None if tokens else 7, "tokens_per_batch": tokens}
@@ -227,7 +226,7 @@ def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_
     fed = 0
     rule = BatchRule(7, tokens, 1, True)
     for batch in padded_batches(split.lengths, rule, epoch=0, seed=config.training.seed):
-        rows = micro_batch_rows(batch, 7, rule)
+        rows = 7 if tokens is None else rule.rows_of(tokens, batch[0][0].stop)
         for start in range(0, len(batch), rows):
             part = [split.part(span) for row in batch[start : start + rows] for span in row]
             shape = collate(part, 0, packed=False).tokens["input_ids"].shape
