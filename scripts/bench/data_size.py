@@ -22,7 +22,27 @@ import harness
 
 MODEL = "builtin:qwen2-tiny"
 MAX_LENGTH = 512
-WORDS = "the model reads a short text and answers with one number or two words about red green large small".split()
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "short",
+    "text",
+    "and",
+    "answers",
+    "with",
+    "one",
+    "number",
+    "or",
+    "two",
+    "words",
+    "about",
+    "red",
+    "green",
+    "large",
+    "small",
+]
 
 
 def write_rows(path: Path, count: int, kind: str) -> None:
@@ -136,18 +156,18 @@ def _report(began: float, rows: int) -> int:
     return 0
 
 
-def _measure(count: int, kind: str, ending: str) -> None:
+def _measure(count: int, kind: str, ending: str, phases: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"rows.{ending}")
         write_rows(path, count, kind)
         os.environ["HALFTUNE_CACHE"] = folder
-        found = {phase: harness.fresh(phase, path, kind) for phase in PHASES}
         size = path.stat().st_size / 2**20
-    for phase, value in found.items():
-        cells = [value["note"]] if "note" in value else [
-            f"{value['cpu']:.2f}", f"{count / value['cpu']:,.0f}", f"{value['peak_mib']:,.0f}"
-        ]
-        print(harness.row(f"{count:,} {kind} {ending} ({size:,.0f} MiB)", phase, *cells), flush=True)
+        for phase in phases:
+            found = harness.fresh(phase, path, kind)
+            cells = [found.get("note", "")]
+            if "cpu" in found:
+                cells = [f"{found['cpu']:.2f}", f"{count / found['cpu']:,.0f}", f"{found['peak_mib']:,.0f}"]
+            print(harness.row(f"{count:,} {kind} {ending} ({size:,.0f} MiB)", phase, *cells), flush=True)
 
 
 def main() -> int:
@@ -157,6 +177,7 @@ def main() -> int:
     parser.add_argument("rows", type=int, nargs="+")
     parser.add_argument("--kinds", default="chat,text")
     parser.add_argument("--endings", default="jsonl,parquet")
+    parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     print(harness.machine())
@@ -165,7 +186,7 @@ def main() -> int:
         for count in args.rows:
             for kind in args.kinds.split(","):
                 for ending in args.endings.split(","):
-                    _measure(count, kind, ending)
+                    _measure(count, kind, ending, args.phases.split(","))
     return 0
 
 

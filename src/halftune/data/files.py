@@ -13,22 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.errors import DataError
-from halftune.core.optional import need
-from halftune.core.time_limit import Limits
 from halftune.data.formats import FORMATS, load_format
 from halftune.data.formats.fields import BadJson, find_fault, parse
 
-_AGAIN = "corrupt file or wrong extension; download it again"
+AGAIN = "corrupt file or wrong extension; download it again"
 # largest accepted decompression ratio; size in bytes that is always accepted
 _RATIO, _SMALL = 100, 1 << 26
-_BATCH = 4096  # rows read from a Parquet file at a time
 LARGE = 1 << 24  # bytes of JSON Lines, Parquet or Arrow content from which rows are not held in memory
-_SLACK, _OBJECTS = 2 << 30, 8  # bytes that libraries reserve; bytes of Python objects per byte of content
-_IF_TRUSTED = "if you trust the file, convert it to .jsonl"
-_ARROW_FILE = b"ARROW1"  # first bytes of an Arrow file; a stream has none
-_ROWS = 50_000_000  # of a columnar file, whose compression ratio is unbounded
 _KINDS = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
-ARROW_NULLS = "null fields in tools or tool calls removed (Arrow adds missing fields as null)"
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(what, where=str(path), remedy="split the file", code="data.too_large") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         what = f"invalid or truncated gzip file: {error}"
-        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
+        raise DataError(what, where=str(path), remedy=AGAIN, code="core.file_damaged") from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), code="core.unreadable") from error
 
@@ -115,7 +107,7 @@ def _unpacked(path: Path) -> bytes:
 def bomb(path: Path, most: int) -> DataError:
     """The error for a .gz file with more than ``most`` bytes of content."""
     remedy = "if you trust the file, decompress it with gunzip and use the result"
-    return DataError(_unpacks(most), where=str(path), remedy=remedy, code="data.compressed_too_well")
+    return DataError(unpacks(most), where=str(path), remedy=remedy, code="data.compressed_too_well")
 
 
 def most_unpacked(path: Path) -> int:
@@ -123,7 +115,7 @@ def most_unpacked(path: Path) -> int:
     return max(_RATIO * path.stat().st_size, _SMALL)
 
 
-def _unpacks(most: int) -> str:
+def unpacks(most: int) -> str:
     return f"decompresses to more than {most:,} bytes, over {_RATIO} times its size"
 
 
@@ -241,7 +233,7 @@ def _csv(path: Path, delimiter: str = ",") -> FileRows:
         for cells in reader:
             if header is None:
                 header = cells
-                _check_names(header, f"{path} line {reader.line_num}")
+                check_names(header, f"{path} line {reader.line_num}")
             elif cells:
                 if len(cells) != len(header):
                     raise DataError(
@@ -261,7 +253,7 @@ def _tsv(path: Path) -> FileRows:
     return _csv(path, "\t")
 
 
-def _check_names(names: Sequence[str], where: str) -> None:
+def check_names(names: Sequence[str], where: str) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
             f"duplicate column names: {', '.join(map(repr, twice))}",
@@ -271,137 +263,16 @@ def _check_names(names: Sequence[str], where: str) -> None:
         )
 
 
-def _check_rows(count: int, path: Path) -> None:
-    if count > _ROWS:
-        what = f"{count:,} rows in one file; the limit is {_ROWS:,}"
-        raise DataError(what, where=str(path), remedy="split the file", code="data.too_large")
-
-
 def _parquet(path: Path) -> FileRows:
-    parquet = need("pyarrow.parquet", why="reading Parquet files", distribution="pyarrow")
-    arrow = need("pyarrow", why="reading Parquet files")
+    from halftune.data.columnar import read_parquet  # not for text: one module less
 
-    def batches() -> Iterator[list[dict[str, Any]]]:
-        with _columnar(path, "a Parquet file", arrow):
-            yield from _parquet_batches(parquet.ParquetFile(path), path)
-
-    with _columnar(path, "a Parquet file", arrow):
-        known = parquet.ParquetFile(path)
-        _check_names(known.schema_arrow.names, str(path))
-        _check_rows(known.metadata.num_rows, path)
-        size = sum(known.metadata.row_group(n).total_byte_size for n in range(known.metadata.num_row_groups))
-    return _of_batches(path, known.metadata.num_rows, size, batches)
-
-
-def _of_batches(
-    path: Path, count: int, size: int, batches: Callable[[], Iterator[list[dict[str, Any]]]]
-) -> FileRows:
-    """The rows of a columnar file with ``size`` bytes of content."""
-    if size > LARGE:
-        from halftune.data.streamed import streamed_batches
-
-        return streamed_batches(path, count, batches)
-    return arrow_rows(path, [row for rows in batches() for row in rows])
-
-
-@contextmanager
-def _columnar(path: Path, kind: str, arrow: Any) -> Iterator[None]:
-    """Inside, errors of pyarrow are ``DataError``s."""
-    try:
-        yield
-    except (arrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"not {kind}: {error}", where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
-
-
-@contextmanager
-def _limited(path: Path) -> Iterator[None]:
-    """Inside, a columnar file takes no more memory than its size can explain: a value may be written once for many.
-
-    Raises:
-        DataError: it would.
-    """
-    most = _SLACK + _OBJECTS * most_unpacked(path)
-    try:
-        with Limits(0, most):
-            yield
-    except MemoryError as error:
-        what = f"takes more than {most / 2**30:.0f} GiB of memory when it is read"
-        raise DataError(what, where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well") from error
-
-
-def _parquet_batches(known: Any, path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Read the rows of a ``pyarrow.parquet.ParquetFile`` in batches; refuses decompression bombs.
-
-    Compression has a declared uncompressed size. Dictionary encoding has not: one stored value may repeat in all rows.
-    So each batch is small enough to fit even if every row held the largest column's whole dictionary.
-    """
-    most = most_unpacked(path)
-    groups = [known.metadata.row_group(number) for number in range(known.metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    total = sum(column.total_uncompressed_size for column in columns)
-    largest = max((column.total_uncompressed_size for column in columns), default=0)
-    if total <= most:
-        total = 0
-        size = min(max(most // max(largest, 1), 1), _BATCH)
-        made = known.iter_batches(batch_size=size, use_threads=False)  # each would reserve memory of its own
-        while True:
-            with _limited(path):
-                batch = next(made, None)
-                total += batch.nbytes if batch is not None else 0
-                rows = batch.to_pylist() if batch is not None and total <= most else None
-            if rows is None:
-                break
-            yield rows
-    if total > most:
-        raise DataError(_unpacks(most), where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well")
+    return read_parquet(path)
 
 
 def _arrow(path: Path) -> FileRows:
-    """An Arrow stream (``save_to_disk`` of datasets) or an Arrow file (Feather)."""
-    arrow = need("pyarrow", why="reading Arrow files")
-    need("pyarrow.ipc", why="reading Arrow files", distribution="pyarrow")
-    with _columnar(path, "an Arrow file", arrow), _limited(path), arrow.memory_map(str(path)) as file:
-        is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
-        file.seek(0)
-        table = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(file).read_all()
-        _check_names(table.schema.names, str(path))
-        _check_rows(table.num_rows, path)
+    from halftune.data.columnar import read_arrow
 
-    def batches() -> Iterator[list[dict[str, Any]]]:
-        for batch in table.to_batches(max_chunksize=_BATCH):
-            with _limited(path):
-                rows = batch.to_pylist()
-            yield rows
-
-    return _of_batches(path, table.num_rows, table.nbytes, batches)
-
-
-def arrow_rows(path: Path, rows: list[dict[str, Any]]) -> FileRows:
-    """Remove the nulls that Arrow adds: it gives all objects of a column the same fields, null where unset.
-
-    Rows with such nulls in a tool or a tool call get a note.
-    """
-    cleaned, notes = [], {}
-    for index, row in enumerate(rows):
-        removed = [False]
-        cleaned.append({name: _without_nulls(value, name == "tools", removed) for name, value in row.items()})
-        if removed[0]:
-            notes[index] = ARROW_NULLS
-    return FileRows(path, "row", list(range(1, len(rows) + 1)), cleaned, notes)
-
-
-def _without_nulls(value: Any, in_tools: bool, removed: list[bool]) -> Any:
-    if isinstance(value, list):
-        return [_without_nulls(item, in_tools, removed) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if in_tools and None in value.values():
-        removed[0] = True
-    return {
-        name: _without_nulls(item, in_tools or name in ("arguments", "tools"), removed)
-        for name, item in value.items()
-        if item is not None
-    }
+    return read_arrow(path)
 
 
 def _lines_or_document(path: Path) -> FileRows:

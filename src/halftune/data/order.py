@@ -256,7 +256,9 @@ def epoch_rows(
 
 def _whole(order: np.ndarray, sizes: np.ndarray, offsets: np.ndarray | None = None) -> RowOrder:
     """Rows of whole samples; without ``offsets`` one sample per row."""
-    return RowOrder(order, np.zeros_like(order), sizes[order], np.arange(len(order) + 1) if offsets is None else offsets)
+    return RowOrder(
+        order, np.zeros_like(order), sizes[order], np.arange(len(order) + 1) if offsets is None else offsets
+    )
 
 
 def packed_batches(rows: RowOrder, size: int) -> BatchOrder:
@@ -329,7 +331,7 @@ def _edges(sizes: np.ndarray, rule: BatchRule) -> np.ndarray:
 
 
 def _costs(sizes: np.ndarray, edges: np.ndarray, rule: BatchRule) -> np.ndarray:
-    """int64[B]: tokens of each batch's largest forward pass, then the length of its longest sample, which is its first."""
+    """int64[B]: tokens of each batch's largest forward pass (high 32 bits), and its longest sample (low 32 bits)."""
     longest, rows = sizes[edges[:-1]], np.diff(edges)
     if rule.tokens is not None:
         rows = np.minimum(rows, np.maximum(1, rule.tokens // (rule.segments * round_up(longest))))

@@ -1,4 +1,4 @@
-"""Orders of large splits, kept in the cache as memory-mapped arrays: computed once, read by all processes and starts."""
+"""Orders of large splits in the cache, as memory-mapped arrays: computed once, read by all processes and starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _key(make: Callable[..., Any], lengths: np.ndarray, arguments: Mapping[str, 
     plain = {name: asdict(value) if is_dataclass(value) else value for name, value in arguments.items()}  # type: ignore[call-overload]
     digest = hashlib.sha256(inspect.getsource(order).encode())
     digest.update(json.dumps([make.__name__, np.__version__, str(lengths.dtype), plain], sort_keys=True).encode())
-    digest.update(np.ascontiguousarray(lengths))
+    digest.update(lengths.tobytes())
     return digest.hexdigest()
 
 

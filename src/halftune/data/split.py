@@ -118,9 +118,7 @@ def efficiency(split: TokenizedSplit, config: RunConfig) -> Efficiency:
     rule = BatchRule(rows * forwards, tokens, forwards, config.data.group_by_length, segments)
     cache, lengths, cut = config.data.cache, split.lengths, config.data.packing.split
     batches = ordered(padded_batches, split.longest, cache=cache, rule=rule, epoch=0, seed=seed)
-    packed = ordered(
-        epoch_rows, lengths, cache=cache, epoch=0, seed=seed, packing=True, capacity=capacity, split=cut
-    )
+    packed = ordered(epoch_rows, lengths, cache=cache, epoch=0, seed=seed, packing=True, capacity=capacity, split=cut)
     real, padded = int(lengths.sum()), padded_tokens(batches, rows, rule)
     return Efficiency(rows, real / max(padded, 1), real / max(len(packed) * capacity, 1), len(packed), tokens)
 

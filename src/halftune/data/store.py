@@ -237,7 +237,7 @@ class StoreWriter:
             self.append([], [])
         arrays = {name: array.finish() for name, array in self._arrays.items()}
         if self._folder is None:
-            return TokenStore(**arrays, names=self._names, files=self._files, highest=self._highest)
+            return TokenStore(names=self._names, files=self._files, highest=self._highest, mapped=(), **arrays)
         _save_rest(self._folder, self._files, self._highest, self._names)
         return load_store(self._folder)
 

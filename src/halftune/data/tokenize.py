@@ -310,8 +310,8 @@ class RowTokenizer:
         turns = []
         for turn in rendering.turns:
             # The first token that ends after `start`, and the first that begins at or after `end`.
-            start = int(np.searchsorted(tokens.ends, turn.start, side="right"))
-            end, full_end = (int(np.searchsorted(tokens.starts, at, side="left")) for at in (turn.end, turn.full_end))
+            start = int(tokens.ends.searchsorted(turn.start, side="right"))
+            end, full_end = (int(tokens.starts.searchsorted(at, side="left")) for at in (turn.end, turn.full_end))
             if start < len(tokens.ids) and tokens.starts[start] < turn.start and MERGED not in outcome.notes:
                 outcome.notes = (*outcome.notes, MERGED)
             if turn.trained:
