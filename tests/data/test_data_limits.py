@@ -146,9 +146,9 @@ READ_WITHIN_LIMITS = """
 import resource, sys
 from pathlib import Path
 from halftune.core.errors import DataError
-from halftune.data import files
+from halftune.data import columnar, files
 
-files._SLACK, files._SMALL = 1 << 28, 1 << 20
+columnar._SLACK, files._SMALL = 1 << 28, 1 << 20
 before = resource.getrlimit(resource.RLIMIT_AS)
 try:
     files.read_file(Path(sys.argv[1]))
@@ -192,7 +192,7 @@ def test_parquet_in_several_groups_and_batches(tmp_path: Path, monkeypatch: pyte
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
-    monkeypatch.setattr("halftune.data.files._BATCH", 3)
+    monkeypatch.setattr("halftune.data.columnar._BATCH", 3)
     rows = [{"text": f"row {number}", "tags": [{"a": number, "b": None}]} for number in range(20)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     assert read(tmp_path / "a.parquet") == [json.loads(json.dumps(row).replace(', "b": null', "")) for row in rows]

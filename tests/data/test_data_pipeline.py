@@ -75,6 +75,50 @@ def test_the_cache_is_used_and_gives_the_same(tokenizer, make_config, write, cou
     assert not list(own_cache.rglob(".*"))
 
 
+def test_large_data_give_the_same_as_small(tokenizer, make_config, write, monkeypatch):
+    """Rows streamed, tokens written in parts, orders kept."""
+    config = make_config({"path": write(ROWS), "samples": 50}, cache=False)
+    before = prepare(config, tokenizer)
+    monkeypatch.setattr("halftune.data.files.LARGE", 0)
+    monkeypatch.setattr("halftune.data.order.LARGE", 0)
+    monkeypatch.setattr(pipeline, "WRITTEN", 7)
+    cached = config.model_copy(update={"data": config.data.model_copy(update={"cache": True})})
+    for run in (config, cached, cached):
+        after = prepare(run, tokenizer)
+        assert everything(after.train) == everything(before.train)
+        assert after.report.to_dict() == before.report.to_dict()
+        assert after.train.where(range(50)) == before.train.where(range(50))
+
+
+def test_an_order_is_computed_once(own_cache, monkeypatch):
+    from halftune.data.order import BatchRule, epoch_rows, ordered, padded_batches
+
+    monkeypatch.setattr("halftune.data.order.LARGE", 0)
+    lengths, calls = np.random.default_rng(0).integers(1, 33, size=300), []
+
+    def rows(lengths, **arguments):
+        calls.append(arguments)
+        return epoch_rows(lengths, **arguments)
+
+    packed = {"epoch": 0, "seed": 0, "packing": True, "capacity": 32}
+    for _ in range(2):
+        assert ordered(rows, lengths, cache=True, **packed) == epoch_rows(lengths, **packed)
+    assert len(calls) == 1
+    ordered(rows, lengths, cache=True, **{**packed, "epoch": 1})
+    ordered(rows, lengths[::-1], cache=True, **packed)
+    ordered(rows, lengths, cache=False, **packed)
+    assert len(calls) == 4
+    damaged = next(own_cache.rglob("samples.npy"))
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    for epoch in (0, 1):
+        ordered(rows, lengths, cache=True, **{**packed, "epoch": epoch})
+    ordered(rows, lengths[::-1], cache=True, **packed)
+    assert len(calls) == 5
+    rule = {"rule": BatchRule(4, grouped=True), "epoch": 0, "seed": 0}
+    for _ in range(2):
+        assert ordered(padded_batches, lengths, cache=True, **rule) == padded_batches(lengths, **rule)
+
+
 def test_whatever_changes_the_tokens_changes_the_key(make_tokenizer, make_config, write, counted):
     path = write(ROWS)
     prepare(make_config(path), make_tokenizer())
@@ -217,7 +261,6 @@ def test_the_report_adds_up(tokenizer, make_config, write):
 def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
     from halftune.data.batch import collate
     from halftune.data.order import BatchRule, padded_batches
-    from halftune.data.split import micro_batch_rows
 
     config = make_config(write(ROWS), batch=7)
     size = {"per_device_train_batch_size": None if tokens else 7, "tokens_per_batch": tokens}
@@ -227,7 +270,7 @@ def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_
     fed = 0
     rule = BatchRule(7, tokens, 1, True)
     for batch in padded_batches(split.lengths, rule, epoch=0, seed=config.training.seed):
-        rows = micro_batch_rows(batch, 7, rule)
+        rows = 7 if tokens is None else rule.rows_of(tokens, batch[0][0].stop)
         for start in range(0, len(batch), rows):
             part = [split.part(span) for row in batch[start : start + rows] for span in row]
             shape = collate(part, 0, packed=False).tokens["input_ids"].shape

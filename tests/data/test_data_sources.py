@@ -323,3 +323,54 @@ def test_the_quickstart_tests_no_question_that_it_trains():
     assert {row["completion"] for row in tested} == {row["completion"] for row in trained}
     documents = [row["text"].split("\n") for row in read("builtin:number-formats-text").all()]
     assert not {row["prompt"] for row in tested} & {line for lines in documents for line in lines}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every file counts as large."""
+    monkeypatch.setattr("halftune.data.files.LARGE", 0)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_rows_of_large_files_are_parsed_on_each_pass(name, tmp_path, large):
+    rows = [{"text": f"row {number} é", "tools": [{"a": None if number % 2 else number}]} for number in range(9)]
+    lines = "\ufeff" + "\n\u00a0\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path = tmp_path / name
+    if name.endswith("jsonl"):
+        path.write_text(lines, encoding="utf-8")
+    elif name.endswith("gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as parquet
+
+        table = pyarrow.Table.from_pylist(rows)
+        if name == "a.parquet":
+            parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_file(str(path), table.schema) as file:
+                file.write_table(table)
+    found = read(path)
+    assert not isinstance(found.parts[0].rows, list)
+    columnar = name in ("a.parquet", "a.arrow")
+    kept = [{**row, "tools": [{}]} if columnar and number % 2 else row for number, row in enumerate(rows)]
+    assert found.all() == found.all() == kept
+    assert len(found) == 9
+    assert [index for index in range(9) if found.note(index)] == ([1, 3, 5, 7] if columnar else [])
+    assert found.where(2).endswith("row 3" if columnar else "line 7")
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [case for case in WRONG if case[0] == "a.jsonl"])
+def test_malformed_large_files(name, text, message, write, large):
+    with pytest.raises(DataError, match=message):
+        read(write(text, name)).all()
+
+
+def test_bytes_of_a_large_file_that_are_no_utf8(tmp_path, large):
+    latin = tmp_path / "a.jsonl"
+    latin.write_bytes('{"a": 1}\n{"a": "ü"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"line 2: not UTF-8: byte 0xfc"):
+        read(latin).all()
+    wide = tmp_path / "b.jsonl"
+    wide.write_bytes('{"a": "ü"}\n'.encode("utf-16"))
+    assert read(wide).all() == [{"a": "ü"}]

@@ -8,7 +8,7 @@ import pytest
 
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
-from halftune.data.files import ARROW_NULLS
+from halftune.data.columnar import ARROW_NULLS
 from halftune.data.formats.fields import NOT_FINITE
 from halftune.data.pipeline import prepare
 from halftune.data.sources import open_source

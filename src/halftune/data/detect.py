@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Reading:
 
 
 def detect(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Collection[Mapping[str, Any]],
     section: SourceSection,
     where: str,
     records: Sequence[RecordName] = ("conversation", "document"),
@@ -93,7 +93,7 @@ def detect(
     if _has_pairs(found) and "chosen" not in columns.values():
         raise _preference_error(where)
     if made.name != "text":
-        _check_rating(rows, columns, where)
+        _check_rating(rows, columns, found, where)
     return _reading(made, columns, found, len(rows))
 
 
@@ -116,7 +116,7 @@ def _prompted(
     return _reading(made, columns, found, total)
 
 
-def _filled(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
+def _filled(rows: Collection[Mapping[str, Any]]) -> Counter[str]:
     """How many rows have a value, per column."""
     found: Counter[str] = Counter()
     for row in rows:
@@ -141,7 +141,7 @@ def _has_pairs(found: Mapping[str, int]) -> bool:
     return found.keys() >= set(PREFERENCE)
 
 
-def _guess(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> tuple[str, dict[str, str]] | None:
+def _guess(rows: Collection[Mapping[str, Any]], found: Mapping[str, int]) -> tuple[str, dict[str, str]] | None:
     """The format and column mapping of a data set with other column names, if there is one possibility only."""
     texts, names = _text_columns(rows, found), {name.lower() for name in found}
     answers, questions, grounds = names & ANSWERS, names & QUESTIONS, texts.keys() & GROUNDS
@@ -158,16 +158,19 @@ def _guess(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> tuple
     return None
 
 
-def _text_columns(rows: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> dict[str, str]:
+def _text_columns(rows: Collection[Mapping[str, Any]], found: Mapping[str, int]) -> dict[str, str]:
     """Columns that hold texts or numbers only, by their lower-case names."""
-    return {name.lower(): name for name in found if all(_is_text(row.get(name)) for row in rows)}
+    texts = list(found)
+    for row in rows:
+        texts = [name for name in texts if _is_text(row.get(name))]
+    return {name.lower(): name for name in texts}
 
 
 def _is_text(value: Any) -> bool:
     return is_missing(value) or (isinstance(value, str | int | float) and not isinstance(value, bool))
 
 
-def detect_for(method: Method, rows: Sequence[Mapping[str, Any]], section: SourceSection) -> Reading:
+def detect_for(method: Method, rows: Collection[Mapping[str, Any]], section: SourceSection) -> Reading:
     """Detect the format of a source for a training method.
 
     Raises:
@@ -207,12 +210,16 @@ def _formats() -> dict[str, Format]:
     return {name: load_format(name) for name in FORMATS}
 
 
-def _check_rating(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> None:
+def _check_rating(
+    rows: Collection[Mapping[str, Any]], columns: Mapping[str, str], found: Mapping[str, int], where: str
+) -> None:
     """Refuse rated answers (KTO): only a flag tells rejected answers from good ones."""
     for name in RATINGS:
+        if name not in found or name in columns.values():
+            continue
         values = [row.get(name) for row in rows]
         flags = [value.lower() == "true" if value in ("true", "false", "True", "False") else value for value in values]
-        if name not in columns.values() and False in [flag for flag in flags if isinstance(flag, bool)]:
+        if False in [flag for flag in flags if isinstance(flag, bool)]:
             raise DataError(
                 f"boolean column {name}: rated answers (KTO) are not supported, rejected answers would be trained too",
                 where=where,
@@ -266,7 +273,7 @@ def _preference_error(where: str) -> DataError:
 
 
 def _unknown(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Collection[Mapping[str, Any]],
     found: Mapping[str, int],
     section: SourceSection,
     candidates: Sequence[str],
@@ -285,7 +292,7 @@ def _unknown(
         what += ": preference pairs have no single answer"
         remedy = "set method: dpo to train on pairs, or columns: {completion: chosen} to train on chosen answers only"
         return DataError(what, where=where, remedy=remedy, code="data.preference_pairs")
-    if mapping := suggest(rows[0]):
+    if mapping := suggest(next(iter(rows))):
         remedy = _mapping_remedy(mapping, found)
     else:
         needs = "; ".join(f"{name}: {', '.join(made.required)}" for name, made in _formats().items())

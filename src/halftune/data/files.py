@@ -6,28 +6,21 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halftune.core.errors import DataError
-from halftune.core.optional import need
-from halftune.core.time_limit import Limits
 from halftune.data.formats import FORMATS, load_format
 from halftune.data.formats.fields import BadJson, find_fault, parse
 
-_AGAIN = "corrupt file or wrong extension; download it again"
+AGAIN = "corrupt file or wrong extension; download it again"
 # largest accepted decompression ratio; size in bytes that is always accepted
 _RATIO, _SMALL = 100, 1 << 26
-_BATCH = 4096  # rows read from a Parquet file at a time
-_SLACK, _OBJECTS = 2 << 30, 8  # bytes that libraries reserve; bytes of Python objects per byte of content
-_IF_TRUSTED = "if you trust the file, convert it to .jsonl"
-_ARROW_FILE = b"ARROW1"  # first bytes of an Arrow file; a stream has none
-_ROWS = 50_000_000  # of a columnar file, whose compression ratio is unbounded
+LARGE = 1 << 24  # bytes of JSON Lines, Parquet or Arrow content from which rows are not held in memory
 _KINDS = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
-ARROW_NULLS = "null fields in tools or tool calls removed (Arrow adds missing fields as null)"
 
 
 @dataclass(frozen=True)
@@ -38,14 +31,14 @@ class FileRows:
         path: the file.
         unit: unit of ``numbers``: "line", "row" or "document".
         numbers: 1-based position of each row in the file.
-        rows: the rows.
-        notes: changes that the report counts, by index in ``rows``.
+        rows: the rows; those of a large file are parsed again on each pass.
+        notes: changes that the report counts, by index in ``rows``; complete after a pass.
     """
 
     path: Path
     unit: str
-    numbers: list[int]
-    rows: list[dict[str, Any]]
+    numbers: Sequence[int]
+    rows: Collection[dict[str, Any]]
     notes: dict[int, str] = field(default_factory=dict)
 
 
@@ -74,19 +67,26 @@ def ending(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The file's text: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
-    try:
+    with reading(path):
         raw = _unpacked(path) if path.suffix.lower() == ".gz" else path.read_bytes()
+    return _decoded(raw, path)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, errors of reading a file are ``DataError``s."""
+    try:
+        yield
     except MemoryError as error:
         what = "does not fit in memory"
         raise DataError(what, where=str(path), remedy="split the file", code="data.too_large") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         what = f"invalid or truncated gzip file: {error}"
-        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
+        raise DataError(what, where=str(path), remedy=AGAIN, code="core.file_damaged") from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), code="core.unreadable") from error
-    return _decoded(raw, path)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -96,21 +96,26 @@ def _unpacked(path: Path) -> bytes:
         DataError: the content is far larger than text that compresses to this size.
         OSError, EOFError, zlib.error: invalid or truncated gzip file.
     """
-    most = _most(path)
+    most = most_unpacked(path)
     with gzip.open(path) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
-        remedy = "if you trust the file, decompress it with gunzip and use the result"
-        raise DataError(_unpacks(most), where=str(path), remedy=remedy, code="data.compressed_too_well")
+        raise bomb(path, most)
     return raw
 
 
-def _most(path: Path) -> int:
+def bomb(path: Path, most: int) -> DataError:
+    """The error for a .gz file with more than ``most`` bytes of content."""
+    remedy = "if you trust the file, decompress it with gunzip and use the result"
+    return DataError(unpacks(most), where=str(path), remedy=remedy, code="data.compressed_too_well")
+
+
+def most_unpacked(path: Path) -> int:
     """Largest accepted decompressed size of a file, in bytes."""
     return max(_RATIO * path.stat().st_size, _SMALL)
 
 
-def _unpacks(most: int) -> str:
+def unpacks(most: int) -> str:
     return f"decompresses to more than {most:,} bytes, over {_RATIO} times its size"
 
 
@@ -129,7 +134,12 @@ def _decoded(raw: bytes, path: Path) -> str:
 
 
 def _json_lines(path: Path) -> FileRows:
-    return _parse_lines(path, _text(path))
+    if path.is_file() and path.stat().st_size > LARGE:
+        from halftune.data.streamed import streamed_lines
+
+        if found := streamed_lines(path):
+            return found
+    return _parse_lines(path, text_of(path))
 
 
 def _parse_lines(path: Path, text: str) -> FileRows:
@@ -138,22 +148,29 @@ def _parse_lines(path: Path, text: str) -> FileRows:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        where = f"{path} line {number}"
-        try:
-            row, suspect = parse(line)
-        except BadJson as error:
-            what = f"{error.what} at column {error.column}" if error.column else error.what
-            raise DataError(
-                what, where=where, remedy="correct or remove the line", code="data.malformed_row"
-            ) from error
-        rows.append(_object(row, where, suspect))
+        rows.append(parse_line(path, number, line))
         numbers.append(number)
     return FileRows(path, "line", numbers, rows)
 
 
+def parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    """The row in line ``number`` of a JSON Lines file.
+
+    Raises:
+        DataError: malformed content.
+    """
+    where = f"{path} line {number}"
+    try:
+        row, suspect = parse(line)
+    except BadJson as error:
+        what = f"{error.what} at column {error.column}" if error.column else error.what
+        raise DataError(what, where=where, remedy="correct or remove the line", code="data.malformed_row") from error
+    return _object(row, where, suspect)
+
+
 def _json(path: Path) -> FileRows:
     """A list of objects, one row, an object with one list of rows, or JSON Lines under the wrong extension."""
-    text = _text(path)
+    text = text_of(path)
     if not text.strip():
         return FileRows(path, "row", [], [])
     try:
@@ -209,14 +226,14 @@ def _object(value: Any, where: str, suspect: bool) -> dict[str, Any]:
 
 def _csv(path: Path, delimiter: str = ",") -> FileRows:
     csv.field_size_limit(1 << 30)
-    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
+    reader = csv.reader(io.StringIO(text_of(path), newline=""), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     rows: list[dict[str, Any]] = []
     try:
         for cells in reader:
             if header is None:
                 header = cells
-                _check_names(header, f"{path} line {reader.line_num}")
+                check_names(header, f"{path} line {reader.line_num}")
             elif cells:
                 if len(cells) != len(header):
                     raise DataError(
@@ -236,7 +253,7 @@ def _tsv(path: Path) -> FileRows:
     return _csv(path, "\t")
 
 
-def _check_names(names: Sequence[str], where: str) -> None:
+def check_names(names: Sequence[str], where: str) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
             f"duplicate column names: {', '.join(map(repr, twice))}",
@@ -246,115 +263,21 @@ def _check_names(names: Sequence[str], where: str) -> None:
         )
 
 
-def _check_rows(count: int, path: Path) -> None:
-    if count > _ROWS:
-        what = f"{count:,} rows in one file; the limit is {_ROWS:,}"
-        raise DataError(what, where=str(path), remedy="split the file", code="data.too_large")
-
-
 def _parquet(path: Path) -> FileRows:
-    parquet = need("pyarrow.parquet", why="reading Parquet files", distribution="pyarrow")
-    arrow = need("pyarrow", why="reading Parquet files")
-    try:
-        known = parquet.ParquetFile(path)
-        _check_names(known.schema_arrow.names, str(path))
-        _check_rows(known.metadata.num_rows, path)
-        with _limited(path):
-            return arrow_rows(path, _parquet_rows(known, path))
-    except (arrow.ArrowInvalid, OSError) as error:
-        what = f"not a Parquet file: {error}"
-        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
+    from halftune.data.columnar import read_parquet  # not for text: one module less
 
-
-@contextmanager
-def _limited(path: Path) -> Iterator[None]:
-    """Inside, a columnar file takes no more memory than its size can explain: a value may be written once for many.
-
-    Raises:
-        DataError: it would.
-    """
-    most = _SLACK + _OBJECTS * _most(path)
-    try:
-        with Limits(0, most):
-            yield
-    except MemoryError as error:
-        what = f"takes more than {most / 2**30:.0f} GiB of memory when it is read"
-        raise DataError(what, where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well") from error
-
-
-def _parquet_rows(known: Any, path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a ``pyarrow.parquet.ParquetFile``; refuses decompression bombs.
-
-    Compression has a declared uncompressed size. Dictionary encoding has not: one stored value may repeat in all rows.
-    So each batch is small enough to fit even if every row held the largest column's whole dictionary.
-    """
-    most = _most(path)
-    groups = [known.metadata.row_group(number) for number in range(known.metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    total = sum(column.total_uncompressed_size for column in columns)
-    largest = max((column.total_uncompressed_size for column in columns), default=0)
-    rows: list[dict[str, Any]] = []
-    if total <= most:
-        total = 0
-        size = min(max(most // max(largest, 1), 1), _BATCH)
-        for batch in known.iter_batches(batch_size=size, use_threads=False):  # each would reserve memory of its own
-            total += batch.nbytes
-            if total > most:
-                break
-            rows += batch.to_pylist()
-    if total > most:
-        raise DataError(_unpacks(most), where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well")
-    return rows
+    return read_parquet(path)
 
 
 def _arrow(path: Path) -> FileRows:
-    """An Arrow stream (``save_to_disk`` of datasets) or an Arrow file (Feather)."""
-    arrow = need("pyarrow", why="reading Arrow files")
-    need("pyarrow.ipc", why="reading Arrow files", distribution="pyarrow")
-    try:
-        with _limited(path), arrow.memory_map(str(path)) as file:
-            is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
-            file.seek(0)
-            table = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(file).read_all()
-            _check_names(table.schema.names, str(path))
-            _check_rows(table.num_rows, path)
-            return arrow_rows(path, table.to_pylist())
-    except (arrow.ArrowInvalid, OSError) as error:
-        what = f"not an Arrow file: {error}"
-        raise DataError(what, where=str(path), remedy=_AGAIN, code="core.file_damaged") from error
+    from halftune.data.columnar import read_arrow
 
-
-def arrow_rows(path: Path, rows: list[dict[str, Any]]) -> FileRows:
-    """Remove the nulls that Arrow adds: it gives all objects of a column the same fields, null where unset.
-
-    Rows with such nulls in a tool or a tool call get a note.
-    """
-    cleaned, notes = [], {}
-    for index, row in enumerate(rows):
-        removed = [False]
-        cleaned.append({name: _without_nulls(value, name == "tools", removed) for name, value in row.items()})
-        if removed[0]:
-            notes[index] = ARROW_NULLS
-    return FileRows(path, "row", list(range(1, len(rows) + 1)), cleaned, notes)
-
-
-def _without_nulls(value: Any, in_tools: bool, removed: list[bool]) -> Any:
-    if isinstance(value, list):
-        return [_without_nulls(item, in_tools, removed) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if in_tools and None in value.values():
-        removed[0] = True
-    return {
-        name: _without_nulls(item, in_tools or name in ("arguments", "tools"), removed)
-        for name, item in value.items()
-        if item is not None
-    }
+    return read_arrow(path)
 
 
 def _lines_or_document(path: Path) -> FileRows:
     """A .txt file: one document per line, or one document if blank lines separate paragraphs."""
-    lines = _text(path).strip().split("\n")
+    lines = text_of(path).strip().split("\n")
     if any(not line.strip() for line in lines):
         return _document(path)
     found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -362,7 +285,7 @@ def _lines_or_document(path: Path) -> FileRows:
 
 
 def _document(path: Path) -> FileRows:
-    text = _text(path)
+    text = text_of(path)
     rows = [{"text": text}] if text.strip() else []
     return FileRows(path, "document", list(range(1, len(rows) + 1)), rows)
 

@@ -12,7 +12,8 @@ from halftune.config.facts.config_file import hub_answers
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.optional import need
-from halftune.data.files import FileRows, arrow_rows
+from halftune.data.columnar import arrow_rows
+from halftune.data.files import FileRows
 
 
 def hub_fingerprint(section: SourceSection) -> str:

@@ -5,25 +5,26 @@ Independent of the number of processes, of workers and of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 
-def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack items into bins: longest first, each into the fullest bin with enough room.
 
     Items of equal length are placed together. Bins are found by the lowest set bit of an integer whose bit *r*
-    says that a bin with *r* free tokens exists. A million items take about a second.
+    says that a bin with *r* free tokens exists.
 
     Args:
-        lengths: tokens per item, 1 … capacity.
+        lengths: int[N], tokens per item, 1 … capacity.
         capacity: tokens per bin.
 
     Returns:
-        Bins of item indices, in the order in which the bins were opened.
+        int64[N], the items bin by bin, in the order in which the bins were opened and filled; and int64[B + 1], the
+        first item of each bin.
 
     Raises:
         ValueError: an item is longer than ``capacity``, or empty.
@@ -31,12 +32,25 @@ def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> l
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.max() > capacity or sizes.min() < 1):
         raise ValueError(f"lengths must be 1 to {capacity}, not {sizes.min()} to {sizes.max()}")
-    bins: list[list[int]] = []
+    values, counts = (array[::-1].tolist() for array in np.unique(sizes, return_counts=True))
+    bins, runs = _placed(values, counts, capacity)
+    bin_of = np.repeat(np.array(bins, dtype=np.int64), np.array(runs, dtype=np.int64))
+    items = np.argsort(-sizes, kind="stable")[np.argsort(bin_of, kind="stable")]
+    return items, _offsets(np.bincount(bin_of))
+
+
+def _placed(values: Sequence[int], counts: Sequence[int], capacity: int) -> tuple[list[int], list[int]]:
+    """The bin of each run of items of equal length, and the number of items in the run.
+
+    Args:
+        values, counts: the lengths, descending, and how many items have each.
+        capacity: tokens per bin.
+    """
+    bins, runs, opened = list[int](), list[int](), 0
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # room left → bins
     open_rooms = 0  # bit r: by_room[r] is not empty
-    for length, items in _grouped(sizes):
-        position = 0
-        while position < len(items):
+    for length, waiting in zip(values, counts, strict=True):
+        while waiting:
             fitting = open_rooms >> length
             if fitting:
                 room = length + (fitting & -fitting).bit_length() - 1
@@ -44,23 +58,31 @@ def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> l
                 if not by_room[room]:
                     open_rooms &= ~(1 << room)
             else:
-                room, index = capacity, len(bins)
-                bins.append([])
+                room, index, opened = capacity, opened, opened + 1
             # A bin with room for another item of this length is still the fullest such bin.
-            placed = items[position : position + room // length]
-            position += len(placed)
-            bins[index].extend(placed)
-            left = room - length * len(placed)
+            placed = min(room // length, waiting)
+            waiting -= placed
+            bins.append(index)
+            runs.append(placed)
+            left = room - length * placed
             by_room[left].append(index)
             open_rooms |= 1 << left
-    return bins
+    return bins, runs
 
 
-def _grouped(sizes: np.ndarray) -> list[tuple[int, list[int]]]:
-    """(length, indices of items of that length), longest first, indices ascending."""
-    order = np.argsort(-sizes, kind="stable")
-    edges = np.flatnonzero(np.diff(sizes[order])) + 1
-    return [(int(sizes[group[0]]), group.tolist()) for group in np.split(order, edges) if len(group)]
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    """int64[N + 1]: first element of each of N groups with these counts."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def _moved(offsets: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put groups of elements into another order.
+
+    Returns:
+        The old index of each element, and the new offsets.
+    """
+    counts, moved = np.diff(offsets)[order], _offsets(np.diff(offsets)[order])
+    return np.repeat(offsets[:-1][order] - moved[:-1], counts) + np.arange(moved[-1]), moved
 
 
 MULTIPLE = 8  # tensor cores need sizes that are multiples of 8
@@ -80,6 +102,91 @@ class Span(NamedTuple):
 
 
 Row = tuple[Span, ...]
+
+
+Item = TypeVar("Item")
+
+
+class Lazy(Sequence[Item]):
+    """Items that are made when they are asked for. Equal to a sequence with equal items."""
+
+    def _item(self, number: int) -> Item:
+        """The item at 0 … N - 1."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        chosen = range(len(self))[index]
+        return self._item(chosen) if isinstance(chosen, int) else [self._item(number) for number in chosen]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class RowOrder(Lazy[Row]):
+    """R rows of S spans as flat arrays.
+
+    Attributes:
+        samples, starts, stops: int64[S], the fields of each span.
+        offsets: int64[R + 1], first span of each row.
+    """
+
+    samples: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def _item(self, number: int) -> Row:
+        part = slice(self.offsets[number], self.offsets[number + 1])
+        fields = (array[part].tolist() for array in (self.samples, self.starts, self.stops))
+        return tuple(map(Span, *fields))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchOrder(Lazy[list[Row]]):
+    """B global batches of rows.
+
+    Attributes:
+        rows: all rows, in order.
+        edges: int64[B + 1], first row of each batch.
+    """
+
+    rows: RowOrder
+    edges: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def _item(self, number: int) -> list[Row]:
+        return self.rows[int(self.edges[number]) : int(self.edges[number + 1])]
+
+
+Order = TypeVar("Order", RowOrder, BatchOrder)
+LARGE = 50_000  # samples from which an order is kept in the cache
+
+
+def ordered(make: Callable[..., Order], lengths: np.ndarray, *, cache: bool, **arguments: Any) -> Order:
+    """``make(lengths, **arguments)``; of a large split from the cache, which all processes of a run share.
+
+    Args:
+        make: ``epoch_rows``, ``padded_batches`` or ``by_length``.
+        lengths: int[N].
+        cache: ``data.cache``.
+    """
+    if not cache or len(lengths) < LARGE:
+        return make(lengths, **arguments)
+    from halftune.data.order_cache import kept  # not for small data: one module less
+
+    return kept(make, lengths, arguments)
 
 
 @dataclass(frozen=True)
@@ -110,14 +217,17 @@ class BatchRule:
         return max(1, tokens // (self.segments * round_up(longest)))
 
 
-def round_up(length: int) -> int:
+Length = TypeVar("Length", int, np.ndarray)
+
+
+def round_up(length: Length) -> Length:
     """Round a length up to a multiple of 8: the padded length of a row."""
     return -(-length // MULTIPLE) * MULTIPLE
 
 
 def epoch_rows(
     lengths: np.ndarray, *, epoch: int, seed: int, packing: bool, capacity: int, split: bool = False
-) -> list[Row]:
+) -> RowOrder:
     """Rows of samples in random order.
 
     Args:
@@ -132,25 +242,36 @@ def epoch_rows(
         Every token of every sample once. A function of the arguments alone; with packing, the number of rows depends
         on the lengths only.
     """
+    sizes = np.asarray(lengths, dtype=np.int64)
     random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(lengths)).tolist()
-    sizes = np.asarray(lengths).tolist()
-    if packing and split:
-        return _filled(sizes, order, capacity)
-    whole = [Span(index, 0, sizes[index]) for index in order]
+    order = random.permutation(len(sizes))
     if not packing:
-        return [(span,) for span in whole]
-    bins = best_fit_decreasing([span.stop for span in whole], capacity)
-    rows = [tuple(whole[place] for place in packed) for packed in bins]
-    return [rows[index] for index in random.permutation(len(rows))]
+        return _whole(order, sizes)
+    if split:
+        return _filled(sizes, order, capacity)
+    items, offsets = best_fit_decreasing(sizes[order], capacity)
+    places, offsets = _moved(offsets, random.permutation(len(offsets) - 1))
+    return _whole(order[items[places]], sizes, offsets)
 
 
-def packed_batches(rows: list[Row], size: int) -> list[list[Row]]:
+def _whole(order: np.ndarray, sizes: np.ndarray, offsets: np.ndarray | None = None) -> RowOrder:
+    """Rows of whole samples; without ``offsets`` one sample per row."""
+    return RowOrder(
+        order, np.zeros_like(order), sizes[order], np.arange(len(order) + 1) if offsets is None else offsets
+    )
+
+
+def packed_batches(rows: RowOrder, size: int) -> BatchOrder:
     """Global batches of ``size`` rows; the last may be smaller."""
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    return BatchOrder(rows, _every(len(rows), size))
 
 
-def padded_batches(lengths: np.ndarray, rule: BatchRule, *, epoch: int, seed: int) -> list[list[Row]]:
+def _every(count: int, size: int) -> np.ndarray:
+    """int64: the edges of groups of ``size`` of ``count`` elements; the last group may be smaller."""
+    return np.append(np.arange(0, count, size, dtype=np.int64), count)
+
+
+def padded_batches(lengths: np.ndarray, rule: BatchRule, *, epoch: int, seed: int) -> BatchOrder:
     """Global batches of one sample per row, longest sample first.
 
     The order inside a global batch affects padding only, since the loss is that of the whole batch. ``rule.grouped``
@@ -160,26 +281,30 @@ def padded_batches(lengths: np.ndarray, rule: BatchRule, *, epoch: int, seed: in
     Returns:
         Every sample once. A function of the arguments alone.
     """
-    sizes = np.asarray(lengths)
+    sizes = np.asarray(lengths, dtype=np.int64)
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(sizes))
     if rule.grouped:
         order = _sorted_in_groups(order, sizes, rule)
-    batches = _cut(order, sizes, rule)
+    edges = _edges(sizes[order], rule)
     if rule.grouped:
-        batches = [batches[index] for index in random.permutation(len(batches))]
-    batches = [sorted(batch, key=lambda span: -span.stop) for batch in batches]
-    if epoch == 0 and batches:
-        longest = max(range(len(batches)), key=lambda index: _cost(batches[index], rule))
-        batches[0], batches[longest] = batches[longest], batches[0]
-    return [[(span,) for span in batch] for batch in batches]
+        places, edges = _moved(edges, random.permutation(len(edges) - 1))
+        order = order[places]
+    order = order[np.lexsort((-sizes[order], np.repeat(np.arange(len(edges) - 1), np.diff(edges))))]
+    if epoch == 0 and len(sizes):
+        swapped = np.arange(len(edges) - 1)
+        dearest = int(np.argmax(_costs(sizes[order], edges, rule)))
+        swapped[[0, dearest]] = dearest, 0
+        places, edges = _moved(edges, swapped)
+        order = order[places]
+    return BatchOrder(_whole(order, sizes), edges)
 
 
-def by_length(lengths: np.ndarray, rule: BatchRule) -> list[list[Row]]:
+def by_length(lengths: np.ndarray, rule: BatchRule) -> BatchOrder:
     """Global batches of one sample per row, longest first: minimal padding, for evaluation."""
-    sizes = np.asarray(lengths)
-    batches = _cut(np.argsort(-sizes, kind="stable"), sizes, rule)
-    return [[(span,) for span in batch] for batch in batches]
+    sizes = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    return BatchOrder(_whole(order, sizes), _edges(sizes[order], rule))
 
 
 def _sorted_in_groups(order: np.ndarray, sizes: np.ndarray, rule: BatchRule) -> np.ndarray:
@@ -191,38 +316,47 @@ def _sorted_in_groups(order: np.ndarray, sizes: np.ndarray, rule: BatchRule) -> 
     return order[np.lexsort((downwards, group))]
 
 
-def _cut(order: np.ndarray, sizes: np.ndarray, rule: BatchRule) -> list[list[Span]]:
-    batches: list[list[Span]] = []
-    batch: list[Span] = []
-    longest = 0
-    for index, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        if batch and len(batch) >= rule.fitting(max(longest, size)):
-            batches.append(batch)
-            batch, longest = [], 0
-        batch.append(Span(index, 0, size))
-        longest = max(longest, size)
-    return [*batches, batch] if batch else batches
+def _edges(sizes: np.ndarray, rule: BatchRule) -> np.ndarray:
+    """int64[B + 1]: first sample of each batch, samples in this order."""
+    if rule.tokens is None:
+        return _every(len(sizes), rule.rows)
+    edges, first, longest, most = [0], 0, 0, 0
+    for index, size in enumerate(sizes.tolist()):
+        if size > longest:
+            longest, most = size, rule.fitting(size)
+        if index > first and index - first >= most:
+            edges.append(index)
+            first, longest, most = index, size, rule.fitting(size)
+    return np.array([*edges, len(sizes)] if len(sizes) else edges, dtype=np.int64)
 
 
-def _cost(batch: list[Span], rule: BatchRule) -> tuple[int, int]:
-    """Tokens of the largest forward pass, and the longest sample, which is the first in ``batch``."""
-    longest = batch[0].stop
-    rows = min(len(batch), rule.fitting(longest) if rule.tokens is None else rule.rows_of(rule.tokens, longest))
-    return rows * rule.segments * round_up(longest), longest
+def _costs(sizes: np.ndarray, edges: np.ndarray, rule: BatchRule) -> np.ndarray:
+    """int64[B]: tokens of each batch's largest forward pass (high 32 bits), and its longest sample (low 32 bits)."""
+    longest, rows = sizes[edges[:-1]], np.diff(edges)
+    if rule.tokens is not None:
+        rows = np.minimum(rows, np.maximum(1, rule.tokens // (rule.segments * round_up(longest))))
+    return rows * rule.segments * round_up(longest) << 32 | longest
 
 
-def _filled(sizes: list[int], order: list[int], capacity: int) -> list[Row]:
-    rows: list[Row] = []
-    row: list[Span] = []
-    room = capacity
-    for index in order:
-        start = 0
-        while start < sizes[index]:
-            stop = min(sizes[index], start + room)
-            row.append(Span(index, start, stop))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                rows.append(tuple(row))
-                row, room = [], capacity
-    return [*rows, tuple(row)] if row else rows
+def padded_tokens(batches: BatchOrder, rows: int, rule: BatchRule) -> int:
+    """Tokens of all segments' rows, padding included, in forward passes of ``rows`` rows or ``rule.tokens`` tokens."""
+    lengths, counts = batches.rows.stops, np.diff(batches.edges)
+    size = np.full(len(counts), rows)
+    if rule.tokens is not None:
+        size = np.maximum(1, rule.tokens // (rule.segments * round_up(lengths[batches.edges[:-1]])))
+    size, left = np.repeat(size, counts), np.repeat(batches.edges[1:], counts) - np.arange(len(lengths))
+    first = (np.repeat(counts, counts) - left) % size == 0  # the longest row of a forward pass
+    return int((np.minimum(size, left) * round_up(lengths))[first].sum()) * rule.segments
+
+
+def _filled(sizes: np.ndarray, order: np.ndarray, capacity: int) -> RowOrder:
+    """Rows filled completely: the samples behind each other, cut every ``capacity`` tokens."""
+    ends = np.cumsum(sizes[order])
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = np.union1d(_every(total, capacity), ends)
+    starts = cuts[:-1]
+    place = np.searchsorted(ends, starts, side="right")
+    samples = order[place]
+    first = starts - (ends[place] - sizes[samples])
+    offsets = np.searchsorted(starts, _every(total, capacity))
+    return RowOrder(samples, first, first + np.diff(cuts), offsets)

@@ -33,15 +33,17 @@ from halftune.data.chat import writes_date
 from halftune.data.detect import detect_for
 from halftune.data.offset_tokenizer import backend_json
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
-from halftune.data.sources import Rows, Source, open_source
+from halftune.data.sources import Rows, Source, TakenRows, open_source
 from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh
-from halftune.data.store import Example, TokenStore, build_store, load_store, save_store
+from halftune.data.store import Example, StoreWriter, TokenStore, load_store
 from halftune.data.template_features import NO_SYSTEM
 from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
 
+WRITTEN = 4096  # examples written at a time
 PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
 
 Tokenised = tuple[TokenStore, dict[str, Any]]
+Make = Callable[[Path | None], Tokenised]  # writes the store into a folder, or keeps it in memory
 
 
 def cache_key(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
@@ -69,11 +71,11 @@ def code_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def cached(key: str, make: Callable[[], Tokenised]) -> Tokenised:
-    """Return the cached result of ``make``.
+def cached(key: str, make: Make) -> Tokenised:
+    """Return the cached result of ``make``, which writes into the cache.
 
     Concurrent processes wait for the one that builds it. A corrupt entry is rebuilt. If the cache cannot be written,
-    a warning is logged and the result is not cached.
+    a warning is logged and the result is kept in memory.
     """
     folder = cache_dir() / "data" / key
     try:
@@ -82,14 +84,13 @@ def cached(key: str, make: Callable[[], Tokenised]) -> Tokenised:
         lock.acquire()
     except OSError as error:
         log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)
-        return make()
+        return make(None)
     try:
         found = _load(folder)
-        if found is not None:
-            return found
-        made = make()
-        _save(folder, made)
-        return _load(folder) or made
+        if found is None:
+            _save(folder, make)
+            found = _load(folder)
+        return found or make(None)
     finally:
         lock.release()
 
@@ -107,11 +108,11 @@ def _load(folder: Path) -> Tokenised | None:
         return None
 
 
-def _save(folder: Path, made: Tokenised) -> None:
+def _save(folder: Path, make: Make) -> None:
     try:
         with whole_folder(folder) as beside:
-            save_store(made[0], beside)
-            (beside / "report.json").write_text(json.dumps(made[1]), encoding="utf-8")
+            _, report = make(beside)
+            (beside / "report.json").write_text(json.dumps(report), encoding="utf-8")
             seal(beside, MANIFEST)
     except OSError as error:
         log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)
@@ -207,16 +208,16 @@ def _source(
 ) -> tuple[TokenStore, SourceReport]:
     section, seed = source.section, config.training.seed
 
-    def make() -> tuple[TokenStore, dict[str, Any]]:
+    def make(folder: Path | None) -> Tokenised:
         rows = source.read()
         if section.samples is not None and section.samples > len(rows):
             log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
         chosen = choose_rows(len(rows), section.samples, seed=seed, first=section.sampling == "first")
-        store, report = _tokenize(rows, chosen, section, config, tokenizer, settings)
+        store, report = _tokenize(rows, chosen, section, config, tokenizer, settings, folder)
         return store, asdict(report)
 
     if not config.data.cache:
-        store, values = make()
+        store, values = make(None)
     else:
         parts = {
             "source": source.fingerprint,
@@ -273,9 +274,9 @@ def _tokenize(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     settings: Settings,
+    folder: Path | None,
 ) -> tuple[TokenStore, SourceReport]:
-    everything = rows.all()
-    taken = [everything[index] for index in chosen]
+    taken = TakenRows(rows, chosen)
     reading = detect_for(config.method, taken, section)
     report = SourceReport(
         name=section.path,
@@ -288,10 +289,11 @@ def _tokenize(
         taken=len(taken),
     )
     outcomes = tokenize_rows(taken, tokenizer, reading, settings, config.data.num_workers)
-    examples, origins = _collect(rows, chosen, outcomes, report)
-    if not examples:
+    writer = StoreWriter(folder, [(str(part.path), part.unit) for part in rows.parts])
+    _collect(rows, chosen, outcomes, report, writer)
+    if not report.kept:
         raise nothing_left(report.name, report.dropped)
-    store = build_store(examples, origins, [(str(part.path), part.unit) for part in rows.parts])
+    store = writer.finish()
     report.samples, report.tokens = len(store), len(store.ids)
     report.trained_tokens = int(store.trained.sum())
     report.lengths = histogram(store.lengths)
@@ -299,27 +301,28 @@ def _tokenize(
 
 
 def _collect(
-    rows: Rows,
-    chosen: np.ndarray,
-    outcomes: Iterator[Outcome],
-    report: SourceReport,
-) -> tuple[list[Example], list[tuple[int, int]]]:
-    """Collect examples and their origins; count each row's outcome in ``report``."""
-    examples, origins = [], []
+    rows: Rows, chosen: np.ndarray, outcomes: Iterator[Outcome], report: SourceReport, writer: StoreWriter
+) -> None:
+    """Write examples and their origins; count each row's outcome in ``report``."""
+    examples, origins = list[Example](), list[tuple[int, int]]()
     try:
         for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
             examples += outcome.examples
             origins += [rows.origin(index)] * len(outcome.examples)
             if outcome.examples and (note := rows.note(index)):
                 outcome.notes = (*outcome.notes, note)
-            _count(report, outcome, rows.place(index))
+            _count(report, outcome, rows, index)
+            if len(examples) >= WRITTEN:
+                writer.append(examples, origins)
+                examples, origins = [], []
     except BadRow as error:
         position, what, remedy, _ = error.args
         raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy, code=error.code) from error
-    return examples, origins
+    if examples:
+        writer.append(examples, origins)
 
 
-def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
+def _count(report: SourceReport, outcome: Outcome, rows: Rows, index: int) -> None:
     report.kept += bool(outcome.examples)
     report.truncated_rows += bool(outcome.truncated)
     report.answers_lost += outcome.answers_lost
@@ -327,7 +330,7 @@ def _count(report: SourceReport, outcome: Outcome, place: str) -> None:
     reasons += [(report.truncated, what) for what in outcome.truncated]
     reasons += [(report.notes, what) for what in outcome.notes]
     for counts, reason in reasons:
-        counts.setdefault(reason, Count()).add(place)
+        counts.setdefault(reason, Count()).add(rows.place(index))
 
 
 def _hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

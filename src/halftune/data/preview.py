@@ -71,10 +71,10 @@ def listed_rows(section: SourceSection, report: SourceReport) -> dict[str, str]:
     if not wanted:
         return {}
     rows = open_source(section).read()
-    all_rows, found = rows.all(), dict[str, str]()
-    for index in range(len(rows)):
+    found = dict[str, str]()
+    for index, row in enumerate(rows):
         if (place := rows.place(index)) in wanted:
-            found[place] = json.dumps(all_rows[index], ensure_ascii=False, default=str)[:LONGEST_ROW]
+            found[place] = json.dumps(row, ensure_ascii=False, default=str)[:LONGEST_ROW]
             if len(found) == len(wanted):
                 break
     return found

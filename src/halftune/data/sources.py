@@ -6,11 +6,13 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
@@ -50,8 +52,11 @@ class Rows:
         return sum(len(part.rows) for part in self.parts)
 
     def all(self) -> list[dict[str, Any]]:
-        """All rows as dicts."""
-        return [row for part in self.parts for row in part.rows]
+        """All rows as dicts, in memory."""
+        return list(self)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(part.rows for part in self.parts)
 
     def note(self, index: int) -> str:
         """The note on how reading changed a row, or ""."""
@@ -72,6 +77,32 @@ class Rows:
         """A row's part, and its number there."""
         part = bisect_right(self.starts, index) - 1
         return part, self.parts[part].numbers[index - self.starts[part]]
+
+
+@dataclass(frozen=True)
+class TakenRows(Collection[dict[str, Any]]):
+    """Some rows of a source, in order.
+
+    Attributes:
+        rows: all rows.
+        chosen: int64, ascending, the indices of the rows that are taken.
+    """
+
+    rows: Rows
+    chosen: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if len(self.chosen) == len(self.rows):
+            return iter(self.rows)
+        taken = np.zeros(len(self.rows), dtype=bool)
+        taken[self.chosen] = True
+        return compress(self.rows, taken)
+
+    def __contains__(self, row: object) -> bool:
+        return any(row == one for one in self)
 
 
 @dataclass(frozen=True)

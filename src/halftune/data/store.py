@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -192,12 +193,98 @@ def _starts(sizes: Sequence[int]) -> np.ndarray:
     return np.cumsum([0, *sizes], dtype=np.int64)
 
 
+class StoreWriter:
+    """Appends examples to the arrays of a ``TokenStore``, in the files of a folder or in memory.
+
+    Args:
+        folder: an empty folder; None for memory.
+        files: (path, unit), as in ``TokenStore``.
+    """
+
+    def __init__(self, folder: Path | None, files: Sequence[tuple[str, str]]) -> None:
+        self._folder, self._files = folder, tuple(files)
+        self._arrays: dict[str, _GrowingArray] = {}
+        self._names: tuple[str, ...] = ()
+        self._highest = 0
+
+    def append(self, examples: Sequence[Example], origins: Sequence[tuple[int, int]]) -> None:
+        """Append examples with the columns of all earlier ones; arguments as for ``build_store``.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        part = build_store(examples, origins, self._files)
+        first = not self._arrays
+        tokens, segments = (0, 0) if first else (self._arrays["ids"].count, self._arrays["offsets"].count - 1)
+        values = {name: vars(part)[name] for name in (*_ARRAYS, _COLUMNS)}
+        for name, start in (("offsets", tokens), ("firsts", segments)):
+            values[name] = values[name][0 if first else 1 :] + start
+        for name, array in values.items():
+            if first:
+                path = self._folder / f"{name}.npy" if self._folder else None
+                self._arrays[name] = _GrowingArray(path, array)
+            self._arrays[name].extend(array)
+        self._names = part.names
+        self._highest = max(self._highest, part.highest)
+
+    def finish(self) -> TokenStore:
+        """The store, memory-mapped if it is in a folder.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if not self._arrays:
+            self.append([], [])
+        arrays = {name: array.finish() for name, array in self._arrays.items()}
+        if self._folder is None:
+            return TokenStore(names=self._names, files=self._files, highest=self._highest, mapped=(), **arrays)
+        _save_rest(self._folder, self._files, self._highest, self._names)
+        return load_store(self._folder)
+
+
+class _GrowingArray:
+    """An array that grows along its first axis, in a .npy file or in memory.
+
+    Args:
+        path: the file; None for memory.
+        like: an array of the same dtype and width.
+    """
+
+    def __init__(self, path: Path | None, like: np.ndarray) -> None:
+        self._dtype, self._width, self.count = like.dtype, like.shape[1:], 0
+        self._in_memory = path is None
+        self._file = path.open("w+b") if path else io.BytesIO()
+        if path:
+            self._write_header()
+
+    def _write_header(self) -> None:
+        """Write the header; its size does not depend on the length of the array."""
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.count, *self._width)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def extend(self, array: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(array).data if array.size else b"")
+        self.count += len(array)
+
+    def finish(self) -> np.ndarray:
+        """The array in memory; empty for a file, which is complete and closed."""
+        if not self._in_memory:
+            with self._file:
+                self._file.seek(0)
+                self._write_header()
+            return np.zeros(0, self._dtype)
+        return np.frombuffer(self._file.getbuffer(), self._dtype).reshape(self.count, *self._width)  # type: ignore[union-attr]
+
+
 def save_store(store: TokenStore, folder: Path) -> None:
     """Write the arrays as .npy files, and the rest as JSON."""
-    for name in _ARRAYS:
+    for name in (*_ARRAYS, _COLUMNS):
         np.save(folder / f"{name}.npy", vars(store)[name], allow_pickle=False)
-    np.save(folder / f"{_COLUMNS}.npy", store.columns, allow_pickle=False)
-    rest = {"files": store.files, "highest": store.highest, "names": store.names}
+    _save_rest(folder, store.files, store.highest, store.names)
+
+
+def _save_rest(folder: Path, files: Sequence[tuple[str, str]], highest: int, names: Sequence[str]) -> None:
+    rest = {"files": files, "highest": highest, "names": names}
     (folder / _REST).write_text(json.dumps(rest), encoding="utf-8")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from datetime import date
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,13 +32,14 @@ from halftune.data.template_features import NO_SYSTEM, merge_system
 from halftune.hardware.probe import cpu_cores
 
 CHUNK = 512  # rows tokenised at a time
+_AHEAD = 4  # chunks per worker that are waiting or done
 LARGE = 20_000  # rows from which worker processes pay off
 
 _row_tokenizer: RowTokenizer | None = None  # of a worker process
 
 
 def tokenize_rows(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Collection[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     reading: Reading,
     settings: Settings,
@@ -49,8 +52,9 @@ def tokenize_rows(
         DataError: the tokenizer is not supported, or a worker was killed.
     """
     row_tokenizer = RowTokenizer(tokenizer, reading, settings)  # also with workers, to raise errors here
-    chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
-    count = min(_count(num_workers, len(rows)), len(chunks))
+    remaining = iter(rows)
+    chunks = iter(lambda: list(islice(remaining, CHUNK)), [])
+    count = min(_count(num_workers, len(rows)), -(-len(rows) // CHUNK))
     if count <= 1:
         for number, chunk in enumerate(chunks):
             yield from _placed(_tokenize(row_tokenizer, chunk), number)
@@ -60,8 +64,12 @@ def tokenize_rows(
     # not multiprocessing.Pool, which waits for ever when one of its processes is killed
     with ProcessPoolExecutor(count, context, initializer=_start, initargs=(tokenizer, reading, settings)) as pool:
         try:
-            for number, result in enumerate(pool.map(_work, chunks)):
-                yield from _placed(result, number)
+            waiting = deque(pool.submit(_work, chunk) for chunk in islice(chunks, _AHEAD * count))
+            number = 0
+            while waiting:  # not pool.map, which takes all rows at once
+                yield from _placed(waiting.popleft().result(), number)
+                waiting.extend(pool.submit(_work, chunk) for chunk in islice(chunks, 1))
+                number += 1
         except BrokenProcessPool as error:
             raise DataError(
                 "a tokenisation worker died (killed or out of memory)",
@@ -323,8 +331,8 @@ class RowTokenizer:
         turns = []
         for turn in rendering.turns:
             # The first token that ends after `start`, and the first that begins at or after `end`.
-            start = int(np.searchsorted(tokens.ends, turn.start, side="right"))
-            end, full_end = (int(np.searchsorted(tokens.starts, at, side="left")) for at in (turn.end, turn.full_end))
+            start = int(tokens.ends.searchsorted(turn.start, side="right"))
+            end, full_end = (int(tokens.starts.searchsorted(at, side="left")) for at in (turn.end, turn.full_end))
             if start < len(tokens.ids) and tokens.starts[start] < turn.start and MERGED not in outcome.notes:
                 outcome.notes = (*outcome.notes, MERGED)
             if turn.trained:

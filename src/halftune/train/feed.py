@@ -18,7 +18,17 @@ import torch
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
-from halftune.data.order import BatchRule, Row, Span, by_length, epoch_rows, packed_batches, padded_batches
+from halftune.data.order import (
+    BatchOrder,
+    BatchRule,
+    Row,
+    Span,
+    by_length,
+    epoch_rows,
+    ordered,
+    packed_batches,
+    padded_batches,
+)
 from halftune.data.pipeline import TokenizedSplit
 from halftune.data.store import NO_LABEL, Example
 from halftune.methods import Method
@@ -98,7 +108,7 @@ class Feed:
     world_size: int = 1
     device: torch.device | None = None
     evaluation: bool = False
-    _known: dict[int, list[list[Row]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[int, BatchOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -115,23 +125,23 @@ class Feed:
         """Rows of samples of one epoch, in order."""
         return [row for batch in self.batches(epoch) for row in batch]
 
-    def batches(self, epoch: int) -> list[list[Row]]:
+    def batches(self, epoch: int) -> BatchOrder:
         """Global batches of one epoch, in order; those of the epoch last asked for are kept."""
         if epoch not in self._known:
             self._known.clear()
             self._known[epoch] = self._batches(epoch)
         return self._known[epoch]
 
-    def _batches(self, epoch: int) -> list[list[Row]]:
+    def _batches(self, epoch: int) -> BatchOrder:
         data, seed, segments = self.config.data, self.config.training.seed, self.config.method.segments
+        lengths, longest, cache = self.split.lengths, self.split.longest, data.cache
         if self.packing:
-            capacity, split = data.max_length * segments, data.packing.split
-            lengths = self.split.lengths
-            rows = epoch_rows(lengths, epoch=epoch, seed=seed, packing=True, capacity=capacity, split=split)
+            rule = {"packing": True, "capacity": data.max_length * segments, "split": data.packing.split}
+            rows = ordered(epoch_rows, lengths, cache=cache, epoch=epoch, seed=seed, **rule)
             return packed_batches(rows, self.rows_per_step)
         if self.evaluation:
-            return by_length(self.split.longest, self._rule)
-        return padded_batches(self.split.longest, self._rule, epoch=epoch, seed=seed)
+            return ordered(by_length, longest, cache=cache, rule=self._rule)
+        return ordered(padded_batches, longest, cache=cache, rule=self._rule, epoch=epoch, seed=seed)
 
     @property
     def _rule(self) -> BatchRule:
