@@ -64,7 +64,7 @@ sequence_len: 4096
 sample_packing: true
 adapter: qlora
 load_in_4bit: true
-neftune_noise_alpha: 5
+relora: true
 lora_r: 32
 lora_alpha: 16
 lora_target_linear: true
@@ -208,7 +208,7 @@ def test_result_is_valid_but_for_files(framework: str) -> None:
     ("framework", "change", "said"),
     [
         ("LLaMA-Factory", "stage: dpo", "not supported yet"),
-        ("LLaMA-Factory", "finetuning_type: freeze", "not supported yet"),
+        ("LLaMA-Factory", "finetuning_type: vera", "not supported yet"),
         ("LLaMA-Factory", "fp16: true", "bf16 is true as well"),
         ("LLaMA-Factory", "dataset: null", "nothing to train on"),
         ("axolotl", "rl: dpo", "not supported yet"),
@@ -316,9 +316,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         return left.value.code
 
     assert run("axolotl.yaml", "-o", "new.yaml") == 4
-    assert "--accept neftune_noise_alpha" in capsys.readouterr().err
+    assert "--accept relora" in capsys.readouterr().err
     assert not Path("new.yaml").exists()
-    accept = ("axolotl.yaml", "--accept", "neftune_noise_alpha")
+    accept = ("axolotl.yaml", "--accept", "relora")
     assert run(*accept) == 0
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["adapter"]["type"] == "lora"
@@ -338,7 +338,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("axolotl.yaml", "--json") == 4
     told = json.loads(capsys.readouterr().out)
     assert (told["framework"], told["status"], told["recipe"]["adapter"]["type"]) == ("axolotl", "refused", "lora")
-    assert {"kind": "refused", "key": "neftune_noise_alpha"}.items() <= next(
+    assert {"kind": "refused", "key": "relora"}.items() <= next(
         key for key in told["keys"] if key["kind"] == "refused"
     ).items()
     assert run("axolotl.yaml", "TRL.yaml", "ours.yaml") == 4
@@ -391,14 +391,17 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
         ("optimizer: adamw_bnb_8bit", "same"),
         ("optimizer: lion_8bit", "same"),
         ("optimizer: ademamix_8bit", "refused"),
-        ("unfrozen_parameters: [lm_head]", "refused"),
+        ("unfrozen_parameters: [lm_head]", "same"),
         ("qat: {activation_dtype: int8}", "refused"),
         ("fp8: true", "refused"),
         ("processor_type: AutoProcessor", "refused"),
         ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "refused"),
         ("plugins: [somebodys.Plugin]", "refused"),
         ("relora: true", "refused"),
-        ("neftune_noise_alpha: 5", "refused"),
+        ("neftune_noise_alpha: 5", "approximate"),
+        ("unfrozen_parameters: [^lm_head.weight$, 'layers.2[0-9]+.mlp']", "same"),
+        ("unfrozen_parameters: ['^model.embed_tokens.weight$[:32000]']", "refused"),
+        ("unfrozen_parameters: [x]\nadapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "refused"),
         ("reinit_weights: true", "refused"),
         ("chat_template_jinja: x.jinja", "approximate"),
         ("loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3", "same"),
@@ -446,7 +449,7 @@ def test_the_status_says_whether_the_same_is_learned(more: str, status: str) -> 
 
 @pytest.mark.parametrize(
     "more",
-    ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_apollo: true", "pissa_init: true",
+    ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_apollo: true",
      "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
      "adapter_name_or_path: saves/x", "moe_aux_loss_coef: 0.1", "optim: ademamix"],
 )  # fmt: skip
@@ -490,6 +493,20 @@ def test_reasons_name_options_that_exist() -> None:
     named = set(re.findall(rf"\b(?:{'|'.join(schema['properties'])})\.([a-z0-9_]+)", texts))
     assert len(named) > 50
     assert not named - options
+
+
+def test_llamafactory_trains_some_layers_rotates_and_begins_with_singular_vectors() -> None:
+    def adapter(old: str, more: str) -> dict[str, Any]:
+        text = LLAMAFACTORY.replace("quantization_bit: 4\n", "").replace("finetuning_type: lora", old)
+        Path("old.yaml").write_text(f"{text}\n{more}\n")
+        return convert_file(Path("old.yaml")).values["adapter"]
+
+    frozen = adapter("finetuning_type: freeze", "freeze_trainable_layers: -3\nfreeze_extra_modules: norm")
+    assert frozen == {"type": "none", "train_layers": -3, "train_only": ["norm"]}
+    rotated = adapter("finetuning_type: oft", "oft_block_size: 16\noft_target: q_proj,v_proj")
+    assert rotated == {"type": "oft", "block_size": 16, "target_modules": ["q_proj", "v_proj"]}
+    assert adapter("finetuning_type: lora", "pissa_init: true")["init"] == "pissa_niter_16"
+    assert adapter("finetuning_type: lora", "pissa_init: true\npissa_iter: -1")["init"] == "pissa"
 
 
 @pytest.mark.parametrize("framework", OLD)

@@ -230,7 +230,7 @@ ADDITIONS = (
                 ('OnLoad = Literal["none", ', 'OnLoad = Literal["none", "fp4", '),
                 (
                     '    "int8": ',
-                    '    "fp4": WeightFormat(0.516, {**_NF4, "bnb_4bit_quant_type": "fp4"}, mergeable=True, '
+                    '    "fp4": WeightFormat(0.516, {**_NF4, "bnb_4bit_quant_type": "fp4"}, '
                     '**_BITSANDBYTES),\n    "int8": ',
                 ),
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from halftune.config.convert.names import accepts
 from halftune.config.convert.templates import axolotl_template
 from halftune.config.convert.trainer import (
     drop_trainer,
+    embedding_noise,
     evaluates,
     grouping,
     lora_plus,
@@ -175,13 +177,29 @@ def _adapter(draft: Draft) -> None:
         draft.translated("adapter", "adapter.type", "none")
         keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules")
         draft.drop(dict.fromkeys(keys_of_lora, "adapter is not set: all weights are trained"))
+        _unfrozen(draft)
         return
+    if draft.left.get("unfrozen_parameters"):
+        draft.refused("unfrozen_parameters", "axolotl would freeze the adapter too: its names begin with base_model")
     draft.translated("adapter", "adapter.type", "lora", "its base: load_in_4bit" if kind == "qlora" else "")
     if kind == "qlora":
         draft.left.setdefault("load_in_4bit", True)
     draft.rename(LORA)
     _targets(draft)
     draft.default("adapter.dropout", 0.0, "lora_dropout")
+
+
+def _unfrozen(draft: Draft) -> None:
+    """Regular expressions of trained parameters: dots are literal there, and a name is matched from its beginning."""
+    patterns = listed(draft.left.get("unfrozen_parameters") or [])
+    if not patterns:
+        return
+    if any(re.search(r"\[\d*:\d*\]$", one) for one in patterns):
+        draft.refused("unfrozen_parameters", "training some rows of a weight is not supported")
+        return
+    literal = [re.sub(r"\.(?!\+)", r"\\.", one) for one in patterns]
+    anchored = [one if one.startswith("^") else f"^(?:{one})" if "|" in one else f"^{one}" for one in literal]
+    draft.translated("unfrozen_parameters", "adapter.train_only", anchored)
 
 
 def _targets(draft: Draft) -> None:
@@ -313,6 +331,7 @@ def _training(draft: Draft) -> None:
     scheduler(draft, "lr_scheduler")
     lowest_rate(draft)
     lora_plus(draft)
+    embedding_noise(draft)
     if draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
         why = "not written there: 3 % of the steps, at most 100 of them"
         draft.changed("warmup_ratio", "training.warmup_ratio", 0.03, why)

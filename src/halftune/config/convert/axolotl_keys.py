@@ -161,7 +161,6 @@ CHANGED = {
     "torch_dtype": "the plan decides each dtype",
 }
 REFUSED = {
-    "unfrozen_parameters": "training chosen layers only is not supported yet: all weights would be trained",
     "lisa_n_layers": _LISA,
     "lisa_step_interval": _LISA,
     "lisa_layers_attribute": _LISA,
@@ -201,7 +200,8 @@ REFUSED = {
     "embedding_lr": _RATES,
     "embedding_lr_scale": _RATES,
     "lr_groups": _RATES,
-    "noisy_embedding_alpha": "noise in the embeddings (NEFTune) is not supported yet",
+    "unfrozen_parameters": "training chosen parameters only",
+    "noisy_embedding_alpha": "noise in the embeddings (NEFTune)",
     "s2_attention": "shifted sparse attention is not supported yet",
     "use_pose": "positions that skip (PoSE) are not supported yet",
     "rope_scaling": _SIZE,

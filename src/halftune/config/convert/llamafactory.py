@@ -90,18 +90,62 @@ def drop_keys(draft: Draft) -> None:
 
 def _adapter(draft: Draft) -> None:
     kind = str(draft.take("finetuning_type") or "lora")
-    if kind not in ("lora", "full"):
-        raise draft.refuse("finetuning_type", "not supported yet: halftune has full fine-tuning and LoRA today")
-    draft.translated("finetuning_type", "adapter.type", "none" if kind == "full" else "lora")
-    if kind == "full":
-        draft.drop(dict.fromkeys((*LORA, "lora_target", "additional_target"), "finetuning_type is full"))
+    if kind not in ("lora", "full", "freeze", "oft"):
+        raise draft.refuse("finetuning_type", "not supported yet: halftune has full fine-tuning, LoRA and OFT")
+    draft.translated("finetuning_type", "adapter.type", {"full": "none", "freeze": "none"}.get(kind, kind))
+    if kind != "lora":
+        draft.drop(dict.fromkeys((*LORA, "lora_target"), f"finetuning_type is {kind}"))
+    if kind == "freeze":
+        _frozen(draft)
+    if kind != "oft":
+        draft.drop(dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), f"finetuning_type is {kind}"))
+    if kind in ("full", "freeze"):
+        draft.drop(dict.fromkeys(("additional_target",), f"finetuning_type is {kind}"))
+        return
+    if kind == "oft":
+        _oft(draft)
         return
     draft.rename(LORA)
     lora_plus(draft)
+    _pissa(draft)
     draft.default("adapter.rank", 8, "lora_rank")
     draft.default("adapter.alpha", 2 * int(draft.get("adapter.rank")), "lora_alpha (twice the rank)")
     draft.move("lora_target", "adapter.target_modules", lambda names: "all-linear" if names == "all" else listed(names))
     draft.move("additional_target", "adapter.modules_to_save", listed)
+
+
+def _frozen(draft: Draft) -> None:
+    """``finetuning_type: freeze``: the last n layers, or the first n; other modules by a part of their name."""
+    modules = listed(draft.take("freeze_trainable_modules") or "all")
+    layers = draft.take("freeze_trainable_layers")
+    draft.translated("freeze_trainable_layers", "adapter.train_layers", 2 if layers is None else int(layers))
+    if modules != ["all"]:
+        draft.refused("freeze_trainable_modules", "training parts of layers: write adapter.train_only yourself")
+    if extra := draft.left.get("freeze_extra_modules"):
+        found = [re.escape(name) for name in listed(extra)]
+        draft.translated("freeze_extra_modules", "adapter.train_only", found)
+
+
+def _oft(draft: Draft) -> None:
+    """``finetuning_type: oft``: blocks of a size; a number of blocks is not supported."""
+    draft.move("oft_target", "adapter.target_modules", lambda names: "all-linear" if names == "all" else listed(names))
+    draft.move("additional_target", "adapter.modules_to_save", listed)
+    if draft.take("oft_rank"):
+        draft.refused("oft_rank", "a number of blocks is not supported: set adapter.block_size")
+    draft.move("oft_block_size", "adapter.block_size")
+    draft.default("adapter.block_size", 32, "oft_block_size")
+
+
+def _pissa(draft: Draft) -> None:
+    """Initial weights by PiSSA."""
+    if not draft.left.get("pissa_init"):
+        return
+    steps = draft.take("pissa_iter")
+    init = {-1: "pissa", 4: "pissa_niter_4", 16: "pissa_niter_16"}.get(16 if steps is None else steps)
+    if init is None:
+        draft.refused("pissa_iter", "-1, 4 and 16 iterations are supported")
+    else:
+        draft.translated("pissa_init", "adapter.init", init)
 
 
 def _data(draft: Draft, stage: str, folder: Path) -> None:

@@ -51,6 +51,7 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
     optimizer(draft, "optim")
     scheduler(draft, "lr_scheduler_type")
     report_to(draft)
+    embedding_noise(draft)
     whole_steps(draft, "logging_steps", "training.logging_steps")
     resume(draft)
     metric = draft.take("metric_for_best_model")
@@ -174,6 +175,14 @@ def lora_plus(draft: Draft) -> None:
     """A higher learning rate for LoRA's B (LoRA+), where the schema has it."""
     if accepts("adapter.lora_plus_ratio") and draft.get("adapter.type") == "lora":
         draft.move("loraplus_lr_ratio", "adapter.lora_plus_ratio", number)
+
+
+def embedding_noise(draft: Draft) -> None:
+    """NEFTune, under the names of transformers and of axolotl."""
+    for key in ("neftune_noise_alpha", "noisy_embedding_alpha"):
+        if draft.left.get(key):
+            why = "the noise follows the length of each sample, there that of the padded or packed row"
+            draft.changed(key, "training.neftune_alpha", number(draft.take(key)), why)
 
 
 def lowest_rate(draft: Draft) -> None:
