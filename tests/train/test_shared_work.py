@@ -18,7 +18,7 @@ from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.parallel.watchdog import Watchdog
 from halftune.train.processes import GRACE
 
-NEED_MORE = {"progress_bar", "wandb"}  # a terminal, an account
+NEED_MORE = {"progress_bar", "wandb", "mlflow", "swanlab", "trackio"}  # a terminal, an account, packages
 EVERYTHING = (
     "logging.sample_prompts=[Add 2 and 3., Add 4 and 5.]",
     "generation.max_new_tokens=3",
@@ -28,6 +28,7 @@ EVERYTHING = (
     "training.on_non_finite=skip",
     "training.eval_steps=2",
     "training.early_stopping_patience=50",
+    "training.stop_above_loss=50",
     "training.load_best=true",
     "training.save_steps=2",
 )
