@@ -2,11 +2,13 @@
 // `element`, `trigger`, `props` and `watch` are Gradio's. A button with data-act tells the server; data-ask asks first.
 const box = element.querySelector('.ht-live');
 let brought = '';
+let pressed = false;
 const kept = (key) => [...box.querySelectorAll(`[data-keep]`)].map((one) => [one.dataset.keep, key(one)]);
 
 const draw = () => {
   const html = props.value || '';
   if (box.dataset.seen === html) return;
+  if (pressed) return;  // a button replaced between press and release gets no click
   if (document.activeElement && box.contains(document.activeElement.closest('form[data-act]'))) return;  // it is being filled in
   const scrolls = new Map(kept((one) => [one.scrollTop, one.scrollTop + one.clientHeight >= one.scrollHeight - 4]));
   // what the reader folded or unfolded stays so; the rest follows the server: the log of a run unfolds when it dies
@@ -41,6 +43,8 @@ element.addEventListener('submit', (event) => {  // a form of ours; Gradio's own
   trigger('submit', {act: form.dataset.act, run: form.dataset.run, on: false, text: JSON.stringify(Object.fromEntries(new FormData(form)))});
   document.activeElement.blur();
 });
+element.addEventListener('pointerdown', () => { pressed = true; });
+for (const end of ['pointerup', 'pointercancel']) window.addEventListener(end, () => { if (pressed) setTimeout(() => { pressed = false; draw(); }, 0); });
 box.addEventListener('focusout', () => setTimeout(draw, 0));
 watch('value', draw);
 draw();
