@@ -28,7 +28,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import psutil
 import yaml
 
-from halftune.train.checkpoint_list import flaw, folders, step_of
+from halftune.train.checkpoint_list import find_damage, folders, step_of
 
 
 def watch(folder: Path, stop: Event, verdict: Path) -> None:
@@ -41,7 +41,7 @@ def watch(folder: Path, stop: Event, verdict: Path) -> None:
         found = folders(folder)
         for path in found[-1:]:
             step = step_of(path)
-            why = flaw(path, thorough=True)
+            why = find_damage(path, thorough=True)
             # Removed by rotation since it was listed: a newer one has come.
             if why and (path.exists() or folders(folder)[-1:] == [path]):
                 wrong.append(f"{path.name}: {why}")
@@ -83,7 +83,7 @@ def soak(folder: Path, seconds: float, every: float) -> list[float]:
     class Timed(trainer.Trainer):
         """Saves by the clock and ends by the clock."""
 
-        def _do_what_is_due(self) -> None:
+        def _evaluate_and_save(self) -> None:
             nonlocal due
             run = self.run
             if time.monotonic() >= due:

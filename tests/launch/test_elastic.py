@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from halftune.core.errors import DataError, TrainingError
-from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message, leave
+from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message, record_failure
 from halftune.launch.agent import Agent
 from halftune.launch.elastic import interface_of, main, own_address, prepare
 from halftune.launch.summary import Failure, summary
@@ -70,7 +70,7 @@ def watching(restarts: int) -> tuple[Agent, Any]:
 def left_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
     """What torch finds in the error file of a process that leaves with an error."""
     monkeypatch.setenv(FILE, str(tmp_path / "error.json"))
-    leave(error, str(error))
+    record_failure(error, str(error))
     return str(tmp_path / "error.json")
 
 
@@ -105,7 +105,7 @@ def test_one_that_was_asked_to_end_counts_before_torch_has_seen_it_end(tmp_path:
     processes = [SimpleNamespace(pid=10, poll=lambda: None), SimpleNamespace(pid=11, poll=lambda: 5)]
     monkeypatch.setattr(Agent, "_processes", lambda self: processes)
     monkeypatch.setattr(Agent, "_files", lambda self: files)
-    monkeypatch.setattr(Agent, "_somebody_failed", lambda self: False)
+    monkeypatch.setattr(Agent, "_any_failed", lambda self: False)
     agent._remaining_restarts = 2
     agent._monitor_workers(group)
     assert agent._remaining_restarts == 0
@@ -165,9 +165,9 @@ def test_a_process_writes_once_what_torchrun_reads(tmp_path: Path, monkeypatch: 
     file = tmp_path / "error.json"
     monkeypatch.setenv(FILE, str(file))
     monkeypatch.delenv(SUMMARY, raising=False)
-    assert leave(DataError("row 7 is broken", code="data.malformed_row"), "row 7 is broken") is False
+    assert record_failure(DataError("row 7 is broken", code="data.malformed_row"), "row 7 is broken") is False
     monkeypatch.setenv(SUMMARY, "1")
-    assert leave(PeerLost("rank 1 is gone", code="launch.peer_lost", named=True), "rank 1 is gone") is True
+    assert record_failure(PeerLost("rank 1 is gone", code="launch.peer_lost", named=True), "rank 1 is gone") is True
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     record = from_message(failure.message)
     assert record is not None

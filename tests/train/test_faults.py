@@ -145,7 +145,7 @@ def test_one_row_that_does_not_fit_says_what_helps(recipe, narrow) -> None:
     with pytest.raises(TrainingError) as caught:
         train(*recipe("training.per_device_train_batch_size=2", "adapter=none"))
     words = str(caught.value)
-    assert "in step 1 with one row a forward pass, the fewest there can be" in words
+    assert "in step 1 with one row a forward pass, the minimum" in words
     for what in ("gradient_checkpointing: true", "max_length (now 96)", "adapter: lora", "bf16", "no checkpoint"):
         assert what in words
     assert "batch_size" not in words, "a smaller batch would not help"

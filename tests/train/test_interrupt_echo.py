@@ -48,7 +48,7 @@ def test_the_same_signal_soon_after_is_its_echo(
     monkeypatch.setattr(interrupt, "ECHO", wait)
     monkeypatch.setattr(os, "_exit", leave)
     with Interrupts() as interrupts:
-        interrupts.only_note()
+        interrupts.defer_signals()
         os.kill(os.getpid(), signal.SIGTERM)
         if stays:
             os.kill(os.getpid(), second)

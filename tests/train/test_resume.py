@@ -105,8 +105,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(recipe, stopped: Path,
     (folder / "checkpoint-4" / MARKER).unlink()
     assert train(*recipe(*SETTINGS)).step == 6
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "checkpoint-6 is no valid checkpoint and is ignored: optimizer.safetensors has a wrong checksum" in said
-    assert "checkpoint-4 is no valid checkpoint and is ignored: checkpoint.json cannot be read: No such file" in said
+    assert "checkpoint-6: optimizer.safetensors has a wrong checksum" in said
+    assert "checkpoint-4: checkpoint.json cannot be read: No such file" in said
     assert f"resuming from {folder / 'checkpoint-2'}" in said
     assert same_end(folder, whole)
     assert sorted(path.name for path in (folder / "set-aside").iterdir()) == ["checkpoint-4", "checkpoint-6"]
@@ -196,7 +196,7 @@ def test_a_damaged_best_is_not_passed_off_as_the_result(recipe, stopped: Path, w
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_save, lambda *_: taken.append(1))
         patch.setattr("halftune.train.trainer.evaluate", lambda *_: {"eval_loss": 99.0})
-        patch.setattr("halftune.train.trainer.flaw", lambda *_, **__: "it is broken")
+        patch.setattr("halftune.train.trainer.find_damage", lambda *_, **__: "it is broken")
         assert "NOT the best" in train(*recipe(*but(load_best="true", max_steps=7))).message
     assert not taken
 
@@ -356,8 +356,8 @@ def test_what_a_hand_or_another_version_left_gives_way_to_the_one_before(recipe,
     train(*recipe(*SETTINGS))
     assert same_end(stopped, whole)
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "checkpoint-6 is no valid checkpoint and is ignored: state.json has no 'random'" in said
-    assert "checkpoint-4 is no valid checkpoint and is ignored: checkpoint.json does not list optimizer.saf" in said
+    assert "checkpoint-6: state.json has no 'random'" in said
+    assert "checkpoint-4: checkpoint.json does not list optimizer.saf" in said
     assert f"resuming from {oldest}" in said
 
 

@@ -22,8 +22,8 @@ from halftune.model import identity
 from halftune.model.completed_run import open_checkpoint
 from halftune.model.identity import model_identity, tokenizer_identity
 from halftune.model.result import base_of_result, finished_at
-from halftune.train.checkpoint import opened
-from halftune.train.checkpoint_list import flaw, state_of
+from halftune.train.checkpoint import open_weights
+from halftune.train.checkpoint_list import find_damage, state_of
 from halftune.train.checkpoint_result import write_result
 from halftune.train.same_run import recorded
 from halftune.train.trainer import train
@@ -304,7 +304,7 @@ def test_nothing_is_moved_through_a_link(recipe, place: Place, tmp_path: Path) -
 def test_a_file_name_does_not_say_how_many_parts_there_are(place: Place, number: str) -> None:
     checkpoint = place["run"] / "checkpoint-2"
     (checkpoint / f"trainable-00000-of-{number}.safetensors").write_text("")
-    assert flaw(checkpoint, thorough=True) == ""
+    assert find_damage(checkpoint, thorough=True) == ""
 
 
 def test_a_recipe_of_a_run_that_is_a_pipe_or_a_bomb(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_manifest_names_files_in_its_folder_only(tmp_path: Path, name: str) ->
 
 
 def test_a_fault_of_an_export_is_not_one_of_the_checkpoint(place: Place) -> None:
-    with pytest.raises(LookupError, match="ours"), opened(place["run"] / "checkpoint-2"):
+    with pytest.raises(LookupError, match="ours"), open_weights(place["run"] / "checkpoint-2"):
         raise LookupError("ours")
 
 

@@ -14,7 +14,7 @@ from process_group import Recipe, apart, curve, in_processes, train_all
 from safetensors.torch import load_file
 
 from halftune.cli import main
-from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, flaw, parts
+from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, find_damage, parts
 from halftune.train.parallel import saving
 
 ROWS, STEPS, HALF = 8, 6, 3
@@ -83,7 +83,7 @@ def test_two_shards_go_on_as_two_exactly_and_as_one(recipe, tmp_path: Path) -> N
     assert (batch["micro_batch"], batch["accumulation"]) == (4, 2), "one process takes the same global batch"
 
     (checkpoint / parts(checkpoint, TRAINABLE)[1]).unlink()
-    assert "is missing" in flaw(checkpoint, thorough=False)
+    assert "is missing" in find_damage(checkpoint, thorough=False)
 
 
 @pytest.mark.slow
@@ -131,4 +131,4 @@ def test_a_process_that_cannot_write_is_named_by_all_and_leaves_nothing(recipe, 
     assert "free space" in said
     found = sorted(path.name for path in (tmp_path / "full disk").glob("*checkpoint*"))
     assert found == ["checkpoint-1"]
-    assert flaw(tmp_path / "full disk" / "checkpoint-1", thorough=True) == ""
+    assert find_damage(tmp_path / "full disk" / "checkpoint-1", thorough=True) == ""

@@ -232,7 +232,7 @@ def test_a_terminal_that_closes_takes_no_exit_code_with_it() -> None:
     if process == 0:
         try:
             with Interrupts() as interrupts:
-                interrupts.only_note()
+                interrupts.defer_signals()
                 os.write(1, b"ready")
                 while interrupts.received is None:
                     time.sleep(0.01)

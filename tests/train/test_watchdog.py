@@ -22,7 +22,7 @@ from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.rendezvous import join, join_rendezvous, open_store
-from halftune.train.parallel.watchdog import Watchdog, lost_somebody, tick
+from halftune.train.parallel.watchdog import Watchdog, is_peer_failure, tick
 
 LIMIT = 5.0  # seconds without a step that are no hang, however busy the machine
 LONG = 600.0  # seconds: nobody comes to their end
@@ -50,7 +50,7 @@ def waits(folder: Path, rank: int, trouble, limit: float) -> None:
         watch.report_failure(error)
         raise
     except RuntimeError as error:
-        if not lost_somebody(error):
+        if not is_peer_failure(error):
             raise
         (folder / f"{rank}.json").write_text(json.dumps({"message": str(watch.find_culprit(error))}))
 
@@ -76,8 +76,8 @@ def loses_its_launcher() -> None:
     ("trouble", "code", "said"),
     [
         (hangs_in_python, 5, "hangs at"),
-        (loses_its_launcher, -signal.SIGTERM, "is gone or stopped"),
-        (is_killed, -signal.SIGKILL, "is gone or stopped"),
+        (loses_its_launcher, -signal.SIGTERM, "exited or is stopped"),
+        (is_killed, -signal.SIGKILL, "exited or is stopped"),
         (runs_out_of_disk, 1, "the disk is full"),
     ],
 )
@@ -165,10 +165,10 @@ def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: 
 
 
 def test_only_what_another_process_causes_is_taken_for_its_loss() -> None:
-    assert lost_somebody(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
-    assert lost_somebody(dist.DistBackendError("NCCL"))
-    assert not lost_somebody(RuntimeError("shape mismatch"))
-    assert not lost_somebody(ValueError("Timed out waiting"))
+    assert is_peer_failure(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+    assert is_peer_failure(dist.DistBackendError("NCCL"))
+    assert not is_peer_failure(RuntimeError("shape mismatch"))
+    assert not is_peer_failure(ValueError("Timed out waiting"))
     assert not PeerLost("x", code="launch.peer_lost").named
 
 

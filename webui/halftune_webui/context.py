@@ -1,4 +1,4 @@
-"""What every tab is built with."""
+"""Shared objects of all tabs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Context:
         words: the labels.
         blocks: the page; ``blocks.load(…)`` runs when a browser opens it.
         tabs: the row of tabs; ``gr.Tabs(selected="runs")`` returned to it opens the tab of that name.
-        recipe: the YAML text of the Train tab; an input for whoever needs the recipe as it stands.
+        recipe: the YAML text of the Train tab; use it as an event input.
         start: the button under the recipe; the Train tab shows it, the Runs tab gives it its work. Before anything is
             started or read, ``recipe.examine(text, settings)`` says whether the recipe may be.
         address: with ``js=kept(name)`` in an event: what the page's address keeps under that name.

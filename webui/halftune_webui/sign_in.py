@@ -10,11 +10,11 @@ from halftune_webui.origin import Application, Receive, Scope, Send
 
 
 class SignIn:
-    """ASGI layer that shows the sign-in page instead of the web UI to whoever has not given the password.
+    """ASGI layer that shows the sign-in page instead of the web UI until the password was given.
 
     Args:
         app: the web UI.
-        signed_in: whether a request comes from somebody who has.
+        signed_in: whether a request is authenticated.
         words: the labels.
     """
 

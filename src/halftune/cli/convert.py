@@ -19,7 +19,7 @@ from typing import Any
 
 from halftune.config.convert.convert import CONVERTERS, Converted, convert_file, report
 from halftune.config.load import load_config
-from halftune.core.atomic import first_aid, is_full, write_text
+from halftune.core.atomic import is_full, write_error_remedy, write_text
 from halftune.core.errors import ConfigError, TrainingError
 
 REFUSED, REFUSAL = 4, "convert.refused"  # exit code and error code
@@ -91,7 +91,7 @@ def _write(output: Path, text: str, *, force: bool) -> None:
     except OSError as error:
         kind = TrainingError if is_full(error) else ConfigError
         what = f"cannot be written: {error.strerror}"
-        raise kind(what, code="core.cannot_write", where=str(output), remedy=first_aid(error)) from None
+        raise kind(what, code="core.cannot_write", where=str(output), remedy=write_error_remedy(error)) from None
 
 
 def _table(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from halftune import __version__
 from halftune.core.atomic import is_full
 from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
-from halftune.core.failures import leave
+from halftune.core.failures import record_failure
 from halftune.core.files import cache_dir
 from halftune.core.process import this_process
 from halftune.precision.trace.sources import where_written
@@ -54,12 +54,12 @@ def report_error(error: Exception, verb: str, *, show: bool) -> int:
         traceback.print_exception(error)
     if known is None:
         text = _bug(error, shown=show)
-        if not leave(error, text):
+        if not record_failure(error, text):
             print(f"halftune {verb}: {text}", file=sys.stderr)
         return BUG
     text = known.report()
     stopped = known.exit_code >= 128  # by a signal: only rank 0 prints it
-    summed_up = leave(known, text)
+    summed_up = record_failure(known, text)
     quiet = not this_process().main if stopped else summed_up
     if quiet:
         return known.exit_code

@@ -117,7 +117,7 @@ def is_full(error: Exception) -> bool:
     return (isinstance(error, OSError) and error.errno in numbers) or any(os.strerror(n) in str(error) for n in numbers)
 
 
-def first_aid(error: Exception) -> str:
+def write_error_remedy(error: Exception) -> str:
     """Return the remedy for a file that cannot be written, as the beginning of a sentence.
 
     Args:

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class ProblemCollector:
-    """What went wrong so far."""
+    """Collects problems of several decisions, to report them at once."""
 
     def __init__(self) -> None:
         self._problems: list[HalftuneError] = []
 
-    def of(self, decide: Callable[[], T]) -> T | None:
-        """What ``decide`` comes to; None where it cannot, which is kept."""
+    def collect(self, decide: Callable[[], T]) -> T | None:
+        """Return ``decide()``; on a :class:`PlanError`, keep its problems and return None."""
         try:
             return decide()
         except PlanError as error:
@@ -27,13 +27,13 @@ class ProblemCollector:
             return None
 
     def add(self, problems: Iterable[HalftuneError]) -> None:
-        """Keeps problems, each once."""
+        """Add problems, each once."""
         known = set(map(str, self._problems))
         self._problems += [problem for problem in problems if str(problem) not in known]
 
     @property
-    def failed(self) -> PlanError | None:
-        """Everything that was kept; None where there is nothing."""
+    def error(self) -> PlanError | None:
+        """Return one error with all problems; None without problems."""
         if len(self._problems) == 1 and isinstance(self._problems[0], PlanError):
             return self._problems[0]
         return PlanError(self._problems) if self._problems else None

@@ -53,7 +53,7 @@ class Record:
         return not self.stopped and (self.names_rank or not self.lost)
 
 
-def leave(error: BaseException, text: str) -> bool:
+def record_failure(error: BaseException, text: str) -> bool:
     """Record this process's failure for the launcher; returns whether the launcher will print a summary.
 
     Only the first call is recorded: the first error is the cause.

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from halftune.config.facts.safetensors_headers import main_format, read_headers, stored_formats
-from halftune.core.atomic import first_aid, whole_folder
+from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
 from halftune.export.output import check_output
@@ -108,7 +108,7 @@ def export_run(
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
                 save_tokenizer(load_tokenizer(run.result), partial)
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
-        remedy = f"{first_aid(error)}, or choose another output folder"
+        remedy = f"{write_error_remedy(error)}, or choose another output folder"
         what = f"cannot write: {error}"
         raise TrainingError(what, where=str(output), remedy=remedy, code="core.cannot_write") from error
     return Export(output, stored, source, merge)

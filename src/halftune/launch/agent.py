@@ -83,7 +83,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._extend(0.0)
         self._listen()
-        if self.peer_exit_code or self._somebody_failed():
+        if self.peer_exit_code or self._any_failed():
             began = time.monotonic()
             while self._some_may_exit(worker_group) and time.monotonic() - began < self._failure_timeout():
                 self._listen()
@@ -173,7 +173,7 @@ class Agent(LocalElasticAgent):
 
     def _stuck(self) -> None:
         """Exit if torch waits for machine 0 without a timeout after the rendezvous or a failure."""
-        if not self._in_rendezvous and not self._somebody_failed():
+        if not self._in_rendezvous and not self._any_failed():
             return
         assert self.machines is not None
         self._remaining_restarts = 0
@@ -188,7 +188,7 @@ class Agent(LocalElasticAgent):
         """Whether processes were started."""
         return bool(self._processes())
 
-    def has_told(self, code: int) -> bool:
+    def has_reported(self, code: int) -> bool:
         """Whether rank 0 ran here and exited with this code, so that it has printed what was saved."""
         ranks = {worker.id: worker.global_rank for worker in self._worker_group.workers}
         return any(ranks.get(each.pid) == 0 and each.poll() == code for each in self._processes())
@@ -210,7 +210,7 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def _somebody_failed(self) -> bool:
+    def _any_failed(self) -> bool:
         return any(process.poll() for process in self._processes()) or any(
             record.is_root_cause for record in self._records()
         )

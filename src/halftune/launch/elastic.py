@@ -52,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text, code = summary(Agent.latest.failures(error.failures), int(args.max_restarts))
         if Agent.latest.peer_exit_code:
             return Agent.latest.peer_exit_code
-        return code if Agent.latest.said or (code > 128 and Agent.latest.has_told(code)) else say(text, code)
+        return code if Agent.latest.said or (code > 128 and Agent.latest.has_reported(code)) else say(text, code)
     except HalftuneError as error:
         return say(error.report(), error.exit_code)
     except SignalException as error:
         code = 128 + error.sigval
         if Agent.latest is not None:
             Agent.latest.kill()  # third signal: kill at once
-            if Agent.latest.has_told(code):
+            if Agent.latest.has_reported(code):
                 return code
         return say(f"stopped by {signal.Signals(error.sigval).name}", code)
     except (RendezvousError, DistError, OSError) as error:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from halftune.core import heartbeat
-from halftune.core.atomic import first_aid, whole_folder
+from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import ModelError, TrainingError
 from halftune.core.manifest import MANIFEST, seal
@@ -241,7 +241,7 @@ def save_final(
             save_tokenizer(tokenizer, partial)
             seal(partial, MANIFEST, facts=facts)
     except (OSError, SafetensorError) as error:
-        remedy = f"{first_aid(error)} and run the same command again: it resumes from the newest checkpoint"
+        remedy = f"{write_error_remedy(error)} and run the same command again: it resumes from the newest checkpoint"
         what = f"cannot write the result: {error}"
         raise TrainingError(what, where=str(folder), remedy=remedy, code="core.cannot_write") from error
 

@@ -100,9 +100,9 @@ def sharing_problems(config: RunConfig, hardware: Hardware, facts: ModelFacts, c
 
 
 def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> str:
-    """Why fsdp2 is not possible here, as a sentence; empty where it is."""
+    """Return why FSDP2 is not supported here; empty if it is."""
     if hardware.kind == "mps":
-        return "fsdp2 needs a device that processes talk over; MPS is none"
+        return "FSDP2 is not supported on MPS"
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
     adapter = config.adapter
@@ -116,9 +116,9 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
 
 
 def needs_whole_weights(config: RunConfig) -> str:
-    """Why a process under fsdp2 reads all weights before it keeps its share, as a sentence; empty where it does not."""
+    """Return why each process must read the unsharded weights under FSDP2; empty if it need not."""
     if isinstance(config.adapter, LoraAdapter) and config.adapter.use_dora:
-        return "DoRA begins with the lengths of whole weights"
+        return "DoRA initialises from the norms of unsharded weights"
     if isinstance(config.adapter, LoraAdapter) and config.adapter.reduces_base:
         return f"init: {config.adapter.init} decomposes whole weights"
     if isinstance(config.adapter, LoraAdapter) and config.adapter.name_or_path and config.adapter.modules_to_save:

@@ -21,7 +21,7 @@ class Pace:
     Attributes:
         tokens_per_second: fed tokens over all processes, median of the last steps.
         tokens_per_step: fed tokens, median.
-        tokens_per_epoch: fed tokens of one pass over the data, or None where no full number is known.
+        tokens_per_epoch: fed tokens of one pass over the data, or None if unknown.
     """
 
     tokens_per_second: float

@@ -17,34 +17,34 @@ Rows = tuple[Choice[bool], AttentionPlan]
 def choose_rows(
     config: RunConfig, hardware: Hardware, facts: ModelFacts, compute: Format, tried: ProblemCollector
 ) -> Rows | None:
-    """Whether rows are packed, and the attention that computes them; None where ``tried`` has noted why not.
+    """Whether rows are packed, and the attention that computes them; None if ``tried`` holds the reasons against it.
 
     Args:
         config, hardware, facts: what was asked, where it runs, the model.
         compute: dtype of attention.
-        tried: takes what cannot be honoured.
+        tried: collects the problems.
     """
 
     def routed(*, packing: bool) -> AttentionPlan:
         return route_attention(section, hardware, facts, compute, packing=packing)
 
     section, remote = config.attention, config.model.trust_remote_code
-    linear = tried.of(lambda: linear_backend(section, hardware, facts))
+    linear = tried.collect(lambda: linear_backend(section, hardware, facts))
     if linear is None:
         section = section.model_copy(update={"linear": "auto"})
         linear = linear_backend(section, hardware, facts)
     layers = linear.chosen.value
     data = config.data
-    packing = tried.of(
+    packing = tried.collect(
         lambda: choose_packing(data.packing, facts, trust_remote_code=remote, linear=layers, longest=data.max_length)
     )
-    padded = tried.of(lambda: routed(packing=False))
+    padded = tried.collect(lambda: routed(packing=False))
     if packing is None or padded is None:
         return None
     if not packing.value:
         return packing, padded
     if config.data.packing.enabled is True:
-        packed = tried.of(lambda: routed(packing=True))
+        packed = tried.collect(lambda: routed(packing=True))
         return None if packed is None else (packing, packed)
     try:
         packed = routed(packing=True)

@@ -170,15 +170,15 @@ def _decided(
         PlanError: one of them cannot, or several.
     """
     tried = ProblemCollector()
-    precision = tried.of(lambda: _precision(config, hardware, facts))
+    precision = tried.collect(lambda: _precision(config, hardware, facts))
     compute = asked_compute(config.precision, hardware, full=config.adapter.type == "none")
     compute = precision.compute.value if precision is not None else compute
     rows = choose_rows(config, hardware, facts, compute, tried)
-    adapted = tried.of(lambda: count_trainable(facts, config.adapter))
-    method = tried.of(lambda: plan_method(config))
+    adapted = tried.collect(lambda: count_trainable(facts, config.adapter))
+    method = tried.collect(lambda: plan_method(config))
     tried.add(sharing_problems(config, hardware, facts, compute))
-    if tried.failed is not None:
-        raise tried.failed
+    if tried.error is not None:
+        raise tried.error
     assert precision is not None and rows is not None and adapted is not None and method is not None  # noqa: PT018
     return precision, rows, adapted, method
 

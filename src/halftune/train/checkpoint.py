@@ -1,4 +1,4 @@
-"""Checkpoints to go on from: safetensors and JSON, valid only under the manifest that is written last."""
+"""Save and load checkpoints: safetensors and JSON; the manifest, written last, marks them complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import heartbeat
-from halftune.core.atomic import first_aid, whole_folder
+from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.core.manifest import seal
@@ -84,7 +84,7 @@ def save_checkpoint(run: TrainState, randoms: list[dict[str, Any]], callbacks: d
         raise TrainingError(
             f"cannot write the checkpoint of step {run.step}: {error}",
             where=str(final),
-            remedy=f"{first_aid(error)} and run the same command again; earlier checkpoints are intact",
+            remedy=f"{write_error_remedy(error)} and run the same command again; earlier checkpoints are intact",
             code="core.cannot_write",
         ) from error
     return final
@@ -123,8 +123,8 @@ def write_plain(folder: Path, files: Files) -> dict[str, dict[str, Any]]:
 def load_checkpoint(checkpoint: Path, run: TrainState) -> dict[str, Any]:
     """Restores weights, optimizer, schedule, scaler and counters; returns everything that the checkpoint says.
 
-    A process reads its own share of weights and moments only, whoever wrote them. The best evaluation counts where
-    base model and data are the same, and no more where it is to be loaded and is not there.
+    Each process reads only its own shards of weights and moments. The best evaluation is restored if base model and
+    data are unchanged; with ``load_best``, its checkpoint must exist as well.
 
     Raises:
         TrainingError: the folder cannot be read, or it holds the state of another optimizer.
@@ -142,9 +142,9 @@ def load_checkpoint(checkpoint: Path, run: TrainState) -> dict[str, Any]:
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     indices = [index for group in state["optimizer"]["groups"] for index in group["params"]]
     owners = dict(zip(map(str, indices), weights, strict=False))
-    with readable(checkpoint), stored(checkpoint, OPTIMIZER) as saved:
+    with checkpoint_errors(checkpoint), stored(checkpoint, OPTIMIZER) as saved:
         tensors = {key: saved.share(key, owners.get(key.partition(".")[0])) for key in saved.shapes}
-    with readable(checkpoint):
+    with checkpoint_errors(checkpoint):
         run.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
         run.schedule.load_state_dict(state["schedule"])
         _refresh_rates(run.schedule)
@@ -172,12 +172,12 @@ def _refresh_rates(schedule: LRScheduler) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What :func:`state_of` gives, or a sentence.
+    """Read ``state.json`` as :func:`state_of`, with user-facing errors.
 
     Raises:
         TrainingError: the folder cannot be read, or something is not in there that this version writes.
     """
-    with readable(checkpoint):
+    with checkpoint_errors(checkpoint):
         return state_of(checkpoint)
 
 
@@ -189,7 +189,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
         ModelError: they are another model's.
     """
     own = trainable_state(model)
-    with readable(checkpoint), stored(checkpoint, TRAINABLE) as saved:
+    with checkpoint_errors(checkpoint), stored(checkpoint, TRAINABLE) as saved:
         tensors = {name: saved.share(name, own.get(name)) for name in saved.shapes}
     load_trainable_state(model, tensors)
 
@@ -202,26 +202,26 @@ def first_weights(checkpoint: Path | None, adapter: AdapterSection) -> dict[str,
     """
     if checkpoint is None or not isinstance(adapter, LoraAdapter) or not adapter.reduces_base:
         return None
-    with readable(checkpoint):
+    with checkpoint_errors(checkpoint):
         return load_file(checkpoint / INITIAL)
 
 
 @contextmanager
-def opened(checkpoint: Path) -> Iterator[Stored]:
-    """The trained weights of a checkpoint, of which nothing is read before it is asked for.
+def open_weights(checkpoint: Path) -> Iterator[Stored]:
+    """Open the trained weights of a checkpoint; tensors are read on request.
 
     Raises:
         TrainingError: the folder cannot be read.
     """
     with ExitStack() as stack:
-        with readable(checkpoint):  # not around what is done with it
+        with checkpoint_errors(checkpoint):  # not around what is done with it
             saved = stack.enter_context(stored(checkpoint, TRAINABLE))
         yield saved
 
 
 @contextmanager
-def readable(checkpoint: Path) -> Iterator[None]:
-    """Turns what reading a file raises, or what its content cannot be restored from, into an error.
+def checkpoint_errors(checkpoint: Path) -> Iterator[None]:
+    """Convert errors of reading and restoring a checkpoint to :class:`TrainingError`.
 
     Raises:
         TrainingError: names the checkpoint.

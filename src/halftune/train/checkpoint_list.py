@@ -89,11 +89,11 @@ def folders(folder: Path) -> list[Path]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first; by the sizes of their files, not by checksums."""
-    return [path for path in folders(folder) if not flaw(path, thorough=False)]
+    return [path for path in folders(folder) if not find_damage(path, thorough=False)]
 
 
-def flaw(checkpoint: Path, *, thorough: bool, share: tuple[int, int] = (0, 1)) -> str:
-    """Why nobody can go on from a folder, as a clause; empty where it is a checkpoint of this version, undamaged.
+def find_damage(checkpoint: Path, *, thorough: bool, share: tuple[int, int] = (0, 1)) -> str:
+    """Return why a folder cannot be resumed from, as a clause; empty for a valid checkpoint of this version.
 
     Args:
         checkpoint: the folder.
@@ -133,20 +133,20 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _whole(checkpoint: Path) -> str:
-    return flaw(checkpoint, thorough=True)
+    return find_damage(checkpoint, thorough=True)
 
 
 def newest_valid(
     folder: Path, found: Sequence[Path] | None = None, wrong_with: Callable[[Path], str] = _whole
 ) -> Path | None:
-    """The newest checkpoint whose every byte is as it was written; None where there is none at all.
+    """Return the newest checkpoint with valid checksums; None if the folder holds no checkpoint.
 
-    Folders that are none are ignored, and a warning says why.
+    Invalid checkpoints are skipped with a warning.
 
     Args:
         folder: the run folder.
         found: checkpoints to choose from, the newest last; by default all in the run folder.
-        wrong_with: what is wrong with one, as a clause; by default as :func:`flaw` says after reading all of it.
+        wrong_with: what is wrong with one, as a clause; by default as :func:`find_damage` says after reading all of it.
 
     Raises:
         TrainingError: there are checkpoints, and all of them are damaged.
@@ -155,7 +155,7 @@ def newest_valid(
     for path in reversed(folders(folder) if found is None else found):
         if not (wrong := wrong_with(path)):
             return path
-        log.warning("%s is no valid checkpoint and is ignored: %s", path, wrong)
+        log.warning("ignoring invalid checkpoint %s: %s", path, wrong)
         damaged += [wrong] if (path / MARKER).exists() else []
     if damaged:
         raise TrainingError(

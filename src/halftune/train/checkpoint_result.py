@@ -1,4 +1,4 @@
-"""What a run would have left, had it ended at one of its checkpoints: plain files, whoever wrote the checkpoint."""
+"""Convert a checkpoint to a final result: an adapter or model in plain files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from halftune.model.load import load_model
 from halftune.model.result import BASE
 from halftune.model.save import check_same, save_final
 from halftune.model.tokenizer import load_tokenizer
-from halftune.train.checkpoint import first_weights, load_weights, opened, read_state, readable
-from halftune.train.checkpoint_list import flaw
+from halftune.train.checkpoint import checkpoint_errors, first_weights, load_weights, open_weights, read_state
+from halftune.train.checkpoint_list import find_damage
 from halftune.train.parallel.shards import Stored
 
 
@@ -37,7 +37,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
         ModelError: base model and checkpoint do not belong together, or the folder cannot be written.
     """
     config, plan, folder = run.loaded.run, run.plan, run.final
-    if wrong := flaw(checkpoint, thorough=True):
+    if wrong := find_damage(checkpoint, thorough=True):
         raise TrainingError(
             f"this is no valid checkpoint: {wrong}",
             where=str(checkpoint),
@@ -53,7 +53,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
             config.model, plan, lazy=LazyWeights() if _all_stored(config) else None
         )  # all come from the checkpoint
         model = attach_adapter(model, config.adapter, plan, config.training.seed)
-        with opened(checkpoint) as saved:
+        with open_weights(checkpoint) as saved:
             save_final(model, tokenizer, plan, folder, _trained(model, saved, checkpoint), facts)
         return
     model = load_model(config.model, plan)
@@ -93,6 +93,6 @@ def _trained(model: nn.Module, saved: Stored, checkpoint: Path) -> Iterator[tupl
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in done:
             done.add(id(tensor))
-            with readable(checkpoint):
+            with checkpoint_errors(checkpoint):
                 weight = saved.read(name) if name in own else tensor.detach()
             yield name, weight

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
-from halftune.core.atomic import clear_leftovers, first_aid, write_text
+from halftune.core.atomic import clear_leftovers, write_error_remedy, write_text
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import STARTED
 from halftune.model.result import FINAL, FINISHED, damage_of_result, finished_at
 from halftune.plan import Plan, to_dict
-from halftune.train.checkpoint_list import flaw, folders, newest_valid, state_of
+from halftune.train.checkpoint_list import find_damage, folders, newest_valid, state_of
 from halftune.train.lock import LOCK
 from halftune.train.same_run import REOPENING, differences, flat, recorded, refuse_differences
 
@@ -54,7 +54,7 @@ class RunFolder:
 
 
 def open_folder(loaded: LoadedConfig, *, main: bool = True, several: bool = False) -> RunFolder:
-    """Decides whether a run starts anew, goes on or is there already.
+    """Decide whether a run starts, resumes or is already complete.
 
     Args:
         loaded: the configuration.
@@ -130,7 +130,7 @@ def holds_results(path: Path) -> bool:
 
 
 def already_finished(loaded: LoadedConfig) -> str:
-    """Says that a run is there already, complete; empty where there is something to do. Needs no torch.
+    """Return the message for a completed run; empty if there is work to do. Imports no torch.
 
     Raises:
         as :func:`check_free`.
@@ -196,10 +196,10 @@ def check_exists(path: Path) -> None:
 def _check_empty(path: Path) -> None:
     # what a run that was killed at its very start leaves, and what the web UI notes of one that it starts
     own = {LOCK, f".{RESOLVED}.writing", STATUS, f".{STATUS}.writing", STARTED}
-    strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in own) if path.is_dir() else []
-    if strangers:
+    unrelated = sorted(entry.name for entry in path.iterdir() if entry.name not in own) if path.is_dir() else []
+    if unrelated:
         raise ConfigError(
-            f"output_dir contains unrelated files: {', '.join(strangers[:3])}",
+            f"output_dir contains unrelated files: {', '.join(unrelated[:3])}",
             where=str(path),
             remedy="choose another training.output_dir",
             code="train.output_dir_taken",
@@ -211,7 +211,7 @@ def _named(resume: str, loaded: LoadedConfig, *, thorough: bool = True) -> Path 
     if resume in ("auto", "never"):
         return None
     path = Path(resume)
-    if wrong := flaw(path, thorough=thorough):
+    if wrong := find_damage(path, thorough=thorough):
         what = f"resume names {resume}, which is no valid checkpoint: {wrong}"
         raise TrainingError(what, remedy="resume: auto", code="train.checkpoint_damaged")
     if (path.parent / RESOLVED).is_file():
@@ -223,7 +223,7 @@ def _named(resume: str, loaded: LoadedConfig, *, thorough: bool = True) -> Path 
 def _newest_begun_from(path: Path, named: Path) -> Path:
     """The newest checkpoint of a run that was begun from ``named`` before; ``named`` where there is none."""
     for checkpoint in reversed(folders(path)):
-        if flaw(checkpoint, thorough=True) or state_of(checkpoint)["began"] != str(named.resolve()):
+        if find_damage(checkpoint, thorough=True) or state_of(checkpoint)["began"] != str(named.resolve()):
             continue
         log.info("%s was started from %s; resuming from its %s", path, named, checkpoint.name)
         return checkpoint
@@ -247,7 +247,7 @@ def _began(checkpoint: Path) -> Any:
 
 
 def move_aside(path: Path, why: str) -> None:
-    """Moves what is in the way in a run folder to its ``set-aside``, where nothing is written over; says why."""
+    """Move a file of a run folder to ``set-aside`` without overwriting; log the reason."""
     if not path.exists():
         return
     place = path.parent / ASIDE / path.name
@@ -265,7 +265,7 @@ def move_aside(path: Path, why: str) -> None:
 
 
 def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: DataReport) -> None:
-    """Writes down what is about to run: the user's YAML, the resolved one, the plan and what the data is.
+    """Write the user's YAML, the resolved YAML, the plan and the data report.
 
     Raises:
         TrainingError: the folder cannot be written.
@@ -282,6 +282,6 @@ def write_intent(folder: RunFolder, loaded: LoadedConfig, plan: Plan, data: Data
         raise TrainingError(
             f"cannot write the run folder: {error.strerror}",
             where=str(folder.path),
-            remedy=f"{first_aid(error)}, or choose another training.output_dir",
+            remedy=f"{write_error_remedy(error)}, or choose another training.output_dir",
             code="core.cannot_write",
         ) from error

@@ -20,7 +20,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.process import this_process
 
 if TYPE_CHECKING:
-    from halftune.train.stop_watch import StopWatch
+    from halftune.train.stop_listener import StopListener
 
 # A scheduler that signals every process of a job reaches one of several twice: by itself and through its launcher.
 ECHO = 5.0  # seconds
@@ -35,25 +35,25 @@ class Interrupted(TrainingError):
         self.exit_code = 128 + number
 
     @classmethod
-    def before(cls, number: signal.Signals, whom: str = "") -> Interrupted:
-        """Training had not begun; ``whom`` as from :func:`format_signal`."""
-        return cls(number, f"{whom}before the first step", "run the same command to start again; nothing was lost")
+    def before(cls, number: signal.Signals, receivers: str = "") -> Interrupted:
+        """Training had not begun; ``receivers`` as from :func:`format_signal`."""
+        return cls(number, f"{receivers}before the first step", "run the same command to start again; nothing was lost")
 
     @classmethod
-    def after(cls, number: signal.Signals, step: int, checkpoint: Path, whom: str = "") -> Interrupted:
+    def after(cls, number: signal.Signals, step: int, checkpoint: Path, receivers: str = "") -> Interrupted:
         """Training had begun: ``checkpoint`` holds everything up to ``step``."""
-        return cls(number, f"{whom}after step {step}; saved {checkpoint}", "run the same command to resume")
+        return cls(number, f"{receivers}after step {step}; saved {checkpoint}", "run the same command to resume")
 
     @classmethod
     def stuck(cls, number: signal.Signals, seconds: float, checkpoints: Sequence[Path]) -> Interrupted:
-        """The step did not come to its end: what is left are ``checkpoints``, oldest first."""
+        """The step did not finish in time; ``checkpoints`` of the run, oldest first."""
         last = f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
         again = f"run the same command to {'resume' if checkpoints else 'start again'}"
         return cls(number, f"without a save: the step did not end within {seconds:.0f} s; {last}", again)
 
 
 def format_signal(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, str]:
-    """The signal that came, and to whom, where that was not every process.
+    """Return the signal, and the ranks that received it; the ranks are empty if all did.
 
     Args:
         answers: :meth:`Interrupts.answer` of each process, by rank; at least one has received a signal.
@@ -66,7 +66,7 @@ def format_signal(answers: Sequence[tuple[int, str]]) -> tuple[signal.Signals, s
 
 
 def is_echo(number: int, first: int | None, since: float) -> bool:
-    """Whether a signal is the first one again, by another way, and no second one.
+    """Whether a signal repeats the first one through the launcher.
 
     Args:
         number: the signal that came now.
@@ -76,21 +76,21 @@ def is_echo(number: int, first: int | None, since: float) -> bool:
 
 
 class Interrupts:
-    """Inside ``with``, SIGINT, SIGTERM and SIGHUP do not end the process as they would.
+    """Handles SIGINT, SIGTERM and SIGHUP inside ``with``.
 
-    Before training has begun, the first one leaves ``with`` as :class:`Interrupted`; after :meth:`only_note` it is only
-    written down, and whoever steps looks. The second one leaves the process at once, wherever it is; where there is a
-    launcher, the same one again within :data:`ECHO` is not a second one. A signal that was ignored from the beginning
-    (nohup, a shell's background job) stays ignored.
+    Before training, the first signal raises :class:`Interrupted`. After :meth:`defer_signals` it is stored in
+    ``received``, and the training loop checks it after each step. The second signal exits at once. Under a launcher, a
+    repetition within :data:`ECHO` seconds is not a second signal. A signal that was ignored at the start (nohup, a
+    background job of a shell) stays ignored.
 
     Args:
-        watch: listens, too, where processes wait for each other.
+        watch: listens in a thread as well; for several processes.
 
     Attributes:
-        received: the first signal that came, or None.
+        received: the first signal, or None.
     """
 
-    def __init__(self, watch: StopWatch | None = None) -> None:
+    def __init__(self, watch: StopListener | None = None) -> None:
         self.watch = watch
         self.received: signal.Signals | None = None
         self._noting = self._left = False
@@ -112,25 +112,25 @@ class Interrupts:
             self.watch.stop()
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        # whatever a library has made of it on the way
+        # a library may have replaced the exception
         left = self._left and error is not None and not isinstance(error, Interrupted)
         if left and self.received is not None:
             raise Interrupted.before(self.received) from None
 
-    def only_note(self) -> None:
-        """From here on the first signal is only noted: training has begun, and a step is worth finishing."""
+    def defer_signals(self) -> None:
+        """From now on, store the first signal; the loop finishes its step and saves."""
         heartbeat.forget()
         self._noting = True
 
-    def over(self) -> None:
-        """Training has ended and what is to be saved is saved: only the report is still to be written."""
+    def mark_saved(self) -> None:
+        """Note that training has ended and everything is saved; only the report is still to be written."""
         if self.watch is not None:
             self.watch.saved = True
 
     def answer(self) -> tuple[int, str]:
-        """The first signal that came, or 0, and the name of this machine; no name where the launcher is gone.
+        """Return the number of the first signal (0: none) and this machine's name (empty if the launcher exited).
 
-        Then all processes send the signal to themselves, each in its own time.
+        After an exit of the launcher, each process sends the signal to itself.
         """
         return int(self.received or 0), socket.gethostname() if os.getppid() == self._parent else ""
 
@@ -144,17 +144,17 @@ class Interrupts:
         self.received, self._since = signal.Signals(number), time.monotonic()
         if not self._noting:
             self._left = True
-            raise _Now(f"stopped by {self.received.name} before the first step")
+            raise _StopNow(f"stopped by {self.received.name} before the first step")
         if this_process().main:
             say(f"\n{self.received.name}: saving after this step; a second signal exits at once\n")
 
 
-class _Now(KeyboardInterrupt):
-    """Leaves whatever is going on; no library swallows it by catching Exception."""
+class _StopNow(KeyboardInterrupt):
+    """Stops the current operation; ``except Exception`` in a library does not catch it."""
 
 
 def say(text: str) -> None:
-    """Writes to standard error from a handler, which may have interrupted a write of sys.stderr: past it."""
+    """Write to file descriptor 2 from a signal handler: sys.stderr may be in the middle of a write."""
     try:
         os.write(2, text.encode())
     except OSError:
@@ -162,7 +162,7 @@ def say(text: str) -> None:
 
 
 def _leave_terminal() -> None:
-    """Every write to a terminal that was closed (SIGHUP) fails, and with the last word the exit code would go."""
+    """Redirect output to /dev/null after the terminal closed (SIGHUP): a failing write would change the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Going on with a run: whether its data is still the same, and what of the folder belongs to another course of it."""
+"""Resume a run: choose the checkpoint, check that the data is unchanged, move later checkpoints away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halftune.plan.finalise import ResumedBatch
 from halftune.train.callbacks.metrics import NAME as METRICS
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint import read_state
-from halftune.train.checkpoint_list import flaw, folders, newest_valid, step_of
+from halftune.train.checkpoint_list import find_damage, folders, newest_valid, step_of
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder, move_aside
 from halftune.train.parallel.barrier import barrier
@@ -27,7 +27,7 @@ from halftune.train.state import TrainState
 log = get_logger(__name__)
 
 
-def agreed(folder: RunFolder, processes: int) -> Path | None:
+def choose_checkpoint(folder: RunFolder, processes: int) -> Path | None:
     """The checkpoint to resume from, on every process: each reads the checksums of its share of the files.
 
     Raises:
@@ -39,7 +39,7 @@ def agreed(folder: RunFolder, processes: int) -> Path | None:
     broadcast_object_list(listed)
 
     def wrong_with(checkpoint: Path) -> str:
-        found = flaw(checkpoint, thorough=True, share=(this_process().rank, processes))
+        found = find_damage(checkpoint, thorough=True, share=(this_process().rank, processes))
         barrier(processes)
         return next(filter(None, gather_object([found])), "")
 
@@ -47,9 +47,10 @@ def agreed(folder: RunFolder, processes: int) -> Path | None:
 
 
 def position(feed: Feed) -> dict[str, Any]:
-    """What must not change while a run goes on, because its position in the data is a number of steps.
+    """Return what must stay the same between a checkpoint and its resume.
 
-    The samples, the rows of a step, and the first epoch: the order and packing of its rows and their split into steps.
+    A step number is the position in the data. It depends on the samples, the rows per step,
+    and the first epoch: the order and packing of its rows and their split into steps.
     """
     order = hashlib.sha256()
     for batch in feed.batches(0):
@@ -157,7 +158,7 @@ def warn_changed_steps(steps: tuple[int | None, int], rates: tuple[float, float]
 
 
 def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:
-    """The feed in the micro-batches that the run had come to when memory ran out.
+    """Return the feed with the micro-batch size that the run used after it ran out of memory.
 
     Args:
         feed: as configured now.

@@ -38,7 +38,7 @@ from halftune.train.parallel import make_strategy
 from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import check_agreed, keep_freed_memory, make_accelerator
-from halftune.train.resume import agreed, check_same_data, position, resumed_batch
+from halftune.train.resume import check_same_data, choose_checkpoint, position, resumed_batch
 from halftune.train.run_inputs import UNCHANGED, check_same_inputs, contents, run_inputs, template_date
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
@@ -68,7 +68,7 @@ def build(
     accelerator = make_accelerator(plan)
     inputs = run_inputs(config.model, config.adapter, tokenizer, data)
     check_agreed(accelerator, "base model, tokenizer or data file", contents(inputs))
-    resume_from, changes = agreed(folder, accelerator.num_processes), UNCHANGED
+    resume_from, changes = choose_checkpoint(folder, accelerator.num_processes), UNCHANGED
     if resume_from is not None:
         changes = check_same_inputs(inputs, config.training.allow_changes, resume_from)
     plan = finalise(plan, evidence(config, plan, resume_from))
@@ -134,12 +134,12 @@ def place_model(
     Raises:
         HalftuneError: as ``make_model`` and the strategy; or a token has no embedding.
     """
-    model, unread = make_model(config, plan, first_weights(resume_from, config.adapter))
+    model, lazy = make_model(config, plan, first_weights(resume_from, config.adapter))
     check_tokens(model, tokenizer, data)
     check_dtypes(model, plan.precision)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
-    strategy.place(model, unread)
+    strategy.place(model, lazy)
     fuse_layers(model, plan)
     if config.training.neftune_alpha is not None:
         from halftune.model.embedding_noise import add_noise
@@ -149,7 +149,7 @@ def place_model(
         keep_freed_memory()
     if config.training.torch_compile:
         model.compile()
-    return strategy, model, strategy.wrap(model, unread)
+    return strategy, model, strategy.wrap(model, lazy)
 
 
 def make_feed(config: RunConfig, plan: Plan, accelerator: Accelerator, data: PreparedData, pad_token_id: int) -> Feed:

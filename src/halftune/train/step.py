@@ -30,14 +30,17 @@ from halftune.train.quantities import ratios
 from halftune.train.state import TrainState
 
 
-def evaluate(run: TrainState, abandoned: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+def evaluate(run: TrainState, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """``eval_loss`` over the evaluation split, and the method's metrics; the same for any number of processes.
 
-    Where memory runs out, ``run.eval_feed`` is made to give smaller batches. None where a process left in the middle.
+    If memory runs out, ``run.eval_feed`` is replaced by one with smaller batches and the evaluation starts again.
 
     Args:
         run: its ``eval_feed`` is evaluated.
-        abandoned: asked before every batch; true leaves at once.
+        should_stop: called before every batch; true stops the evaluation.
+
+    Returns:
+        the metrics; None if a process stopped the evaluation.
 
     Raises:
         TrainingError: memory runs out with one row, or on one process of several that share the weights.
@@ -46,7 +49,7 @@ def evaluate(run: TrainState, abandoned: Callable[[], bool] = lambda: False) -> 
         feed = run.eval_feed
         assert feed is not None
         try:
-            return _measured(run, feed, abandoned)
+            return _measured(run, feed, should_stop)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -65,7 +68,7 @@ def evaluate(run: TrainState, abandoned: Callable[[], bool] = lambda: False) -> 
 
 
 @torch.no_grad()
-def _measured(run: TrainState, feed: Feed, abandoned: Callable[[], bool]) -> dict[str, float] | None:
+def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> dict[str, float] | None:
     # By the model as built: processes may run different numbers of batches, and a wrapped one would wait for the
     # others. Where it is sharded, they run equally many and leave together.
     losses, weight = [], 0.0
@@ -74,7 +77,7 @@ def _measured(run: TrainState, feed: Feed, abandoned: Callable[[], bool]) -> dic
     left, together = False, run.strategy.sharded
     try:
         for batches in feed.once():
-            left = abandoned()
+            left = should_stop()
             if together:
                 left = sum_over_processes(run.accelerator, [float(left)])[0] > 0
             if left:
@@ -88,7 +91,7 @@ def _measured(run: TrainState, feed: Feed, abandoned: Callable[[], bool]) -> dic
         run.model.train(training)
         run.strategy.after_evaluation(run.model)
     weight, leaving = sum_over_processes(run.accelerator, [weight, float(left)])
-    total, averages = summed(run, losses)
+    total, averages = sum_losses(run, losses)
     if leaving:
         return None
     metrics = {f"eval_{name}": value for name, value in ratios([averages]).items()}
@@ -109,7 +112,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def smaller(batch: BatchPlan) -> BatchPlan | None:
-    """The same global batch in micro-batches of half the rows, or fewer where that does not divide it; None for one."""
+    """Split the same global batch into micro-batches of at most half the rows; None if a micro-batch has one row."""
     rows = batch.micro_batch * batch.accumulation
     fitting = [size for size in range(1, batch.micro_batch // 2 + 1) if rows % size == 0]
     return replace(batch, micro_batch=fitting[-1], accumulation=rows // fitting[-1]) if fitting else None
@@ -156,10 +159,10 @@ def recover(run: TrainState, error: Exception, batches: list[Batch]) -> StepMetr
     return None
 
 
-def start_over(run: TrainState, randoms: dict[str, Any]) -> None:
-    """As if the step had not been tried: no gradients, no half-used memory, the same dropout.
+def reset_step(run: TrainState, randoms: dict[str, Any]) -> None:
+    """Undo a step that ran out of memory: clear gradients, free memory, restore the random state.
 
-    Called where the error is not held any more, and with it the tensors of the step.
+    Call it outside the ``except`` block: the error keeps the tensors of the step alive.
     """
     run.optimizer.zero_grad(set_to_none=True)
     free_memory(run.device)
@@ -167,7 +170,7 @@ def start_over(run: TrainState, randoms: dict[str, Any]) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back what nobody holds any more."""
+    """Free unreferenced tensors and the cache of the device."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
@@ -213,21 +216,25 @@ def remedies(run: TrainState) -> str:
 
 
 def rows_of(batch: BatchPlan, of: str) -> str:
-    """How many rows ran out of memory; one is as few as there are, and no smaller batch would help."""
-    return f"one row {of}, the fewest there can be" if batch.micro_batch == 1 else f"{batch.micro_batch} rows {of}"
+    """Describe the rows of a micro-batch that ran out of memory."""
+    return f"one row {of}, the minimum" if batch.micro_batch == 1 else f"{batch.micro_batch} rows {of}"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the pages that some append."""
+    """Return the first line of an error's message, or its type."""
     said = str(error).strip().splitlines()
     return said[0] if said else type(error).__name__
 
 
 def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
-    """Trains on one global batch, of which these are this process's micro-batches.
+    """Train on one global batch.
 
-    The loss is the sum over its examples divided by the sum of their weights, over all micro-batches and processes: how
-    the batch is split changes nothing but rounding.
+    Loss = sum of the examples' losses / sum of their weights, over all micro-batches and processes. The split into
+    micro-batches changes only the rounding.
+
+    Args:
+        run: the run; weights, optimizer, schedule and scaler are updated.
+        batches: micro-batches of this process.
 
     Raises:
         NonFiniteStep: loss or gradient are not finite; the weights are as they were.
@@ -244,7 +251,7 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
                 loss = run.method.loss(PolicyModel(run.wrapped, scale), batch.to(run.device))
             run.scaler.scale(loss.total * scale).backward()
         losses.append(Loss(loss.total.detach(), loss.metrics))
-    total, averages = summed(run, losses)
+    total, averages = sum_losses(run, losses)
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.gradient_norm(run.trainable, run.config.training.max_grad_norm)
     extra = {"skipped": 0.0} if run.config.training.on_non_finite == "skip" else {}
@@ -265,15 +272,15 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
 
 @contextmanager
 def forward_pass(run: TrainState) -> Iterator[None]:
-    """Around the loss of a micro-batch: the plan's autocast, and signs of life."""
+    """Run the forward pass of a micro-batch under the plan's autocast, with a heartbeat before and after."""
     tick()
     with autocast(run.plan.precision, run.device):
         yield
-    tick()  # one that waits in the backward pass is further than one that hangs before
+    tick()  # a rank in the backward pass is ahead of one that hangs in the forward pass
 
 
-def summed(run: TrainState, losses: Sequence[Loss]) -> tuple[float, Averages]:
-    """Totals and metrics of micro-batches, summed over them and over all processes; the device is waited for once."""
+def sum_losses(run: TrainState, losses: Sequence[Loss]) -> tuple[float, Averages]:
+    """Sum losses and metrics over micro-batches and processes, with one device synchronisation."""
     names = run.method.metrics
     rows = [torch.stack([one.total, *(x for name in names for x in one.metrics[name])]) for one in losses]
     local = torch.stack(rows).cpu().double().sum(0).tolist() if rows else [0.0] * (1 + 2 * len(names))
@@ -286,7 +293,7 @@ def _check(run: TrainState, metrics: StepMetrics, batches: list[Batch]) -> None:
         with forward_pass(run):
             return run.method.loss(PolicyModel(run.model), batch.to(run.device)).total
 
-    # An overflow of scaled gradients is the scaler's daily business: it skips the update and lowers the scale.
+    # The scaler handles an overflow of scaled gradients: it skips the update and lowers the scale.
     norm = 0.0 if run.scaler.is_enabled() else metrics.grad_norm
     check_finite(run, metrics.loss, norm, batches, again, lambda part: run.feed.where(batches[part]))
 

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 
 from halftune.config.load import LoadedConfig
 from halftune.core import heartbeat
-from halftune.core.atomic import first_aid
+from halftune.core.atomic import write_error_remedy
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.core.process import this_process
@@ -24,8 +24,8 @@ from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.base import CallbackList, Phase
 from halftune.train.callbacks.nonfinite import NonFiniteStep, check_weights
 from halftune.train.callbacks.status import before_training
-from halftune.train.checkpoint import load_checkpoint, load_weights, readable, save_checkpoint
-from halftune.train.checkpoint_list import PREFIX, flaw, rotate
+from halftune.train.checkpoint import checkpoint_errors, load_checkpoint, load_weights, save_checkpoint
+from halftune.train.checkpoint_list import PREFIX, find_damage, rotate
 from halftune.train.folder import RESOLVED, check_exists, completed_message, open_folder, write_intent
 from halftune.train.interrupt import Interrupted, Interrupts, format_signal
 from halftune.train.lock import locked
@@ -37,15 +37,15 @@ from halftune.train.numeric_environment import (
 )
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.saving import check_shared
-from halftune.train.parallel.watchdog import explained
+from halftune.train.parallel.watchdog import with_failed_rank
 from halftune.train.processes import sum_over_processes
 from halftune.train.resume import move_later_checkpoints, warn_changed_steps, warn_lost_metrics, with_micro_batch
 from halftune.train.run_inputs import warn_other_inputs
 from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build
 from halftune.train.state import TrainState
-from halftune.train.step import evaluate, may_split, recover, start_over, train_step
-from halftune.train.stop_watch import StopWatch
+from halftune.train.step import evaluate, may_split, recover, reset_step, train_step
+from halftune.train.stop_listener import StopListener
 
 log = get_logger(__name__)
 
@@ -60,14 +60,14 @@ class Outcome:
 
 
 def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
-    """Trains a run to its end, or goes on with it where its folder holds checkpoints.
+    """Train a run to its end; resume if its folder holds checkpoints.
 
     Raises:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
     """
     main, path = this_process().main, Path(loaded.run.training.output_dir)
     several = plan.batch.world_size > 1
-    watch = StopWatch(path, loaded.run.distributed.stop_seconds) if several else None
+    watch = StopListener(path, loaded.run.distributed.stop_seconds) if several else None
     with Interrupts(watch) as interrupts, locked(path) if main else nullcontext():
         folder = open_folder(loaded, main=main, several=several)
         if folder.finished:
@@ -85,11 +85,11 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
 
 
 class Trainer:
-    """Carries a run out: steps, evaluations and checkpoints; everything else that is periodic is a callback.
+    """The training loop: steps, evaluations and checkpoints. Everything else is a callback.
 
     Args:
-        run: the run; all that changes while it trains is in there.
-        interrupts: knows whether a signal has come.
+        run: holds all state that changes in training.
+        interrupts: holds the signal that was received, if any.
     """
 
     def __init__(self, run: TrainState, interrupts: Interrupts) -> None:
@@ -97,16 +97,16 @@ class Trainer:
         self.callbacks = CallbackList(build_callbacks(run.config, run.plan))
 
     def train(self) -> Outcome:
-        """The whole run; callbacks learn of its end whatever happens."""
+        """Run the loop. Callbacks get ``on_end`` also after an error."""
         run = self.run
-        with log_to(run.folder / "train.log", enabled=run.is_main), self._ending():
+        with log_to(run.folder / "train.log", enabled=run.is_main), self._report_end():
             self._restore()
-            self.interrupts.only_note()  # up to the last line of the report
+            self.interrupts.defer_signals()  # up to the last line of the report
             self._phase("training")
             run.model.train()
             if run.step:
-                self._do_what_is_due()  # a signal may have come between the last step and its evaluation
-            while run.step < run.total_steps and not self._ends():
+                self._evaluate_and_save()  # a signal may have come between the last step and its evaluation
+            while run.step < run.total_steps and not self._should_stop():
                 began = time.perf_counter()
                 for epoch, batches in run.feed.steps(run.step, run.total_steps):
                     randoms = random_state(run.device) if may_split(run) else {}
@@ -115,15 +115,15 @@ class Trainer:
                     except (NonFiniteStep, RuntimeError, MemoryError) as error:
                         metrics = recover(run, error, batches)
                     if metrics is None:
-                        start_over(run, randoms)
+                        reset_step(run, randoms)
                         break  # the same step again, from a feed of smaller micro-batches
                     if run.taken == 0:
                         heartbeat.forget()  # the first step compiles and warms up
                     metrics.seconds = time.perf_counter() - began
                     run.taken, run.step, run.epoch = run.taken + 1, run.step + 1, epoch
                     self.callbacks.tell("on_step", run, metrics)
-                    self._do_what_is_due()
-                    if self._ends():
+                    self._evaluate_and_save()
+                    if self._should_stop():
                         break
                     began = time.perf_counter()
             outcome = self._finish()
@@ -131,24 +131,24 @@ class Trainer:
             return outcome
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Around the run: what ended it is explained and logged, and callbacks are told."""
+    def _report_end(self) -> Iterator[None]:
+        """Log what ended the run, name a failed rank, and call ``on_end`` of the callbacks."""
         run = self.run
         failure: BaseException | None = None
         try:
             yield
         except BaseException as error:
-            failure = explained(error)
+            failure = with_failed_rank(error)
             ours = isinstance(failure, HalftuneError)
             log.error("%s", failure if ours else "ended by", exc_info=error if not ours else None, extra=FILE_ONLY)
             if failure is not error:
                 raise failure from error
             raise
         finally:
-            self.interrupts.over()
+            self.interrupts.mark_saved()
             self.callbacks.end(run, failure)
             if failure is None or isinstance(failure, Interrupted):
-                # all are here: none leaves before the main process has written its report, and may still be lost
+                # no process exits before the main process has written its report
                 barrier(run.processes)
                 sum_over_processes(run.accelerator, [0.0])  # the store may end with the main process
 
@@ -159,7 +159,7 @@ class Trainer:
             state = load_checkpoint(checkpoint, run)
             randoms = state["random"]
             run.feed = with_micro_batch(run.feed, state["micro_batch"])
-            with readable(checkpoint):
+            with checkpoint_errors(checkpoint):
                 self.callbacks.restore(state["callbacks"])
                 before = float(state["schedule"]["_last_lr"][0])
             if run.is_main:
@@ -175,13 +175,13 @@ class Trainer:
         barrier(run.processes)  # some of them work on the main process alone
         rank = run.accelerator.process_index
         if checkpoint is not None and rank < len(randoms):
-            with readable(checkpoint):
+            with checkpoint_errors(checkpoint):
                 restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it
 
-    def _ends(self) -> bool:
+    def _should_stop(self) -> bool:
         return bool(self.run.stop) or self._interrupted()
 
-    def _do_what_is_due(self) -> None:
+    def _evaluate_and_save(self) -> None:
         training = self.run.config.training
         if self._due(training.eval_steps):
             self._evaluate()
@@ -205,7 +205,7 @@ class Trainer:
         self._phase("evaluating")
         started = time.perf_counter()
         measured = evaluate(run, lambda: self.interrupts.received is not None)
-        if measured is None:  # a signal: whoever goes on from this step evaluates first
+        if measured is None:  # a signal: a resumed run evaluates first
             return
         run.evaluated, loss = run.step, measured["eval_loss"]
         better = math.isfinite(loss) and (run.best is None or loss < run.best[1])
@@ -235,7 +235,7 @@ class Trainer:
         self._phase("training")
 
     def _rotate(self) -> None:
-        """Removes old checkpoints, but for those asked for again: of the best evaluation, and that ``resume`` names."""
+        """Remove old checkpoints, except the best one and the one that ``training.resume`` names."""
         run = self.run
         needed = {run.folder / f"{PREFIX}{run.best[0]}"} if run.best else set()
         if run.began:
@@ -254,10 +254,10 @@ class Trainer:
         if self._interrupted():
             if run.step:
                 self._save()
-            number, whom = format_signal(gather_object([self.interrupts.answer()]))
+            number, receivers = format_signal(gather_object([self.interrupts.answer()]))
             if run.step == 0:
-                raise Interrupted.before(number, whom)
-            raise Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}", whom)
+                raise Interrupted.before(number, receivers)
+            raise Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}", receivers)
         if run.config.training.save_steps != "end":
             self._save()
         notes = [f"stopped early: {run.stop}"] if run.stop else []
@@ -280,7 +280,7 @@ class Trainer:
 
     def _load_best(self, best: Path, loss: float) -> list[str]:
         run = self.run
-        found = flaw(best, thorough=True, share=(run.accelerator.process_index, run.processes))
+        found = find_damage(best, thorough=True, share=(run.accelerator.process_index, run.processes))
         barrier(run.processes)
         if wrong := next(filter(None, gather_object([found])), ""):
             log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
@@ -299,7 +299,7 @@ class Trainer:
             raise TrainingError(
                 f"cannot mark the run as finished: {error.strerror}; its result is written",
                 where=str(run.folder / FINISHED),
-                remedy=f"{first_aid(error)} and run the same command again",
+                remedy=f"{write_error_remedy(error)} and run the same command again",
                 code="core.cannot_write",
             ) from error
 

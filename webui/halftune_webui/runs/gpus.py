@@ -36,7 +36,7 @@ class Use:
 
 @dataclass
 class Gpus:
-    """Looks at the devices at most once in ``every`` seconds, whoever asks."""
+    """Queries the devices at most once in ``every`` seconds, for all callers."""
 
     every: float = 1.0
     clock: Callable[[], float] = time.monotonic

@@ -1,7 +1,7 @@
-"""Runs that wait for their turn: a file beside the runs, worked off one by one by whoever sees that nothing runs.
+"""The queue of waiting runs: a file in the runs folder. The next run starts when no other run is active.
 
-Each run's supervisor becomes this program when its run has ended, and a web UI looks whenever it shows the list; so the
-queue goes on without a web UI, and a new web UI goes on with it.
+Each supervisor executes this program after its run. The web UI checks the queue when it shows the list. So the queue
+also advances while no web UI is running.
 """
 
 from __future__ import annotations

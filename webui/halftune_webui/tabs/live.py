@@ -37,7 +37,7 @@ def only_while_shown(context: Context, clock: gr.Timer, tab: str) -> None:
         (opened,) = told(event, value=str)
         return gr.Timer(active=opened == label)
 
-    # the tab tells whoever opens it, a click or a program; the row of tabs tells of clicks alone
+    # the tab reports being opened by a click or by a program; the row of tabs reports clicks only
     here = Blocks.block
     assert isinstance(here, gr.Tab)
     here.select(lambda: gr.Timer(active=True), None, clock, queue=False, **quiet)

@@ -130,7 +130,7 @@ class Callback:
     """Does nothing at every point; a callback overrides what it needs. Called on every process.
 
     Attributes:
-        watches: it only looks on (writes, draws, reports): where it fails, training goes on without it.
+        watches: it only observes (writes, draws, reports); training continues if it fails.
         together: it computes with the model. Where that is sharded, a process on which it fails has left the others in
             the middle of a forward pass, and training cannot go on.
     """

@@ -18,25 +18,28 @@ from halftune.train.parallel.watchdog import FAILED, Watchdog
 _POLL = (0.001, 0.05)  # seconds between two looks, at first and at most
 _DEAD = 20.0  # seconds without a beat after which a process is taken for gone, where no launcher says so
 _passed = 0  # barriers of this process
-_gone = False  # whether the store is
+_store_lost = False  # whether the rendezvous store exited
 
 
 def barrier(processes: int) -> None:
-    """Waits until so many processes, which are all, have come here.
+    """Wait until all processes have reached this point.
+
+    Args:
+        processes: the world size.
 
     Raises:
-        PeerLost: a process failed, or none of those that are awaited gave a sign of life for
-            ``distributed.timeout_seconds`` (longer while it reads or writes much in one piece); names it.
+        PeerLost: a rank failed, or no awaited rank sent a heartbeat for ``distributed.timeout_seconds`` (longer while
+            one reads or writes a large file); names the rank.
     """
-    global _gone
+    global _store_lost
     if processes == 1:
         return
     watch = watchdog.current()
-    if watch is not None and not _gone:  # where nobody watches, a collective says that a process is gone
+    if watch is not None and not _store_lost:  # without a watchdog, the collective reports a lost process
         try:
             return _wait(processes, watch)
         except (RuntimeError, OSError):
-            _gone = True  # with the launcher, which serves it: the processes save and end
+            _store_lost = True  # the launcher that serves it exited: the processes save and stop
     dist.barrier()
 
 
@@ -46,7 +49,7 @@ def _wait(processes: int, watch: Watchdog) -> None:
     watchdog.tick()
     if rendezvous.store.add(key, 1) == processes:
         rendezvous.store.set(f"{key}/all", "")
-    others = _Others(rendezvous, watch)
+    others = _PeerMonitor(rendezvous, watch)
     pause = _POLL[0]
     while not rendezvous.store.check([f"{key}/all"]):
         heartbeat.wait()
@@ -60,12 +63,12 @@ def _wait(processes: int, watch: Watchdog) -> None:
     _passed += 1
 
 
-class _Others:
-    """Looks now and then whether a process that is waited for still goes on.
+class _PeerMonitor:
+    """Checks periodically that the awaited ranks are alive.
 
     Args:
-        rendezvous: whom to ask whether a process has failed.
-        watch: knows the signs of life.
+        rendezvous: its store says whether a rank has failed.
+        watch: gives the last status of each rank.
     """
 
     def __init__(self, rendezvous: Rendezvous, watch: Watchdog) -> None:
@@ -75,7 +78,7 @@ class _Others:
         self.since = self.asked = self.looked = time.monotonic()
 
     def check(self) -> None:
-        """Raises where there is no use in waiting.
+        """Raise if a rank was lost.
 
         Raises:
             PeerLost: as :func:`barrier`.
@@ -89,13 +92,13 @@ class _Others:
         if now - self.looked < self.watch.seconds / 50:  # asks for the sign of every process
             return
         self.looked = now
-        signs = self.watch.signs()
-        for rank, sign in signs.items():
-            if self.beats.get(rank, (-1, 0.0))[0] != sign.beat:
-                self.beats[rank] = (sign.beat, now)
-            elif now - self.beats[rank][1] > _DEAD + sign.extra:  # a library may stop the beat while it writes
+        statuses = self.watch.statuses()
+        for rank, status in statuses.items():
+            if self.beats.get(rank, (-1, 0.0))[0] != status.beat:
+                self.beats[rank] = (status.beat, now)
+            elif now - self.beats[rank][1] > _DEAD + status.extra:  # a library may stop the beat while it writes
                 raise self.watch.find_culprit(RuntimeError(f"rank {rank} is gone or stopped"))
-        if (seen := [sign.signs for sign in signs.values()]) != self.seen:
+        if (seen := [status.main_beats for status in statuses.values()]) != self.seen:
             self.seen, self.since = seen, now
-        elif now - self.since > self.watch.seconds + max(sign.extra for sign in signs.values()):
+        elif now - self.since > self.watch.seconds + max(status.extra for status in statuses.values()):
             raise self.watch.find_culprit(RuntimeError(f"waited {now - self.since:.0f} s"))

@@ -1,4 +1,4 @@
-"""Saves of a model that processes hold in shards: every process writes its own, beside the checkpoint's place."""
+"""Save a sharded model: each process writes its shards into the temporary folder of the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from halftune.core import heartbeat
-from halftune.core.atomic import first_aid, sync
+from halftune.core.atomic import sync, write_error_remedy
 from halftune.core.errors import TrainingError
 from halftune.core.files import read_text
 from halftune.core.manifest import entry
@@ -53,7 +53,7 @@ def write_together(strategy: Strategy, folder: Path | None, files: Files, *, pla
         else:
             written = _write_shares(strategy, Path(place[0]), files)
     except (OSError, SafetensorError) as error:
-        failure = [str(error), first_aid(error)]
+        failure = [str(error), write_error_remedy(error)]
     barrier(accelerator.num_processes)
     everybody = gather_object([(failure, written)])
     for rank, (failed, _) in enumerate(everybody):
@@ -76,10 +76,10 @@ def check_shared(strategy: Strategy, folder: Path) -> None:
     deadline = time.monotonic() + PATIENCE
     while not (seen := _signature(folder) == signed[0]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    strangers = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
-    if strangers:
+    missing = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
+    if missing:
         raise TrainingError(
-            f"rank {strangers[0]} does not see the main process's run folder, and each process writes its shards there",
+            f"rank {missing[0]} does not see the main process's run folder, and each process writes its shards there",
             where=str(folder),
             remedy="put training.output_dir on a disk that all machines share, or distributed.strategy: ddp",
             code="train.folder_not_shared",

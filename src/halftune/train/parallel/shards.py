@@ -1,4 +1,4 @@
-"""Tensors in safetensors files of which each holds some rows only, and that any number of processes reads again.
+"""Sharded tensors in safetensors files; any number of processes can read them.
 
 torch's own writer for such checkpoints keeps a pickled index, or (for safetensors) neither moments nor checksums. Here
 every file says in its header which rows of which whole tensor it holds, and a whole tensor is one whose first row is 0:
@@ -26,7 +26,7 @@ _ROWS = "rows"  # key of the header: JSON of tensor's name → [first row, lengt
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First row that this process holds of a tensor in shards, and how many; None of a tensor that it holds whole."""
+    """Return ``(first row, row count)`` of this process's shard; None if the tensor is not sharded."""
     if not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements):
         return None
     assert tensor.placements == (Shard(0),), f"fully_shard cuts along rows, not {tensor.placements}"
@@ -85,7 +85,7 @@ class _Piece:
 
 
 class Stored:
-    """Tensors of a checkpoint, whatever it was written by; nothing is read before it is asked for.
+    """Tensors of a checkpoint, sharded or not; they are read on request.
 
     Attributes:
         shapes: name → shape of the whole tensor.

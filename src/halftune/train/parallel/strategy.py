@@ -1,4 +1,4 @@
-"""What the trainer asks of a strategy; by itself this is the strategy of one process."""
+"""Interface of distribution strategies; the base class is the strategy of a single process."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ class Strategy:
         return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
     def after_evaluation(self, wrapped: nn.Module) -> None:
-        """Forward passes without a backward pass are over."""
+        """Called after forward passes without a backward pass."""
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight, a gradient or a moment in full, on its device; asked for by all processes in the same order."""
+        """Return the unsharded tensor on its device. A collective: all processes call it in the same order."""
         return tensor
 
     def result(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """What the final result is written from, gone through by all processes at once: whole tensors with their names,
-        one after the other, in main memory; None where the model itself holds them."""
+        """Iterate over ``(name, unsharded CPU tensor)`` of the final result; None if the model holds whole weights.
+
+        A collective: all processes iterate to the end.
+        """
         return None

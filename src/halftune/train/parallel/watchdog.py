@@ -1,4 +1,4 @@
-"""Signs of life: what every process last did, for whoever must say which one is gone or hangs."""
+"""Watchdog of a distributed run: each rank publishes a heartbeat, and a failed or hanging rank is named."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from halftune.core import heartbeat
 from halftune.core.errors import HalftuneError, TrainingError
-from halftune.core.failures import PeerLost, leave
+from halftune.core.failures import PeerLost, record_failure
 from halftune.core.log import get_logger
 from halftune.core.process import this_process
 from halftune.train.parallel.rendezvous import Rendezvous, open_store
 
 BEAT = 1.0  # seconds
-FAILED = "failed/any"  # key that is there once a process has failed
-_GRACE = 10.0  # for the main thread to notice by itself that it waits in vain
-_ANSWER = 8.0  # seconds after which the store will not answer any more: torch has no limit for that
+FAILED = "failed/any"  # store key, set once a rank has failed
+_GRACE = 10.0  # seconds for the main thread to detect a lost peer itself
+_ANSWER = 8.0  # seconds to wait for the store; torch has no timeout for it
 _PHRASES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL")
 _REMEDY = "run the same command to resume from the newest checkpoint"
 
@@ -42,76 +42,81 @@ _current: Watchdog | None = None  # of this process, while it is in a job of sev
 
 
 def tick() -> None:
-    """Called where training moves on, by all processes equally often: who has fewer is behind. Also a sign of life."""
+    """Count one unit of progress and send a heartbeat.
+
+    All ranks call this equally often. The rank with the fewest ticks is behind.
+    """
     global _ticks
     _ticks += 1
     heartbeat.beat()
 
 
 def current() -> Watchdog | None:
-    """The watchdog of this process, while it is in a job of several."""
+    """Return the watchdog of this process; None outside a distributed run."""
     return _current
 
 
-def explained(error: BaseException) -> BaseException:
-    """An error with the process in it that was lost, where that is what happened; else as it is.
+def with_failed_rank(error: BaseException) -> BaseException:
+    """Return a :class:`PeerLost` that names the failed rank if a peer caused ``error``; else ``error``.
 
-    Asked where an error arises: what this process then still has to do, such as a report, may take a while, and until
-    then others, and its launcher, know already.
+    Also reports the failure to the other ranks and to the launcher. Call it as soon as the error arises: the report
+    at the end of a run takes time.
     """
     if _current is None:
         return error
     error = _current.explain(error)
-    heartbeat.beat()  # what comes now, such as the report, has its own time
+    heartbeat.beat()  # the report that follows gets a full timeout
     if isinstance(error, HalftuneError) and error.exit_code < 128:  # by a signal: nothing failed
-        leave(error, error.report())
+        record_failure(error, error.report())
     return error
 
 
-def lost_somebody(error: BaseException) -> bool:
-    """Whether an error only says that another process no longer answers."""
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error means that another process no longer responds."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What a process said last.
+class RankStatus:
+    """The last status that a rank published.
 
     Attributes:
-        ticks: how far it has come.
-        beat: counts its messages; one that stands still is gone or stopped.
-        host, where: machine, and the line of ours that its main thread is at.
-        signs: how many signs of life its main thread has given; it may work alone.
-        extra: seconds beyond the limit that its present piece of work may take.
+        ticks: progress of the rank, see :func:`tick`.
+        beat: number of published statuses; a constant number means that the process exited or is stopped.
+        host: machine name.
+        where: source line of halftune that the main thread executes.
+        main_beats: heartbeats of the main thread; they continue while it works alone.
+        extra: seconds that the current operation may take beyond the timeout.
     """
 
     ticks: int
     beat: int
     host: str
     where: str
-    signs: int = 0
+    main_beats: int = 0
     extra: float = 0.0
 
 
 class Watchdog:
-    """A thread that gives signs of life, and ends this process where it hangs.
+    """A thread that publishes this rank's status and terminates the process if it hangs.
 
     Args:
-        rendezvous: whom to tell.
-        seconds: how long a process may stand still once it has begun to train.
+        rendezvous: gives rank and world size.
+        seconds: timeout without progress, counted from the first training step.
     """
 
     def __init__(self, rendezvous: Rendezvous, seconds: float) -> None:
         global _ticks
-        _ticks = 0  # a run before this one is over
+        _ticks = 0  # an earlier run in this process has ended
         self.rank, self.world_size, self.seconds = rendezvous.rank, rendezvous.world_size, seconds
-        self.store, self.lock, self.beat, self.cut = open_store(seconds), threading.Lock(), 0, False
+        self.store, self.lock, self.beat = open_store(seconds), threading.Lock(), 0
+        self.unreachable = False  # the store did not answer
         self.main, self.over = threading.get_ident(), threading.Event()
-        self.launcher = os.getppid() if _LAUNCHED in os.environ else None  # one of the user's own may leave
+        self.launcher = os.getppid() if _LAUNCHED in os.environ else None  # a launcher of the user may exit early
         self.alone_since: float | None = None
-        self.thread = threading.Thread(target=self._beats, name="watchdog", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.thread.start()
 
     def __enter__(self) -> Watchdog:
@@ -125,48 +130,48 @@ class Watchdog:
         self.over.set()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Tells the others what went wrong here; returns who is to blame where that is another one."""
+        """Return the error of the rank that caused ``error``; report an error of this rank to the others."""
         if isinstance(error, PeerLost):
             return error
-        if lost_somebody(error):
+        if is_peer_failure(error):
             return self.find_culprit(error)
         self.report_failure(error)
         return error
 
     def find_culprit(self, error: BaseException) -> PeerLost:
-        """Who is to blame where another process was lost: one without a sign of life, else the one furthest behind."""
+        """Name the lost rank: one that reported a failure, else one without heartbeat, else the furthest behind."""
         waited = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         try:
-            before, reported = self.signs(), self._failure_reports()
+            before, reported = self.statuses(), self._failure_reports()
             if not reported:
                 time.sleep(2.5 * BEAT)
                 reported = self._failure_reports()
-            after = self.signs()
+            after = self.statuses()
         except (RuntimeError, OSError):
-            if self.cut:
-                return self._lost("rank 0 does not answer: its machine is gone, or the network to it is cut")
-            return self._lost("rank 0 is gone, and with it the store that all meet at; its own output says why")
+            if self.unreachable:
+                return self._peer_lost("rank 0 does not respond: its machine is down, or the network failed")
+            return self._peer_lost("rank 0 exited, and the rendezvous store with it; see its own output")
         if reported:
             return self._as_peer(*reported[0])
         silent = [rank for rank in before if after[rank].beat == before[rank].beat and rank != self.rank]
         if silent:
-            sign = after[silent[0]]
-            return self._lost(f"rank {silent[0]} on {sign.host} is gone or stopped: it gives no sign of life")
-        behind = min(after.values(), key=lambda sign: sign.ticks)
-        rank = next(rank for rank, sign in after.items() if sign is behind)
+            status = after[silent[0]]
+            return self._peer_lost(f"rank {silent[0]} on {status.host} exited or is stopped: no heartbeat")
+        behind = min(after.values(), key=lambda status: status.ticks)
+        rank = next(rank for rank, status in after.items() if status is behind)
         if rank != self.rank and behind.ticks < after[self.rank].ticks:
-            return self._lost(f"rank {rank} on {behind.host} hangs at {behind.where}: the other ranks timed out")
-        return PeerLost(f"another process no longer answers: {waited}", remedy=_REMEDY, code="launch.peer_lost")
+            return self._peer_lost(f"rank {rank} on {behind.host} hangs at {behind.where}: the other ranks timed out")
+        return PeerLost(f"another process no longer responds: {waited}", remedy=_REMEDY, code="launch.peer_lost")
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells the others what went wrong here, before they only see that this process is gone."""
+        """Publish the error of this rank, so that the other ranks can name its cause."""
         what = str(error).strip() or type(error).__name__
         try:
             code = error.exit_code if isinstance(error, HalftuneError) else 0
             said = json.dumps([f"rank {self.rank} on {socket.gethostname()}: {what}", code])
             self._ask(lambda: (self.store.set(f"failed/{self.rank}", said), self.store.set(FAILED, "")))
         except (RuntimeError, OSError):
-            return  # the store is gone, and with it those that would read
+            return  # the store is gone: no rank can read it
 
     def _failure_reports(self) -> list[tuple[str, int]]:
         keys = [f"failed/{rank}" for rank in range(self.world_size) if rank != self.rank]
@@ -180,63 +185,65 @@ class Watchdog:
             lost.exit_code = exit_code
         return lost
 
-    def signs(self) -> dict[int, Sign]:
-        """Everybody's last sign; of one that never gave any, an empty one.
+    def statuses(self) -> dict[int, RankStatus]:
+        """Return the last status of every rank, by rank; ``ticks`` is -1 if a rank has published none.
 
         Raises:
-            RuntimeError, OSError: the store is gone, or does not answer.
+            RuntimeError, OSError: the store is gone, or does not respond.
         """
-        return self._ask(lambda: {rank: self._sign(rank) for rank in range(self.world_size)})
+        return self._ask(lambda: {rank: self._status(rank) for rank in range(self.world_size)})
 
-    def _sign(self, rank: int) -> Sign:
+    def _status(self, rank: int) -> RankStatus:
         key = f"watchdog/{rank}"
-        return Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else Sign(-1, -1, "?", "?")
+        if not self.store.check([key]):
+            return RankStatus(-1, -1, "?", "?")
+        return RankStatus(**json.loads(self.store.get(key)))
 
     def _ask(self, question: Callable[[], _T]) -> _T:
-        """What the store answers, within :data:`_ANSWER`."""
-        if self.cut:
+        """Query the store; raises OSError after :data:`_ANSWER` seconds."""
+        if self.unreachable:
             raise OSError("the store does not answer")
         answers: SimpleQueue[_T | RuntimeError | OSError] = SimpleQueue()
 
-        def go() -> None:
+        def call() -> None:
             try:
                 with self.lock:
                     answers.put(question())
             except (RuntimeError, OSError) as error:
                 answers.put(error)
 
-        threading.Thread(target=go, name="watchdog asks", daemon=True).start()
+        threading.Thread(target=call, name="watchdog asks", daemon=True).start()
         try:
             answer = answers.get(timeout=_ANSWER)
         except Empty:
-            self.cut = True
+            self.unreachable = True
             raise OSError("the store does not answer") from None
         if isinstance(answer, (RuntimeError, OSError)):
             raise answer
         return answer
 
-    def _lost(self, what: str) -> PeerLost:
+    def _peer_lost(self, what: str) -> PeerLost:
         return PeerLost(what, remedy=_REMEDY, named=True, code="launch.peer_lost")
 
-    def _beats(self) -> None:
+    def _run(self) -> None:
         host, listening = socket.gethostname(), True
         while True:
             self.beat += 1
-            sign = Sign(_ticks, self.beat, host, self._where(), heartbeat.beats, heartbeat.extension)
+            status = RankStatus(_ticks, self.beat, host, self._where(), heartbeat.beats, heartbeat.extension)
             try:
                 if listening:
-                    text = json.dumps(asdict(sign))
+                    text = json.dumps(asdict(status))
                     self._ask(partial(self.store.set, f"watchdog/{self.rank}", text))
             except (RuntimeError, OSError):
-                listening = False  # the store is gone; what is left is to end this process where it hangs
-            self._end_alone()
+                listening = False  # the store is gone; only hangs of this process are still handled
+            self._stop_without_launcher()
             if _ticks and (silent := heartbeat.silent()) > self.seconds:
-                self._end(silent)
+                self._exit_if_stuck(silent)
             if self.over.wait(BEAT):
                 return
 
-    def _end_alone(self) -> None:
-        """Ends this process once its launcher is gone, which nobody could stop any more: as by SIGTERM, with a save."""
+    def _stop_without_launcher(self) -> None:
+        """Send SIGTERM to this process if its launcher has exited: it saves a checkpoint and stops."""
         if self.launcher in (None, os.getppid()):
             return
         now = time.monotonic()
@@ -248,14 +255,14 @@ class Watchdog:
         elif now - self.alone_since > self.seconds:
             os._exit(128 + signal.SIGTERM)
 
-    def _end(self, seconds: float) -> None:
-        """Ends the process where it is the one that hangs; later, where it waits and nothing tells it so."""
+    def _exit_if_stuck(self, seconds: float) -> None:
+        """Exit if this rank hangs; exit :data:`_GRACE` seconds later if it waits for another rank."""
         try:
-            signs = self.signs()
+            statuses = self.statuses()
         except (RuntimeError, OSError):
-            signs = {}
-        mine = all(sign.ticks >= _ticks for sign in signs.values()) and any(
-            sign.ticks > _ticks for sign in signs.values()
+            statuses = {}
+        mine = all(status.ticks >= _ticks for status in statuses.values()) and any(
+            status.ticks > _ticks for status in statuses.values()
         )
         if not mine and seconds < self.seconds + _GRACE:
             return
@@ -269,7 +276,7 @@ class Watchdog:
             )
         else:
             self.report_failure(error)
-        if not leave(error, error.report()):
+        if not record_failure(error, error.report()):
             print(f"halftune: rank {self.rank}: {error.report()}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 

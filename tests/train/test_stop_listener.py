@@ -20,7 +20,7 @@ from halftune.train import trainer
 from halftune.train.interrupt import Interrupts
 from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.state import TrainState
-from halftune.train.stop_watch import StopWatch
+from halftune.train.stop_listener import StopListener
 
 LONG = 600.0  # seconds: nobody comes to their end
 
@@ -56,8 +56,8 @@ def test_one_that_hangs_in_a_library_ends(tmp_path: Path, monkeypatch, seconds: 
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def hangs() -> None:
-        with Interrupts(StopWatch(tmp_path, seconds)) as interrupts:
-            interrupts.only_note()
+        with Interrupts(StopListener(tmp_path, seconds)) as interrupts:
+            interrupts.defer_signals()
             told(signal.SIGTERM, *moments)
             hangs_in_a_library()
 
@@ -66,8 +66,8 @@ def test_one_that_hangs_in_a_library_ends(tmp_path: Path, monkeypatch, seconds: 
 
 def test_what_a_forked_helper_is_told_is_not_for_us(tmp_path: Path) -> None:
     def has_a_helper() -> None:
-        with Interrupts(StopWatch(tmp_path, 0.2)) as interrupts:
-            interrupts.only_note()
+        with Interrupts(StopListener(tmp_path, 0.2)) as interrupts:
+            interrupts.defer_signals()
             helper = os.fork()
             if helper == 0:
                 time.sleep(LONG)

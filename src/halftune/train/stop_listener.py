@@ -1,7 +1,7 @@
-"""Receives signals in a thread, and ends a process of several that does not reach the end of its step.
+"""Receives signals in a thread; terminates a distributed process that cannot finish its step.
 
-Python runs a signal's handler in the main thread, between two of its own instructions: one that waits inside a library
-for another process (a collective) never gets there.
+Python runs signal handlers in the main thread, between bytecode instructions. A main thread that waits inside a
+collective never runs them.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from pathlib import Path
 from typing import NoReturn
 
 from halftune.core import heartbeat
-from halftune.core.failures import leave
+from halftune.core.failures import record_failure
 from halftune.core.process import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.train.checkpoint_list import checkpoints
 from halftune.train.interrupt import SIGNALS, Interrupted, is_echo, say
 from halftune.train.parallel.watchdog import current
 
-_POLL = 0.2  # seconds between two looks once a signal has come
-_HANDLER = 1.0  # seconds for the main thread to answer a second signal itself
-_HEAD_START = 3.0  # seconds that the main process has before the others: where one is gone first, its message is lost
+_POLL = 0.2  # seconds between two checks after the first signal
+_HANDLER = 1.0  # seconds for the main thread to handle a second signal
+_HEAD_START = 3.0  # seconds by which the main process exits first: otherwise its message is lost
 
 
-class StopWatch:
+class StopListener:
     """A thread that listens from :meth:`start` to :meth:`stop`.
 
-    After the first signal the process may take ``seconds`` without a sign of life, or twice the longest time between
-    two that it has needed so far in training: then it ends, and its last checkpoint is named. A second signal ends it
-    at once.
+    After the first signal, the process exits if it sends no heartbeat for ``seconds``, or for twice the longest
+    interval seen in training, whichever is longer. The error names the last checkpoint. A second signal exits at once.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         seconds: ``distributed.stop_seconds``.
     """
 
@@ -47,15 +46,15 @@ class StopWatch:
         self.saved = False
 
     def start(self) -> None:
-        """Starts the thread; called by the main thread once its handlers are set."""
+        """Start the thread; call it from the main thread after its handlers are set."""
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
         _listening.add(self)
-        threading.Thread(target=self._listen, name="stop watch", daemon=True).start()
+        threading.Thread(target=self._listen, name="stop listener", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         signal.set_wakeup_fd(self.before)
         _listening.discard(self)
         self.sender.close()  # which ends the thread
@@ -83,11 +82,11 @@ class StopWatch:
         self._end(number, limit)
 
     def _end(self, number: signal.Signals, seconds: float) -> NoReturn:
-        """Ends the process, with the last checkpoint named."""
+        """Exit; the error names the last checkpoint."""
         error = Interrupted.stuck(number, seconds, checkpoints(self.folder))
         if (watchdog := current()) is not None:
             watchdog.report_failure(error)  # some may wait where they look for failures
-        leave(error, error.report())
+        record_failure(error, error.report())
         if this_process().main:  # the main process reports for all
             self._write(error)
             say(f"halftune train: {error.report()}\n")
@@ -103,7 +102,7 @@ class StopWatch:
 
 # A forked process has the parent's descriptor: without these, what it is told would reach the parent. No signal comes
 # to it before.
-_listening: set[StopWatch] = set()
+_listening: set[StopListener] = set()
 
 
 def _block_signals() -> None:
