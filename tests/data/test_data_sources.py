@@ -167,6 +167,26 @@ def test_a_hub_id_without_a_network_is_a_clear_error():
         read("halftune-tests/no-such-set")
 
 
+def test_a_hub_set_is_read_in_batches(monkeypatch):
+    from datasets import Dataset
+
+    from halftune.data import files, hub
+
+    found = Dataset.from_dict({"text": ["x" * 400] * 5000}).select(range(7, 5000))
+    monkeypatch.setattr(hub, "_load", lambda path, split: found)
+    monkeypatch.setattr(files, "LARGE", 1 << 20)
+    section = SourceSection.model_validate({"path": "org/name"})
+    rows = hub.hub_rows(section).rows
+    assert not isinstance(rows, list)
+    assert list(rows) == found.to_list()
+
+    found.info.download_size = 100
+    monkeypatch.setattr(files, "_SMALL", 1 << 20)
+    with pytest.raises(DataError) as caught:
+        hub.hub_rows(section)
+    assert caught.value.code == "data.compressed_too_well"
+
+
 def test_reading_needs_no_heavy_package():
     code = (
         "import sys, halftune.data.pipeline; print([m for m in ('datasets', 'pandas', 'pyarrow') if m in sys.modules])"

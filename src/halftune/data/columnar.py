@@ -133,6 +133,22 @@ def read_arrow(path: Path) -> FileRows:
     return _of_batches(path, table.num_rows, table.nbytes, batches)
 
 
+def table_rows(path: Path, found: Any, size: int) -> FileRows:
+    """Read a ``datasets.Dataset`` in batches.
+
+    Args:
+        path: its name.
+        found: the data set, formatted as Arrow.
+        size: bytes of its content.
+    """
+
+    def batches() -> Iterator[list[dict[str, Any]]]:
+        for start in range(0, len(found), _BATCH):
+            yield found[start : start + _BATCH].to_pylist()
+
+    return _of_batches(path, len(found), size, batches)
+
+
 def arrow_rows(path: Path, rows: list[dict[str, Any]]) -> FileRows:
     """Remove the nulls that Arrow adds: it gives all objects of a column the same fields, null where unset.
 

@@ -112,7 +112,12 @@ def bomb(path: Path, most: int) -> DataError:
 
 def most_unpacked(path: Path) -> int:
     """Largest accepted decompressed size of a file, in bytes."""
-    return max(_RATIO * path.stat().st_size, _SMALL)
+    return most_of(path.stat().st_size)
+
+
+def most_of(packed: int) -> int:
+    """Largest accepted decompressed size of ``packed`` bytes."""
+    return max(_RATIO * packed, _SMALL)
 
 
 def unpacks(most: int) -> str:

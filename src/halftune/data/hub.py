@@ -12,8 +12,8 @@ from halftune.config.facts.config_file import hub_answers
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.optional import need
-from halftune.data.columnar import arrow_rows
-from halftune.data.files import FileRows
+from halftune.data.columnar import table_rows
+from halftune.data.files import FileRows, most_of, unpacks
 
 
 def hub_fingerprint(section: SourceSection) -> str:
@@ -22,11 +22,19 @@ def hub_fingerprint(section: SourceSection) -> str:
 
 
 def hub_rows(section: SourceSection) -> FileRows:
-    """Return the rows of a hub data set's split; ``org/name:subset`` selects a subset."""
-    rows = _load(section.path, section.split).to_list()
-    if not rows:
+    """Return the rows of a hub data set's split; ``org/name:subset`` selects a subset.
+
+    Raises:
+        DataError: not found, empty, or far larger than its download.
+    """
+    found = _load(section.path, section.split)
+    if not len(found):
         raise DataError("the data set is empty", where=section.path, code="data.empty")
-    return arrow_rows(Path(section.path), rows)
+    size, most = found.data.nbytes, most_of(found.download_size or found.data.nbytes)
+    if size > most:
+        remedy = "if you trust the data set, save it as .jsonl and use the file"
+        raise DataError(unpacks(most), where=section.path, remedy=remedy, code="data.compressed_too_well")
+    return table_rows(Path(section.path), found.with_format("arrow"), size)
 
 
 def check_available(section: SourceSection) -> None:
