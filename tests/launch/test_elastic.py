@@ -133,13 +133,16 @@ def test_a_failure_is_said_while_the_main_process_writes_its_report(tmp_path: Pa
     assert agent.said
 
 
-@pytest.mark.parametrize(("another", "kills"), [("ended long ago", 1), ("is there, too", 0)])
-def test_one_that_is_left_after_a_signal_is_ended(monkeypatch: pytest.MonkeyPatch, another: str, kills: int) -> None:
-    """Long after another one has ended; those of an earlier attempt do not count."""
+@pytest.mark.parametrize(("another", "limit", "kills"), [("exited", 0.0, 1), ("exited", 60.0, 0), ("running", 0.0, 0)])
+def test_one_that_is_left_after_a_signal_is_ended(
+    monkeypatch: pytest.MonkeyPatch, another: str, limit: float, kills: int
+) -> None:
+    """Long after another one has ended, whatever the system clock says; those of an earlier attempt do not count."""
     agent, _ = watching(restarts=1)
+    monkeypatch.setattr("halftune.launch.agent._REPORT", limit)
     looks = iter([None, None, None])
     left = SimpleNamespace(pid=11, poll=lambda: next(looks, 0))
-    other = SimpleNamespace(pid=12, poll=lambda: 143 if another == "ended long ago" else next(looks, 0))
+    other = SimpleNamespace(pid=12, poll=lambda: 143 if another == "exited" else next(looks, 0))
     agent.ended, killed = {5: 0.0} | ({12: 0.0} if other.poll() else {}), list[int]()
     monkeypatch.setattr(Agent, "_processes", lambda self: [left, other])
     monkeypatch.setattr(Agent, "kill", lambda self: killed.append(1))

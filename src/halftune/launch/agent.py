@@ -161,9 +161,11 @@ class Agent(LocalElasticAgent):
 
     def _kill_stragglers(self) -> None:
         """Kill processes that are still running long after another one exited: they are stopped or hang."""
+        first = None  # not from ``ended``: the system clock may be set meanwhile
         while left := self._alive():
-            ended = [self.ended[each.pid] for each in self._processes() if each.pid not in left]
-            if ended and time.time() - min(ended) > _REPORT:
+            if first is None and len(left) < len(self._processes()):
+                first = time.monotonic()
+            if first is not None and time.monotonic() - first > _REPORT:
                 self.kill()
             time.sleep(_POLL)
 
