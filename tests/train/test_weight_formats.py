@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -151,3 +153,18 @@ def test_dora_begins_with_the_norms_of_dequantised_weights(recipe, name: str) ->
 def test_two_processes_train_quantised_weights(recipe, tmp_path: Path, name: str) -> None:
     place = (f"training.output_dir={tmp_path / 'run'}", f"model.quantization={name}")
     assert in_processes(2, train_all([recipe(*STEPS, *place, world_size=2)])) == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4"])
+def test_bitsandbytes_is_imported_for_quantised_weights_only(tmp_path: Path, installed: None) -> None:
+    recipe = Path(__file__).resolve().parents[2] / "configs" / "qwen_qlora.yaml"
+    code = (
+        "import sys; from halftune.cli import main\n"
+        "for format in ('none', 'nf4'):\n"
+        f"    try: main(['train', '--config', {str(recipe)!r}, 'model.name_or_path=builtin:qwen2-tiny',\n"
+        "        'training.max_steps=1', f'training.output_dir={format}', f'model.quantization={format}'])\n"
+        "    except SystemExit as end: print(end.code or 0, 'bitsandbytes' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("0 ")] == ["0 False", "0 True"], done.stderr

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ def quick_imports() -> Iterator[None]:
 
     An exception raised by Ctrl-C inside an import may be swallowed (by a callback of the garbage collector or of an
     extension module) or leave a partial module. Nothing can be lost yet, so the process exits at once.
+
+    Inside, bitsandbytes counts as not installed: peft would import it for one optional class. It is imported later, if
+    a plan needs it.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
@@ -32,13 +36,27 @@ def quick_imports() -> Iterator[None]:
     if main and before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
-        yield
+        with without("bitsandbytes"):
+            yield
     finally:
         if main and before is signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def without(module: str) -> Iterator[None]:
+    """Inside, an optional module that is not imported yet counts as not installed."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.import_utils import is_bnb_4bit_available, is_bnb_available
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from halftune.config.facts.safetensors_headers import read_header
 from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import table
 from halftune.core.errors import ModelError
+from halftune.core.optional import without
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.load_errors import LOAD_ERRORS, first_line
@@ -97,7 +99,9 @@ def attach_adapter(
     Raises:
         ConfigError: the adapter does not fit this model.
     """
-    adapted = table.load(ADAPTERS, adapter.type, kind="adapter")(model, adapter, plan, seed)
+    attach = table.load(ADAPTERS, adapter.type, kind="adapter")
+    with _without_unused_formats():
+        adapted = attach(model, adapter, plan, seed)
     if isinstance(adapted, PeftModel) and isinstance(adapter, LoraAdapter) and adapter.reduces_base:
         from halftune.model.adapters.initial import initialise  # few runs do
 
@@ -105,6 +109,17 @@ def attach_adapter(
     if isinstance(adapted, PeftModel):
         adapted.peft_config["default"].revision = revision
     return adapted
+
+
+@contextmanager
+def _without_unused_formats() -> Iterator[None]:
+    """Inside, peft does not import bitsandbytes (0.7 CPU-s) for a model without layers of it."""
+    try:
+        with without("bitsandbytes"):
+            yield
+    finally:
+        is_bnb_available.cache_clear()
+        is_bnb_4bit_available.cache_clear()
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
@@ -122,7 +137,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
         ours = restore_targets(config, model)
-        with ignore_peft_warnings(), unchanged_targets() if ours else nullcontext():
+        with ignore_peft_warnings(), _without_unused_formats(), unchanged_targets() if ours else nullcontext():
             adapted = PeftModel.from_pretrained(
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
             )
