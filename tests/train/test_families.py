@@ -97,6 +97,11 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS, use_cache=False).logits
 
 
+def distance(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """||out - reference|| / ||reference||, in float64."""
+    return float((out.double() - reference.double()).norm() / reference.double().norm())
+
+
 def plain(folder: Path) -> PreTrainedModel:
     with no_progress_bars():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -116,7 +121,9 @@ def test_lora_of_a_mixture_is_as_planned_and_loads_in_plain_peft(run_of: Any, ki
     assert made == plan.num_trainable.value
     assert float((theirs - before).norm() / before.norm()) > 1e-3, "the adapter does something"
     ours = logits(load_adapter(load_model(run.result, run.plan, for_training=False), run.final, run.plan))
-    assert float((theirs - ours).norm() / ours.norm()) < 1e-6
+    adapted.set_experts_implementation("eager")  # grouped matrix products know no float64
+    exact = logits(adapted.double())
+    assert distance(ours, exact) < 3 * distance(theirs, exact), "as far from float64 as an fp32 run of plain peft"
     if kind == "qwen3_next":
         config = json.loads((result / "final" / "adapter_config.json").read_text())
         assert any("shared_expert.gate_proj" in name for name in config["target_parameters"])
