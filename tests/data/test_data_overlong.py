@@ -200,7 +200,7 @@ def exchanges(*lengths, trained=None):
     labels = np.zeros(places, dtype=bool)
     for turn in turns:
         labels[turn.start : turn.end] = turn.trained
-    return WholeSample(ids, ids, ids + 1, labels, tuple(turns), ())
+    return WholeSample(ids, [(place, place + 1) for place in ids.tolist()], labels, tuple(turns), ())
 
 
 @pytest.mark.parametrize(

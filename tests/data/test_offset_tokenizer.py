@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -75,6 +77,6 @@ def test_tokens_cover_the_text_without_gaps():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_trimmed(), eos_token="</s>")
     control = ControlTokens(special_tokens(tokenizer))
     (encoded,) = OffsetTokenizer(tokenizer, control).encode(["two  and two\n\n make 四 four "])
-    assert encoded.starts[0] == 0
-    assert encoded.ends[-1] == len("two  and two\n\n make 四 four ")
-    assert all(start <= end for start, end in zip(encoded.starts[1:], encoded.ends[:-1], strict=True))
+    assert encoded.offsets[0][0] == 0
+    assert encoded.offsets[-1][1] == len("two  and two\n\n make 四 four ")
+    assert all(start <= end for (_, end), (start, _) in pairwise(encoded.offsets))

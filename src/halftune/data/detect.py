@@ -120,7 +120,8 @@ def _filled(rows: Collection[Mapping[str, Any]]) -> Counter[str]:
     """How many rows have a value, per column."""
     found: Counter[str] = Counter()
     for row in rows:
-        found.update({name: not is_missing(value) for name, value in row.items()})
+        for name, value in row.items():
+            found[name] += not is_missing(value)
     return found
 
 

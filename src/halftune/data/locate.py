@@ -81,6 +81,8 @@ def _by_length(
     template: ChatTemplate, messages: Messages, tools: Any, lengths: set[int], *, prompt: bool = False
 ) -> Callable[[int], str]:
     """Renders the first messages of a conversation, by their number, which is one of ``lengths``."""
+    if not lengths:
+        return {}.__getitem__
     ordered = sorted(lengths)
     rendered = template.render_all([messages[:length] for length in ordered], tools, prompt=prompt)
     return lambda length: rendered(ordered.index(length))

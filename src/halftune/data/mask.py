@@ -198,7 +198,7 @@ def _chosen(
         message = conversation.messages[turn.message]
         return asked and conversation.train[turn.message] is not False and not _is_empty(message, written[turn.message])
 
-    return tuple(replace(turn, trained=is_trained(turn)) for turn in turns)
+    return tuple(replace(turn, trained=True) if is_trained(turn) else turn for turn in turns)
 
 
 def _is_empty(message: Mapping[str, Any], written: str) -> bool:

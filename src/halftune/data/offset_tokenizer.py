@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,19 @@ class Encoded:
 
     Attributes:
         ids: int32[T].
-        starts, ends: int64[T], character offsets of each token, leading space included.
+        offsets: start and end of each token in characters, leading space included.
     """
 
     ids: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    offsets: Sequence[tuple[int, int]]
+
+    def ending_after(self, place: int) -> int:
+        """Index of the first token that ends after a character."""
+        return bisect_right(self.offsets, place, key=itemgetter(1))
+
+    def starting_at(self, place: int) -> int:
+        """Index of the first token that starts at a character or later."""
+        return bisect_left(self.offsets, place, key=itemgetter(0))
 
 
 class OffsetTokenizer:
@@ -50,16 +59,15 @@ class OffsetTokenizer:
             if ours != theirs:
                 self._original[ours] = theirs
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokenises texts, without adding special tokens."""
-        return [self._read(encoding) for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
+        """Tokenises texts, without adding special tokens. The offsets of one text at a time are in memory."""
+        return map(self._read, self._backend.encode_batch(list(texts), add_special_tokens=False))
 
     def _read(self, encoding: Any) -> Encoded:
         ids = np.asarray(encoding.ids, dtype=np.int32)
         for ours, theirs in self._original.items():
             ids[ids == ours] = theirs
-        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return Encoded(ids, offsets[:, 0], offsets[:, 1])
+        return Encoded(ids, encoding.offsets)
 
 
 def backend_json(tokenizer: PreTrainedTokenizerBase) -> str:

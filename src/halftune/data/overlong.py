@@ -98,7 +98,7 @@ def _shorten(sample: WholeSample, keep: np.ndarray, limit: int, floor: int) -> b
 
 def _whole_character(sample: WholeSample, lowest: int, cut: int) -> int:
     """Move a cut back to a token boundary that splits no character."""
-    while cut > lowest and sample.starts[cut] < sample.ends[cut - 1]:
+    while cut > lowest and sample.offsets[cut][0] < sample.offsets[cut - 1][1]:
         cut -= 1
     return cut
 

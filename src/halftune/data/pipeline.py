@@ -5,6 +5,7 @@ Tokenised sources are cached on disk, keyed by everything that affects the token
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -276,6 +277,7 @@ def _tokenize(
     settings: Settings,
     folder: Path | None,
 ) -> tuple[TokenStore, SourceReport]:
+    gc.freeze()  # rows and modules stay alive: scanning them in every full collection takes a tenth of the time
     taken = TakenRows(rows, chosen)
     reading = detect_for(config.method, taken, section)
     report = SourceReport(

@@ -44,6 +44,9 @@ def joined(rendering: Rendering, pieces: Sequence[Encoded], first: list[int], la
     shifted = list(zip(pieces, (0, rendering.split), strict=True))
     return Encoded(
         np.concatenate([np.array(first, np.int32), *(one.ids for one in pieces), np.array(last, np.int32)]),
-        np.concatenate([[0] * len(first), *(one.starts + by for one, by in shifted), [end]]).astype(np.int64),
-        np.concatenate([[0] * len(first), *(one.ends + by for one, by in shifted), [end + 1]]).astype(np.int64),
+        [
+            *[(0, 0)] * len(first),
+            *((start + by, stop + by) for one, by in shifted for start, stop in one.offsets),
+            (end, end + 1),
+        ],
     )

@@ -63,15 +63,14 @@ class WholeSample:
 
     Attributes:
         ids: int32[T].
-        starts, ends: int64[T], character offsets of each token.
+        offsets: start and end of each token in characters.
         trained: bool[T], tokens with a label.
         turns: assistant turns.
         contents: token ranges of user and tool messages, which truncation may shorten.
     """
 
     ids: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    offsets: Sequence[tuple[int, int]]
     trained: np.ndarray
     turns: tuple[TokenTurn, ...]
     contents: tuple[tuple[int, int], ...]

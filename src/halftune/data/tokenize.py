@@ -204,7 +204,7 @@ class RowTokenizer:
         outcomes = [Outcome() for _ in rows]
         rendered = self._render_all(rows, outcomes)
         pieces = [piece for renderings in rendered.values() for one in renderings for piece in one.pieces]
-        encoded = iter(self._exact.encode(pieces))
+        encoded = self._exact.encode(pieces)
         for number, (index, renderings) in enumerate(rendered.items()):
             tokens = [self._joined(one, [next(encoded) for _ in one.pieces]) for one in renderings]
             for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
@@ -330,10 +330,9 @@ class RowTokenizer:
         trained = np.full(len(tokens.ids), self._settings.train_on == "all")
         turns = []
         for turn in rendering.turns:
-            # The first token that ends after `start`, and the first that begins at or after `end`.
-            start = int(tokens.ends.searchsorted(turn.start, side="right"))
-            end, full_end = (int(tokens.starts.searchsorted(at, side="left")) for at in (turn.end, turn.full_end))
-            if start < len(tokens.ids) and tokens.starts[start] < turn.start and MERGED not in outcome.notes:
+            start, end = tokens.ending_after(turn.start), tokens.starting_at(turn.end)
+            full_end = end if turn.full_end == turn.end else tokens.starting_at(turn.full_end)
+            if start < len(tokens.ids) and tokens.offsets[start][0] < turn.start and MERGED not in outcome.notes:
                 outcome.notes = (*outcome.notes, MERGED)
             if turn.trained:
                 trained[start : full_end if self._settings.train_line_break else end] = True
@@ -341,12 +340,11 @@ class RowTokenizer:
                 trained[start:end] = False
             turns.append(TokenTurn(start, end, full_end, turn.complete, turn.trained))
         for first, last in rendering.untrained:
-            at = np.searchsorted(tokens.ends, first, side="right"), np.searchsorted(tokens.starts, last, side="left")
-            trained[at[0] : at[1]] = False
+            trained[tokens.ending_after(first) : tokens.starting_at(last)] = False
         contents: tuple[tuple[int, int], ...] = ()
         if len(tokens.ids) > self._settings.max_length and not rendering.split:
             contents = self._contents(rendering, tokens)
-        return WholeSample(tokens.ids, tokens.starts, tokens.ends, trained, tuple(turns), contents)
+        return WholeSample(tokens.ids, tokens.offsets, trained, tuple(turns), contents)
 
     def _contents(self, rendering: Rendering, tokens: Encoded) -> tuple[tuple[int, int], ...]:
         """Token ranges of user and tool messages that the template renders unchanged."""
@@ -354,8 +352,7 @@ class RowTokenizer:
         found = []
         places = text_ranges(self._template, rendering.messages, rendering.tools, rendering.text)
         for index, (start, end) in places.items():
-            first = int(np.searchsorted(tokens.starts, start, side="left"))
-            last = int(np.searchsorted(tokens.ends, end, side="right"))
+            first, last = tokens.starting_at(start), tokens.ending_after(end)
             if last > first and rendering.messages[index]["role"] != "system":
                 found.append((first, last))
         return tuple(found)

@@ -26,9 +26,29 @@ class BadJson(Exception):
 
 
 class _Repeated(dict[str, Any]):
-    """An object with a duplicate key."""
+    """An object with a duplicate key.
+
+    Attributes:
+        key: the key.
+        made: number of such objects in this process.
+    """
 
     key = ""
+    made = 0
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    names = [name for name, _ in pairs]
+    marked = _Repeated(made)
+    marked.key = next(name for name in names if names.count(name) > 1)
+    _Repeated.made += 1
+    return marked
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def parse(text: str) -> tuple[Any, bool]:
@@ -37,20 +57,9 @@ def parse(text: str) -> tuple[Any, bool]:
     Raises:
         BadJson: invalid JSON, a number with too many digits, or too deep nesting.
     """
-    repeated = False
-
-    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal repeated
-        made = dict(pairs)
-        if len(made) == len(pairs):
-            return made
-        repeated, names = True, [name for name, _ in pairs]
-        marked = _Repeated(made)
-        marked.key = next(name for name in names if names.count(name) > 1)
-        return marked
-
+    repeated = _Repeated.made
     try:
-        value = json.loads(text, object_pairs_hook=make)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise BadJson(f"not valid JSON: {error.msg}", error.lineno, error.colno) from error
     except RecursionError as error:
@@ -58,7 +67,7 @@ def parse(text: str) -> tuple[Any, bool]:
     except ValueError as error:  # Python converts no integer of more than 4300 digits
         raise BadJson("JSON number with more than 4300 digits") from error
     deep = text.count("[") + text.count("{") > DEEPEST
-    return value, repeated or deep or _SURROGATE.search(text) is not None
+    return value, _Repeated.made > repeated or deep or _SURROGATE.search(text) is not None
 
 
 def find_fault(value: Any) -> str:
