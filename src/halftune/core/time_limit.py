@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 _STATM = "/proc/self/statm"  # Linux only; memory is not limited on other systems
@@ -31,7 +32,7 @@ class Limits:
 
     def __init__(self, seconds: float, memory: int) -> None:
         self._seconds, self._memory = seconds, memory
-        self._inner, self._kept = False, 0
+        self._inner, self._kept, self._started = False, 0, 0.0
 
     def __enter__(self) -> Limits:
         self._inner = Limits._held or threading.current_thread() is not threading.main_thread()
@@ -40,7 +41,7 @@ class Limits:
             self._handler = signal.signal(signal.SIGVTALRM, _end)
             self._before = resource.getrlimit(resource.RLIMIT_AS)
             self._limit_memory()
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds)
+            self._start_timer()
         return self
 
     def __exit__(
@@ -53,13 +54,21 @@ class Limits:
             Limits._held = False
 
     def renew(self, kept: int) -> None:
-        """Restart the time limit; ``kept`` allocated bytes no longer count towards the memory limit."""
+        """Restart the time limit; ``kept`` allocated bytes no longer count towards the memory limit.
+
+        The limit may be shorter by a hundredth: the timer restarts only after that time, since a system call is slow.
+        """
         if self._inner:
             return
-        signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds)
+        if time.monotonic() - self._started > self._seconds / 100:
+            self._start_timer()
         self._kept += kept
         if self._kept > self._memory // 8:  # not on every call: reading the memory use is slow
             self._limit_memory()
+
+    def _start_timer(self) -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds)
+        self._started = time.monotonic()
 
     def _limit_memory(self) -> None:
         self._kept = 0

@@ -5,6 +5,7 @@ Templates that print the date (``strftime_now``) see one date, so a resumed run 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from halftune.core.errors import DataError
 from halftune.core.time_limit import Limits, OutOfTime
 from halftune.data.control_tokens import CLOSE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.preflight import no_chat_template
-from halftune.data.template_features import TOOL, TemplateFeatures, probe_features
+from halftune.data.template_features import REASONING_KEYS, TOOL, TemplateFeatures, probe_features
 
 _CALL = "strftime_now"
 # strftime directives. `%-d` is `%d` without a leading zero; `%%` is replaced last, after all other directives.
@@ -82,6 +84,7 @@ class ChatTemplate:
             raise no_chat_template(str(tokenizer.name_or_path))
         self._tokenizer = tokenizer
         self._variables, self._day = dict(variables or {}), day
+        self._fixed = _fixed_variables(tokenizer, self._variables)
         try:
             self.features = probe_features(
                 lambda features, messages, tools: self._render(messages, tools, features=features)
@@ -177,8 +180,13 @@ class ChatTemplate:
             options.setdefault("chat_template", self.source(tools))
         try:
             with conversation_limits():
+                made = [[features.of_message(message) for message in messages] for messages in conversations]
+                if self._fixed is not None and tools is None and all(map(_is_plain, made)):
+                    template = _compile_jinja_template(options.get("chat_template") or self.source(None))
+                    given = {**self._fixed, "add_generation_prompt": prompt}
+                    return [template.render(given, messages=messages) for messages in made]
                 return self._tokenizer.apply_chat_template(
-                    [[features.of_message(message) for message in messages] for messages in conversations],
+                    made,
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=prompt,
@@ -250,6 +258,28 @@ def too_much(error: BaseException) -> RowError:
     """The error for a conversation that exceeds a limit."""
     limit = f"{_SECONDS} s of CPU time" if isinstance(error, OutOfTime) else f"{_MEMORY >> 30} GiB of memory"
     return RowError(f"the chat template needs more than {limit} for one conversation", TRUSTED)
+
+
+def _fixed_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``apply_chat_template`` gives a template beside plain messages; None if that takes more than passing it on.
+
+    Calling a compiled template with these takes two thirds of the time of ``apply_chat_template``.
+    """
+    own = PreTrainedTokenizerBase.apply_chat_template
+    taken = {*inspect.signature(own).parameters, "messages", "conversations"}
+    values = {**tokenizer.special_tokens_map, **variables}
+    plain = all(value is None or type(value) in (str, int, float, bool) for value in values.values())
+    if type(tokenizer).apply_chat_template is not own or not plain or taken & variables.keys():
+        return None
+    return {**values, "tools": None, "documents": None}
+
+
+def _is_plain(messages: Messages) -> bool:
+    """Whether ``apply_chat_template`` passes messages on unchanged: texts only, and no reasoning."""
+    return all(
+        message.keys().isdisjoint(REASONING_KEYS) and all(type(value) is str for value in message.values())
+        for message in messages
+    )
 
 
 def _marker(match: re.Match[str]) -> str:
