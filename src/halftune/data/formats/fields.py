@@ -106,6 +106,8 @@ def is_missing(value: Any) -> bool:
 
 def holds_missing(value: Any) -> bool:
     """Whether a nested value contains NaN or an infinity."""
+    if isinstance(value, str):  # most values; an instance check of Mapping is slow
+        return False
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, Mapping):
