@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halftune.cli import main
 from halftune.core.errors import ModelError
+from halftune.core.manifest import MANIFEST, seal
 from halftune.core.status import StatusFile, read_status
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
@@ -34,6 +36,20 @@ def dtype_of(folder: Path) -> str:
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(folder / "model.safetensors").values()}
     assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
     return dtype
+
+
+@pytest.mark.parametrize("place", ["base", "base/inside", "base/..", "link"])
+def test_an_export_replaces_no_input_of_its_run(tmp_path: Path, place: str) -> None:
+    base = checkpoint(tmp_path / "models" / "base", torch.float32)
+    seal(base, MANIFEST)  # as an earlier export that is the base of this run
+    run = open_run(str(finished_run(tmp_path / "lora", base)))
+    (tmp_path / "models" / "link").symlink_to(base, target_is_directory=True)
+    before = (base / "model.safetensors").read_bytes()
+    for force in (False, True):
+        with pytest.raises(ModelError) as caught:
+            export_run(run, tmp_path / "models" / place, force=force)
+        assert caught.value.code == "export.output_unusable"
+    assert (base / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("own", ["bf16", "fp16", "fp32"])
@@ -121,6 +137,11 @@ def test_nothing_is_written_over(tmp_path: Path, run_folder: Path) -> None:
     export_run(run, tmp_path / "out", "fp32")
     with pytest.raises(ModelError, match="--force"):
         export_run(run, tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").unlink()
+    with pytest.raises(ModelError, match="did not write"):
+        export_run(run, tmp_path / "out", force=True)
+    shutil.rmtree(tmp_path / "out")
+    export_run(run, tmp_path / "out")
     export_run(run, tmp_path / "out", "bf16", force=True)
     assert dtype_of(tmp_path / "out") == "bfloat16"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from halftune.core.errors import HalftuneError, ModelError
+from halftune.core.manifest import MANIFEST, seal
 from halftune.hardware.catalogue import lookup
 from halftune_webui.labels import load_words
 from halftune_webui.machine_panel import Free, machine_view
@@ -125,6 +126,7 @@ def test_an_export_into_what_is_there_starts_nothing(tmp_path: Path) -> None:
     for folder, name in ((model, "config.json"), (other, "notes.txt")):
         folder.mkdir()
         (folder / name).write_text("{}")
+    seal(model, MANIFEST)
     for output, remedy in ((model, "TICK"), (other, "empty"), (run, "another"), (run / "final", "another"), ("", "")):
         with pytest.raises(HalftuneError) as error:
             export.start(settings, run, str(output), None, force=False, how="TICK")

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="format of the weights")
     parser.add_argument("--status", metavar="FILE", type=Path, help="write progress to this JSON file")
-    parser.add_argument("--force", action="store_true", help="replace an earlier model in DIR")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
-    from halftune.export.output import check_output
+    from halftune.export.output import check_output, inputs_of
     from halftune.model.completed_run import open_checkpoint, open_run
 
     log.configure()
@@ -55,7 +55,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
             finished = open_checkpoint(target, args.overrides, Path(scratch) / "final")
         else:
             finished = open_run(args.run, args.overrides)
-        check_output(finished.folder, finished.final, output, force=args.force)
+        check_output(finished.folder, finished.final, output, inputs_of(finished.loaded.run), force=args.force)
 
         with quick_imports():
             from halftune.export.merged import export_run

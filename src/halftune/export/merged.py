@@ -13,7 +13,8 @@ from halftune.config.facts.safetensors_headers import main_format, read_headers,
 from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
-from halftune.export.output import check_output
+from halftune.core.manifest import MANIFEST, seal
+from halftune.export.output import check_output, inputs_of
 from halftune.model.completed_run import CompletedRun
 from halftune.model.identity import check_base
 from halftune.model.locate import locate
@@ -78,14 +79,14 @@ def export_run(
         run: the finished run.
         output: folder to write, atomically.
         dtype: format of the weights; default the base checkpoint's (for a full model: the saved one).
-        force: replace an earlier model in ``output``.
+        force: replace an earlier export in ``output``.
         progress: called with the progress.
 
     Raises:
         ModelError: ``output`` is in use, not enough memory, or the exported model's logits differ.
         TrainingError: ``output`` cannot be written (a full disk …).
     """
-    check_output(run.folder, run.final, output, force=force)
+    check_output(run.folder, run.final, output, inputs_of(run.loaded.run), force=force)
     if run.is_adapter:
         check_base(base_of_result(run.final), run.loaded.run.model, allowed=run.any_base)
     headers = read_headers(locate(run.result))
@@ -107,6 +108,7 @@ def export_run(
             else:
                 write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
                 save_tokenizer(load_tokenizer(run.result), partial)
+                seal(partial, MANIFEST)
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         remedy = f"{write_error_remedy(error)}, or choose another output folder"
         what = f"cannot write: {error}"

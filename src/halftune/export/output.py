@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
+from halftune.model.result import has_manifest
 
 
-def check_output(run: Path, final: Path, output: Path, *, force: bool, how: str = "use --force to replace it") -> None:
-    """Check that the output folder is empty, or contains a model that ``force`` allows to replace.
+def inputs_of(config: RunConfig) -> list[Path]:
+    """Return the local files and folders that a run reads: models, tokenizer, adapter, chat template, data."""
+    model, adapter = config.model, config.adapter
+    names = [model.name_or_path, model.tokenizer, model.chat_template]
+    names += [adapter.name_or_path] if isinstance(adapter, LoraAdapter) else []
+    names += [source.path for source in (*config.data.train, *config.data.eval)]
+    paths = [Path(os.path.expanduser(name)) for name in names if name and "\n" not in name]
+    return [path for path in paths if os.path.exists(path)]
+
+
+def check_output(
+    run: Path,
+    final: Path,
+    output: Path,
+    inputs: Sequence[Path] = (),
+    *,
+    force: bool,
+    how: str = "use --force to replace it",
+) -> None:
+    """Check that the output folder is empty, or contains an export that ``force`` allows to replace.
 
     Args:
         run: the run folder.
         final: the folder of its result.
         output: the folder to write.
-        force: whether an earlier model may be replaced.
-        how: the remedy if there is a model.
+        inputs: what the run reads (:func:`inputs_of`).
+        force: whether an earlier export may be replaced.
+        how: the remedy if there is one.
 
     Raises:
         ModelError: the folder cannot be used.
     """
-    own = run.resolve()
-    if output.resolve() in (own, own / "final", *final.resolve().parents, final.resolve()):
-        what = "the output folder belongs to the run"
-        raise ModelError(what, where=str(output), remedy="choose another folder", code="export.output_unusable")
+    own, target = run.resolve(), output.resolve()
+    if target in (own, own / "final", *final.resolve().parents, final.resolve()):
+        raise _unusable("the output folder belongs to the run", output)
+    for path in (path.resolve() for path in inputs):
+        if path == target or path in target.parents or target in path.parents:
+            raise _unusable(f"the output folder is, contains or lies in an input of the run: {path}", output)
     if output.is_file():
-        what = "the output is a file"
-        raise ModelError(what, where=str(output), remedy="choose a folder", code="export.output_unusable")
+        raise _unusable("the output is a file", output, "choose a folder")
     if output.is_dir() and any(output.iterdir()):
         if not (output / "config.json").is_file():
-            raise ModelError(
-                "the folder contains unrelated files",
-                where=str(output),
-                remedy="choose an empty or new folder",
-                code="export.output_unusable",
-            )
+            raise _unusable("the folder contains unrelated files", output, "choose an empty or new folder")
+        if not has_manifest(output):
+            what = "the folder contains a model that halftune did not write"
+            raise _unusable(what, output, "choose another folder, or delete this one first")
         if not force:
-            raise ModelError(
-                "output already contains a model", where=str(output), remedy=how, code="export.output_unusable"
-            )
+            raise _unusable("output already contains a model", output, how)
+
+
+def _unusable(what: str, output: Path, remedy: str = "choose another folder") -> ModelError:
+    return ModelError(what, where=str(output), remedy=remedy, code="export.output_unusable")

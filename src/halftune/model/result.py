@@ -80,13 +80,13 @@ def check_written(folder: Path, *, thorough: bool) -> None:
     folder = folder.resolve()
     if thorough and folder.name == FINAL and finished_at(folder.parent) is not None:
         check_result(folder.parent)
-    elif _has_manifest(folder) and (wrong := damage(folder, thorough=thorough, marker=MANIFEST)):
+    elif has_manifest(folder) and (wrong := damage(folder, thorough=thorough, marker=MANIFEST)):
         remedy = f"copy it again, or delete its {MANIFEST} to accept the files as they are"
         what = f"the model was modified after halftune wrote it: {wrong}"
         raise ModelError(what, where=str(folder), remedy=remedy, code="model.result_damaged")
 
 
-def _has_manifest(folder: Path) -> bool:
+def has_manifest(folder: Path) -> bool:
     """Whether there is a manifest of ours, or an unreadable one; other tools use this file name too."""
     try:
         found = read_json(folder / MANIFEST, MOST_JSON)

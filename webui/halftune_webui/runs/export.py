@@ -34,7 +34,7 @@ def start(settings: Settings, run: Path, output: str, dtype: str | None, *, forc
         run: a finished run.
         output: folder to write, of the browser.
         dtype: one of ``DTYPES``, or None for the base checkpoint's own.
-        force: replace an earlier model there.
+        force: replace an earlier export there.
         how: what to do where there is one.
 
     Returns:
