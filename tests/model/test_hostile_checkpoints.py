@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -217,6 +218,18 @@ def test_links_to_a_checkpoint_are_the_checkpoint(make: Callable[[Path, Path], N
     model = load_model(section(linked(folder, make)), plan())
     same = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])
+def test_a_tokenizer_file_that_is_no_file(name: str, kind: str, folder: Path) -> None:
+    path = folder / name
+    path.unlink(missing_ok=True)
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("nowhere")}[kind]()
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(section(folder))
+    assert caught.value.code == ("core.broken_link" if kind == "link" else "core.file_damaged")
+    assert name in caught.value.where
 
 
 def test_links_that_lead_nowhere_or_to_themselves(folder: Path) -> None:

@@ -47,11 +47,11 @@ def check_output(
     own, target = run.resolve(), output.resolve()
     if target in (own, own / "final", *final.resolve().parents, final.resolve()):
         raise _unusable("the output folder belongs to the run", output)
-    for path in (path.resolve() for path in inputs):
-        if path == target or path in target.parents or target in path.parents:
-            raise _unusable(f"the output folder is, contains or lies in an input of the run: {path}", output)
     if output.is_file():
         raise _unusable("the output is a file", output, "choose a folder")
+    for path in (path.resolve() for path in inputs):
+        if path == target or path in target.parents or target in path.parents:
+            raise _unusable(f"would write over an input of the run: {path}", output)
     if output.is_dir() and any(output.iterdir()):
         if not (output / "config.json").is_file():
             raise _unusable("the folder contains unrelated files", output, "choose an empty or new folder")

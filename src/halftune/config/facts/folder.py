@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,23 @@ _SMALL = (
 )
 
 
-def _check_sizes(folder: Path) -> None:
-    """Check the sizes of a checkpoint's config and tokenizer files.
+def _check_files(folder: Path) -> None:
+    """Check that a checkpoint's files are regular files, and that those besides the weights are small.
 
     Raises:
-        ModelError: a file is too large.
+        ModelError: a broken symbolic link, a folder or a pipe in place of a file, or a file that is too large.
     """
-    for path in (path for pattern in _SMALL for path in folder.glob(pattern)):
-        if path.is_file() and (size := path.stat().st_size) > MOST_JSON:
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        small = any(fnmatch(path.name, pattern) for pattern in _SMALL) or path.parent != folder
+        if not small and path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
+            continue
+        if path.is_symlink() and not path.exists():
+            what = f"broken symbolic link to {path.readlink()}"
+            remedy = "fix the symbolic link, or copy the file itself"
+            raise ModelError(what, where=str(path), remedy=remedy, code="core.broken_link")
+        if not path.is_file():
+            raise damaged("not a regular file", path)
+        if small and (size := path.stat().st_size) > MOST_JSON:
             raise damaged(f"file has {size:,} bytes; the maximum is {MOST_JSON:,}", path)
 
 
@@ -51,7 +61,7 @@ def check_weights(folder: Path) -> None:
         what = "the model's folder also contains an adapter, whose base model transformers would load instead"
         remedy = "move adapter_config.json elsewhere, or use the folder of the model alone"
         raise ModelError(what, where=where, remedy=remedy, code="model.adapter_beside_model")
-    _check_sizes(folder)
+    _check_files(folder)
     if read_headers(folder):
         return
     if pickles := pickles_in(folder):
@@ -59,12 +69,7 @@ def check_weights(folder: Path) -> None:
         raise ModelError(
             what, where=where, remedy=f"if you trust them, run: {model_command(folder)}", code="model.pickle_refused"
         )
-    if (single := folder / "model.safetensors").is_symlink() and not single.exists():
-        what = f"broken symbolic link to {single.readlink()}"
-        raise ModelError(
-            what, where=str(single), remedy="fix the symbolic link, or copy the file itself", code="core.broken_link"
-        )
-    if single.is_file():
+    if (folder / "model.safetensors").is_file():
         raise ModelError(
             "the file contains no weights",
             where=f"{folder}/model.safetensors",
@@ -129,13 +134,13 @@ def check_tokenizer(folder: Path) -> None:
     """Check that a folder contains a tokenizer: transformers would silently create an empty one.
 
     Raises:
-        ModelError: there is none, or its JSON is corrupt.
+        ModelError: there is none, or a file is corrupt.
     """
+    _check_files(folder)
     if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         remedy = "copy the tokenizer's files there, or set model.tokenizer"
         what = "the folder has no tokenizer"
         raise ModelError(what, where=str(folder), remedy=remedy, code="model.tokenizer_missing")
-    _check_sizes(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             read_json(folder / name)
