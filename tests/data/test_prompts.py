@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import decoders, pre_tokenizers, processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from halftune.core.errors import DataError
 from halftune.data.pipeline import prepare
@@ -32,8 +32,9 @@ def samples(split):
 def sentencepiece(tokenizer):
     """Mark the start of every text, as the tokenizer of Llama 2 does, and begin texts with BOS."""
     backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Metaspace()
+    backend.normalizer = normalizers.Replace("\n", "Ċ")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("Ġ", prepend_scheme="first")
+    backend.decoder = decoders.Metaspace("Ġ")
     ids = [("<s>", tokenizer.bos_token_id)]
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=ids)
     return tokenizer

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import DataError
@@ -24,10 +25,12 @@ class Encoded:
     Attributes:
         ids: int32[T].
         offsets: start and end of each token in characters, leading space included.
+        lost: the characters that the tokenizer cannot represent.
     """
 
     ids: np.ndarray
     offsets: Sequence[tuple[int, int]]
+    lost: str = ""
 
     def ending_after(self, place: int) -> int:
         """Index of the first token that ends after a character."""
@@ -52,7 +55,13 @@ class OffsetTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
-        self._backend = _aliased(backend_json(tokenizer), control)
+        spec = _aliased(backend_json(tokenizer), control)
+        self._backend = Tokenizer.from_str(json.dumps(spec))
+        self._lost_text = None
+        if can_lose_text(spec):
+            from halftune.data.lost_text import LostText  # few tokenizers
+
+            self._lost_text = LostText(self._backend, spec)
         self._original = {}
         for token in control.tokens:
             ours, theirs = self._backend.token_to_id(control.alias_of(token)), tokenizer.convert_tokens_to_ids(token)
@@ -61,13 +70,14 @@ class OffsetTokenizer:
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
         """Tokenises texts, without adding special tokens. The offsets of one text at a time are in memory."""
-        return map(self._read, self._backend.encode_batch(list(texts), add_special_tokens=False))
+        return map(self._read, texts, self._backend.encode_batch(list(texts), add_special_tokens=False))
 
-    def _read(self, encoding: Any) -> Encoded:
+    def _read(self, text: str, encoding: Any) -> Encoded:
         ids = np.asarray(encoding.ids, dtype=np.int32)
         for ours, theirs in self._original.items():
             ids[ids == ours] = theirs
-        return Encoded(ids, encoding.offsets)
+        offsets = encoding.offsets
+        return Encoded(ids, offsets, self._lost_text.find(text, ids, offsets) if self._lost_text else "")
 
 
 def backend_json(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -86,7 +96,7 @@ def backend_json(tokenizer: PreTrainedTokenizerBase) -> str:
     return backend.to_str()
 
 
-def _aliased(text: str, control: ControlTokens) -> Tokenizer:
+def _aliased(text: str, control: ControlTokens) -> dict[str, Any]:
     spec = json.loads(text)
     spec["truncation"] = spec["padding"] = None
     aliases = {token: control.alias_of(token) for token in control.tokens}
@@ -101,7 +111,28 @@ def _aliased(text: str, control: ControlTokens) -> Tokenizer:
     if model.get("unk_token") in aliases:
         model["unk_token"] = aliases[model["unk_token"]]
     _untrim(spec.get("post_processor"))
-    return Tokenizer.from_str(json.dumps(spec))
+    return spec
+
+
+def can_lose_text(spec: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer may have no token for a text: its vocabulary does not contain all 256 bytes.
+
+    Args:
+        spec: its ``tokenizer.json``.
+    """
+    model = spec["model"]
+    vocabulary = model.get("vocab") or ()
+    words = vocabulary if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
+    if model.get("byte_fallback"):
+        return not all(f"<0x{byte:02X}>" in words for byte in range(256))
+    return not (_has_byte_level(spec) and all(letter in words for letter in ByteLevel.alphabet()))
+
+
+def _has_byte_level(spec: Any) -> bool:
+    if isinstance(spec, dict):
+        parts = (spec.get("pre_tokenizer"), spec.get("normalizer"), *spec.get("pretokenizers", ()))
+        return spec.get("type") == "ByteLevel" or any(map(_has_byte_level, (*parts, *spec.get("normalizers", ()))))
+    return False
 
 
 def _untrim(spec: Any) -> None:

@@ -41,6 +41,8 @@ from halftune.data.template_features import NO_SYSTEM
 from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
 
 WRITTEN = 4096  # examples written at a time
+LOST = 0.01  # share of characters without a token at which a source is refused
+EXAMPLES = 20  # lost characters shown
 PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
 
 Tokenised = tuple[TokenStore, dict[str, Any]]
@@ -243,6 +245,9 @@ def _warn(report: SourceReport, max_length: int) -> None:
         elif reason == NO_SYSTEM:
             remedy = MERGE
         log.warning("%s: dropped: %s: %s · %s", report.name, reason, count, remedy)
+    if report.lost_characters:
+        what = "%s: the tokenizer cannot represent %s of %s characters, for example %s"
+        log.warning(what, report.name, report.lost_characters, report.characters, report.lost)
     for reason, count in report.truncated.items():
         log.warning("%s: truncated: %s: %s · %s to keep whole rows", report.name, reason, count, raised)
 
@@ -295,6 +300,10 @@ def _tokenize(
     _collect(rows, chosen, outcomes, report, writer)
     if not report.kept:
         raise nothing_left(report.name, report.dropped)
+    if report.lost_share > LOST:
+        what = f"the tokenizer cannot represent {report.lost_share:.1%} of the characters, for example {report.lost}"
+        remedy = "set model.tokenizer to one that covers this text, or add tokens: model.tokens.add"
+        raise DataError(what, where=report.name, remedy=remedy, code="data.text_lost")
     store = writer.finish()
     report.samples, report.tokens = len(store), len(store.ids)
     report.trained_tokens = int(store.trained.sum())
@@ -328,6 +337,10 @@ def _count(report: SourceReport, outcome: Outcome, rows: Rows, index: int) -> No
     report.kept += bool(outcome.examples)
     report.truncated_rows += bool(outcome.truncated)
     report.answers_lost += outcome.answers_lost
+    report.characters += outcome.characters
+    report.lost_characters += len(outcome.lost)
+    if outcome.lost and len(report.lost) < EXAMPLES:
+        report.lost = "".join(dict.fromkeys(report.lost + outcome.lost))[:EXAMPLES]
     reasons = [(report.dropped, outcome.dropped)] if outcome.dropped else []
     reasons += [(report.truncated, what) for what in outcome.truncated]
     reasons += [(report.notes, what) for what in outcome.notes]

@@ -49,4 +49,5 @@ def joined(rendering: Rendering, pieces: Sequence[Encoded], first: list[int], la
             *((start + by, stop + by) for one, by in shifted for start, stop in one.offsets),
             (end, end + 1),
         ],
+        "".join(one.lost for one in pieces),
     )

@@ -56,6 +56,8 @@ class SourceReport:
         dropped, truncated, notes: reason → rows; one row may have several reasons.
         tokens, trained_tokens: of all samples.
         lengths: histogram of sample lengths, (upper bound in tokens, samples).
+        characters, lost_characters: in the rendered rows, and those that the tokenizer cannot represent.
+        lost: the first lost characters.
     """
 
     name: str
@@ -76,6 +78,14 @@ class SourceReport:
     tokens: int = 0
     trained_tokens: int = 0
     lengths: list[tuple[int, int]] = field(default_factory=list)
+    characters: int = 0
+    lost_characters: int = 0
+    lost: str = ""
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the characters that the tokenizer cannot represent."""
+        return self.lost_characters / max(self.characters, 1)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SourceReport:
@@ -193,6 +203,8 @@ def _details(source: SourceReport) -> list[RenderableType]:
         ("note", "yellow", source.notes),
     ):
         lines += [Text(f"  {title}: {reason}: {count}", style=style) for reason, count in counts.items()]
+    if source.lost_characters:
+        lines.append(Text(f"  {source.lost_characters:,} characters have no token: {source.lost}", style="yellow"))
     if source.answers_lost:
         lines.append(Text(f"  truncated: {source.answers_lost:,} whole answers dropped", style="yellow"))
     return lines + _bars(source.lengths)

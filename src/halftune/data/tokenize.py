@@ -154,6 +154,7 @@ class Outcome:
         truncated: descriptions of cuts.
         answers_lost: trained answers dropped by truncation.
         notes: other changes that the report counts.
+        characters, lost: number of rendered characters, and those that the tokenizer cannot represent.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -161,6 +162,8 @@ class Outcome:
     truncated: tuple[str, ...] = ()
     answers_lost: int = 0
     notes: tuple[str, ...] = ()
+    characters: int = 0
+    lost: str = ""
 
 
 class BadRow(Exception):
@@ -209,6 +212,8 @@ class RowTokenizer:
             tokens = [self._joined(one, [next(encoded) for _ in one.pieces]) for one in renderings]
             for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
                 self._compare(rendering, own)
+            outcomes[index].characters = sum(len(one.text) for one in renderings)
+            outcomes[index].lost = "".join(one.lost for one in tokens)
             self._finish(index, renderings, tokens, outcomes[index])
         return outcomes
 
