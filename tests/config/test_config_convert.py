@@ -366,6 +366,9 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
     return convert_file(Path("old.yaml"), "axolotl", accepted)
 
 
+LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_proj]\n"
+
+
 @pytest.mark.parametrize(
     ("more", "status"),
     [
@@ -436,6 +439,22 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
         ("datasets: [{path: a/b, type: null}]", "refused"),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "same"),
         ("adapter: qlora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "same"),
+        (
+            LORA_OF_Q + "lora_target_parameters: [experts.down_proj]",
+            "same",
+        ),
+        (
+            LORA_OF_Q + "load_in_8bit: true\nquantize_moe_experts: true",
+            "same",
+        ),
+        (
+            LORA_OF_Q + "quantize_moe_experts: true",
+            "refused",
+        ),
+        (
+            LORA_OF_Q + "load_in_8bit: true\nquantize_moe_experts: true\nlora_target_parameters: [experts.down_proj]",
+            "refused",
+        ),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\npeft: {loftq_config: {loftq_bits: 4}}", "refused"),
     ],
 )

@@ -129,8 +129,10 @@ adapter: {type: lorra, r: 8, bias: none, alpha: -1}
 data: {train: "builtin:python-docs"}
 training: {output_dir: runs/x}
 """
-    keys = "name_or_path, rank, alpha, dropout, target_modules, modules_to_save, use_rslora, use_dora, init"
-    keys += ", lora_plus_ratio"
+    keys = (
+        "name_or_path, rank, alpha, dropout, target_modules, target_parameters, modules_to_save, use_rslora, use_dora"
+    )
+    keys += ", init, lora_plus_ratio"
     known = f"keys of adapter are type, {keys}"
     assert problems(text) == [
         "x.yaml:2: adapter.type: expected one of none, lora, oft, vera, ia3, loha, lokr, got 'lorra' · did you mean lora?",

@@ -67,6 +67,7 @@ class Workload:
         checkpointing: whether activations are recomputed.
         adapted_inputs: sum of the input widths of all adapted layers, if dropout copies them.
         dora_outputs: sum of the output widths of all adapted layers, if DoRA scales them.
+        experts: weights of fused experts that are computed in each pass, from quantised or from adapted ones.
         packed: whether rows are packed.
         fused: whether the gated feed-forward block saves only its two inner products (frozen weights, no dropout).
         linear: backend of linear-attention layers: ``halftune | fla | torch | none``.
@@ -95,6 +96,7 @@ class Workload:
     checkpointing: bool
     adapted_inputs: int = 0
     dora_outputs: int = 0
+    experts: int = 0
     packed: bool = False
     half_range: bool = False
     fused: bool = False
@@ -188,8 +190,14 @@ def weight_bytes(facts: ModelFacts, quantization: str | None, storage: int) -> i
         return facts.num_parameters * storage
     tensors = facts.likely_tensors
     linear = sum(one.size * one.count for one in tensors if one.kind == "linear" and one.module != "lm_head")
+    linear += experts_size(facts) if facts.quantized_experts else 0
     linear = linear * facts.num_parameters // sum(one.size * one.count for one in tensors)
     return round(linear * quantised) + (facts.num_parameters - linear) * storage
+
+
+def experts_size(facts: ModelFacts) -> int:
+    """Number of weights of fused experts, which are 3-D parameters."""
+    return sum(one.size * one.count for one in facts.likely_tensors if len(one.shape) == 3 and "expert" in one.name)
 
 
 def _logits(work: Workload, facts: ModelFacts) -> int:
@@ -226,6 +234,9 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
             casts //= facts.num_layers
     elif work.autocast and work.full and work.trainable > work.compute:
         casts = work.trained * work.compute
+    # computed experts are kept for backward, where a layer has their gradient, or computes them again
+    casts += work.experts * work.storage // (facts.num_layers if work.checkpointing else 1)
+    casts += work.experts * work.storage // facts.num_layers
     # when the first layer's backward pass needs its workspace, the tensors of the layer after it are freed already
     scans = work.scan_kept * (1 if work.checkpointing else facts.linear_layers)
     scans += max(0, work.scan_workspace - round(work.tokens * layer))

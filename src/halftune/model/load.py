@@ -183,7 +183,12 @@ def _read(
         if remote_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
-        with own_architectures(), files.recording(folder) if files is not None else nullcontext():
+        packed = nullcontext()
+        if plan.weights.experts:
+            from halftune.model.quantised_experts import quantised_experts  # few runs quantise experts
+
+            packed = quantised_experts(plan.weights.format.value)
+        with own_architectures(), packed, files.recording(folder) if files is not None else nullcontext():
             loaded: Any = auto.from_pretrained(
                 folder,
                 **quantised,

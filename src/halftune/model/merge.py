@@ -193,11 +193,12 @@ def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Prog
     layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, BaseTunerLayer)]
     for number, (name, layer) in enumerate(layers):
         progress("merging", number, len(layers))
-        weight = layer.get_base_layer().weight
+        leaf = getattr(layer, "parameter_name", "weight")  # of LoRA on experts
+        weight = getattr(layer.get_base_layer(), leaf)
         before = weight.detach().clone()
         layer.merge(safe_merge=True)
-        after = layer.get_base_layer().weight.detach()
-        if stays_fp32(f"{name}.weight", weight, plan.precision.keep_fp32.value):
+        after = getattr(layer.get_base_layer(), leaf).detach()
+        if stays_fp32(f"{name}.{leaf}", weight, plan.precision.keep_fp32.value):
             moved = after - before
         else:
             moved = _rounded(after, stored) - _rounded(before, stored)

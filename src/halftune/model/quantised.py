@@ -107,6 +107,10 @@ def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
     log.info("merging into dequantised %s weights; the export is not quantised", plan.weights.format.value)
     with no_progress_bars():
         model.dequantize(dtype=torch.float32)
+    if plan.weights.experts:
+        from halftune.model.quantised_experts import dequantise  # few runs quantise experts
+
+        dequantise(model)
     model.float().requires_grad_(False)  # layers of the checkpoint that are not quantised keep their format otherwise
     conversions: list[Any] = vars(model).get("_weight_conversions") or []
     for one in list(conversions):  # reading 4-bit weights, which saving would try to reverse

@@ -106,6 +106,8 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
     adapter = config.adapter
+    if isinstance(adapter, LoraAdapter) and adapter.target_parameters:
+        return "fsdp2 does not shard a model with adapter.target_parameters"
     if isinstance(adapter, PeftAdapter):
         return f"fsdp2 does not shard a model with adapter: {adapter.type}"
     if isinstance(adapter, NoAdapter) and adapter.is_partial:

@@ -13,7 +13,7 @@ from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice, Format
 from halftune.core.errors import DoesNotFitError
 from halftune.hardware import Hardware
-from halftune.hardware.memory import Estimate, Workload, estimate
+from halftune.hardware.memory import Estimate, Workload, estimate, experts_size
 from halftune.plan.trainable import Adapted
 from halftune.plan.tree import MemoryPlan, batch_size
 from halftune.precision import PrecisionPlan
@@ -128,6 +128,7 @@ def workload(
         attention=attention.softmax.value,
         checkpointing=False,
         dora_outputs=adapted.dora_outputs,
+        experts=experts_size(facts) if facts.quantized_experts else adapted.experts,
         packed=packing,
         fused=fused and lora and dropout == 0 and format_of(facts.quantization).bytes_per_param is None,
         linear=attention.linear.value if facts.linear_layers else "torch",

@@ -50,7 +50,13 @@ def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -
         raise PlanError(what, where=_WHERE, remedy="model.quantization: none", code="plan.quantization_unavailable")
     width = row.bytes_per_param or 0.0
     reason = f"asked for: frozen linear layers take {width:g} bytes per weight; embeddings, output layer and norms stay"
-    return replace(facts, quantization=asked), WeightsPlan(Choice(asked, reason), "on_load")
+    experts = model.quantize_experts
+    if experts:
+        from halftune.plan.experts import check_quantised  # few runs quantise experts
+
+        reason += f"; so are {check_quantised(facts):,} weights of fused experts"
+    quantised = replace(facts, quantization=asked, quantized_experts=experts)
+    return quantised, WeightsPlan(Choice(asked, reason), "on_load", experts)
 
 
 def plan_method(config: RunConfig) -> MethodPlan:

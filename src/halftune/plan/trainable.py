@@ -35,6 +35,7 @@ class Adapted:
         saved_whole: those in ``modules_to_save``, which exist beside the frozen ones.
         inputs: (input width, number of modules) of every wrapped linear layer.
         dora_outputs: output widths of all wrapped layers, summed, where DoRA scales them; else 0.
+        experts: weights of fused experts that are adapted.
     """
 
     count: Choice[int]
@@ -43,6 +44,7 @@ class Adapted:
     saved_whole: int = 0
     inputs: tuple[tuple[int, int], ...] = ()
     dora_outputs: int = 0
+    experts: int = 0
 
     def state_bytes(self, optimizer: OptimizerSpec, width: int) -> int:
         """Return the bytes of optimizer state of all trained weights; where their shapes are estimated, by the count.
@@ -106,7 +108,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
     touched = {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
     if facts.tensors:
-        _check_targets(tensors, adapter, found=bool(touched))
+        _check_targets(tensors, adapter, found=bool(touched or _expert_names(adapter)))
         _check_saved(facts, adapter)
         _check_dora(facts, adapter, sorted({tensor.module.rpartition(".")[2] for tensor in touched}))
     updates = [
@@ -114,6 +116,12 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         for tensor, names in touched.items()
         for shape in _update_shapes(tensor, adapter, names[0])
     ]
+    experts, on_experts = 0, ""
+    if isinstance(adapter, LoraAdapter) and adapter.target_parameters:
+        from halftune.plan.experts import updates as expert_updates  # few runs adapt experts
+
+        shapes, experts, on_experts = expert_updates(facts, adapter)
+        updates += shapes
     saved = [
         (one.shape, is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
     ]
@@ -121,23 +129,40 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         # a tied head is saved together with the embedding
         saved.append(((facts.vocab_size, facts.hidden_size), False, 1))
     low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
+    reason = _reason(adapter, touched, on_experts, whole=whole > 0, estimated=not facts.tensors)
+    dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
+    inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
+    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
+    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, experts)
+
+
+def _expert_names(adapter: LoraAdapter | PeftAdapter) -> tuple[str, ...]:
+    return adapter.target_parameters if isinstance(adapter, LoraAdapter) else ()
+
+
+def _reason(
+    adapter: LoraAdapter | PeftAdapter,
+    touched: dict[Tensor, list[str]],
+    on_experts: str,
+    *,
+    whole: bool,
+    estimated: bool,
+) -> str:
+    """What is trained, as the plan says it."""
     modules = sum(len(names) for names in touched.values())
     kinds = sorted({tensor.module.rpartition(".")[2] for tensor in touched})
-    reason = f"{_title(adapter)} on {modules} modules ({', '.join(kinds)})"
-    dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
-    if dora:
+    reason = f"{_title(adapter)} on {modules} modules ({', '.join(kinds)})" if touched else _title(adapter)
+    if isinstance(adapter, LoraAdapter) and adapter.use_dora:
         reason += ", with DoRA's magnitudes"
+    if on_experts:
+        reason += f"; {on_experts}"
     if whole:
         reason += f"; {', '.join(adapter.modules_to_save)} in full"
     if isinstance(adapter, LoraAdapter) and adapter.init != "default":
         reason += f"; initial weights by {adapter.init}"
     if isinstance(adapter, LoraAdapter) and adapter.name_or_path is not None:
         reason += f"; starts from {adapter.name_or_path}"
-    if not facts.tensors:
-        reason += "; estimated from the sizes of a Llama"
-    inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
-    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
-    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs)
+    return reason + ("; estimated from the sizes of a Llama" if estimated else "")
 
 
 def is_hidden(tensor: Tensor) -> bool:

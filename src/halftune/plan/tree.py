@@ -195,10 +195,12 @@ class WeightsPlan:
     Attributes:
         format: a row of ``halftune.config.weight_formats``.
         origin: whether the checkpoint has them so, or they are quantised on load.
+        experts: whether fused experts are quantised on load, too.
     """
 
     format: Choice[str] = UNQUANTISED
     origin: Literal["checkpoint", "on_load"] = "checkpoint"
+    experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from halftune.config.convert import axolotl_keys as keys
+from halftune.config.convert.axolotl_adapter import adapter, quantised_experts
 from halftune.config.convert.draft import Draft, is_off, misspelt
-from halftune.config.convert.formats import attention, listed, precision, quantization
+from halftune.config.convert.formats import attention, precision, quantization
 from halftune.config.convert.names import accepts
 from halftune.config.convert.templates import axolotl_template
 from halftune.config.convert.trainer import (
@@ -57,14 +57,6 @@ RENAMED = {
     "dataset_num_proc": "data.num_workers",
     "default_system_message": "data.system",
 }
-LORA = {
-    "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "peft_use_dora": "adapter.use_dora",
-    "peft_use_rslora": "adapter.use_rslora",
-}
 FLAGS = {
     "flash_attention": "flash_attention_2",
     "sdp_attention": "sdpa",
@@ -111,8 +103,9 @@ def convert(draft: Draft, folder: Path) -> None:
     draft.move("learning_rate", "training.learning_rate", number)
     precision(draft, default="auto")
     _attention(draft)
-    _adapter(draft)
+    adapter(draft)
     quantization(draft, "base_model")
+    quantised_experts(draft)
     _plugins(draft)
     _data(draft)
     _training(draft)
@@ -167,52 +160,6 @@ def _attention(draft: Draft) -> None:
     for key in ("attn_implementation", "attention"):
         if draft.has(key):
             attention(draft, key, draft.take(key))
-
-
-def _adapter(draft: Draft) -> None:
-    kind = draft.take("adapter")
-    if kind not in (None, "lora", "qlora"):
-        raise draft.refuse("adapter", "not supported yet: halftune has full fine-tuning and LoRA today")
-    if kind is None:
-        draft.translated("adapter", "adapter.type", "none")
-        keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules")
-        draft.drop(dict.fromkeys(keys_of_lora, "adapter is not set: all weights are trained"))
-        _unfrozen(draft)
-        return
-    if draft.left.get("unfrozen_parameters"):
-        draft.refused("unfrozen_parameters", "axolotl would freeze the adapter too: its names begin with base_model")
-    draft.translated("adapter", "adapter.type", "lora", "its base: load_in_4bit" if kind == "qlora" else "")
-    if kind == "qlora":
-        draft.left.setdefault("load_in_4bit", True)
-    draft.rename(LORA)
-    _targets(draft)
-    draft.default("adapter.dropout", 0.0, "lora_dropout")
-
-
-def _unfrozen(draft: Draft) -> None:
-    """Regular expressions of trained parameters: dots are literal there, and a name is matched from its beginning."""
-    patterns = listed(draft.left.get("unfrozen_parameters") or [])
-    if not patterns:
-        return
-    if any(re.search(r"\[\d*:\d*\]$", one) for one in patterns):
-        draft.refused("unfrozen_parameters", "training some rows of a weight is not supported")
-        return
-    literal = [re.sub(r"\.(?!\+)", r"\\.", one) for one in patterns]
-    anchored = [one if one.startswith("^") else f"^(?:{one})" if "|" in one else f"^{one}" for one in literal]
-    draft.translated("unfrozen_parameters", "adapter.train_only", anchored)
-
-
-def _targets(draft: Draft) -> None:
-    linear, modules = draft.take("lora_target_linear"), draft.take("lora_target_modules")
-    if linear:
-        draft.translated("lora_target_linear", "adapter.target_modules", "all-linear")
-    elif linear is not None:
-        draft.none("lora_target_linear", "is off")
-    if modules and not linear:
-        target = modules if isinstance(modules, str) else listed(modules)  # text is one regular expression
-        draft.translated("lora_target_modules", "adapter.target_modules", target)
-    elif "lora_target_modules" in draft.source:
-        draft.none("lora_target_modules", "all linear layers are adapted anyway")
 
 
 def _data(draft: Draft) -> None:

@@ -170,7 +170,6 @@ REFUSED = {
     "jagged_restart_steps": _RESTART,
     "qat": "quantisation-aware training is not supported yet",
     "fp8": "training in fp8 is not supported yet",
-    "quantize_moe_experts": _QUANT,
     "nvfp4_merge_aware": _QUANT,
     "use_onebitllms": "training ternary weights is not supported yet",
     "gptq": "a GPTQ checkpoint cannot be trained on here",

@@ -76,6 +76,4 @@ CHANGED = {
 REFUSED = {
     "neftune_noise_alpha": "noise in the embeddings (NEFTune)",
     "label_smoothing_factor": "label smoothing is not supported yet",
-    "lora_target_parameters": "LoRA on the weights of experts is not supported yet",
-    "target_parameters": "LoRA on the weights of experts is not supported yet",
 }

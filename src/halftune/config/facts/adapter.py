@@ -23,6 +23,7 @@ KEYS: dict[str, tuple[str, Any]] = {
     "use_dora": ("use_dora", False),
     "target_modules": ("target_modules", None),
     "modules_to_save": ("modules_to_save", None),
+    "target_parameters": ("target_parameters", None),
 }
 # Options of peft that change an adapter's function, and that training cannot continue.
 UNSUPPORTED = (
@@ -111,18 +112,18 @@ def settings_of(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
     wrong += [f"bias: {raw['bias']}"] if raw.get("bias", "none") != "none" else []
     start = raw.get("init_lora_weights")
     wrong += [f"init_lora_weights: {start}"] if isinstance(start, str) and start.startswith(_MUTATES) else []
-    fused = [one for one in raw.get("target_parameters") or () if not str(one).endswith(".weight")]
-    wrong += [f"target_parameters: {fused}"] if fused else []
     if wrong:
         what = f"training cannot continue an adapter with {', '.join(wrong)}"
         remedy = "use a LoRA adapter with one rank and alpha"
         raise ModelError(what, where=where, remedy=remedy, code="model.adapter_unsupported")
     settings = {key: raw.get(name, default) for key, (name, default) in KEYS.items()}
     # written by save: linear layers with the names of experts
-    linear = [str(one).removesuffix(".weight") for one in raw.get("target_parameters") or ()]
+    stored = [str(one) for one in raw.get("target_parameters") or ()]
+    linear = [one.removesuffix(".weight") for one in stored if one.endswith(".weight")]
     if isinstance(settings["target_modules"], list) or linear:
         settings["target_modules"] = sorted({*(settings["target_modules"] or ()), *linear})
     settings["modules_to_save"] = sorted(settings["modules_to_save"] or ())
+    settings["target_parameters"] = sorted(one for one in stored if not one.endswith(".weight"))
     return settings
 
 

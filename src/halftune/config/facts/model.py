@@ -65,6 +65,7 @@ class ModelFacts:
         attention_dropout: dropout on attention weights in training.
         num_experts, num_experts_per_token: 0 for dense models.
         quantization: quantisation method of the checkpoint, or None.
+        quantized_experts: whether fused experts are quantised, too.
         max_position_embeddings: maximum number of positions.
         window_layers: number of layers with a sliding window.
         tensors: every weight tensor by name and shape; empty if the architecture cannot be built.
@@ -96,6 +97,7 @@ class ModelFacts:
     num_experts: int = 0
     num_experts_per_token: int = 0
     quantization: str | None = None
+    quantized_experts: bool = False
     max_position_embeddings: int | None = None
     window_layers: int = 0
     tensors: tuple[Tensor, ...] = ()

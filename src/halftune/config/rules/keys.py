@@ -171,14 +171,15 @@ def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation
         yield Violation(("training", "eval_steps"), what, f"use at most {training.max_steps}")
 
 
-@rule("config.bad_target_modules", "adapter.target_modules")
+@rule("config.bad_target_modules", "adapter.target_modules", "adapter.target_parameters")
 def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[Violation]:
     """An empty list, a comma-separated string or a broken regular expression would match nothing."""
     if isinstance(run.adapter, NoAdapter):
         return
     targets, key = run.adapter.target_modules, ("adapter", "target_modules")
     if isinstance(targets, tuple):
-        if not targets or not all(name.strip() for name in targets):
+        alone = isinstance(run.adapter, LoraAdapter) and run.adapter.target_parameters
+        if not (targets or alone) or not all(name.strip() for name in targets):
             yield Violation(key, "empty module name", "use all-linear, or a list such as [q_proj, v_proj]")
     elif "," in targets and re.fullmatch(r"[\w.,\s-]+", targets):
         names = ", ".join(name.strip() for name in targets.split(",") if name.strip())
@@ -220,6 +221,34 @@ def init_keeps_base(run: RunConfig, context: Context) -> Iterator[Violation]:
         if given:
             what = f"{adapter.init} changes the base weights and conflicts with {other}"
             yield Violation(key, what, "use init: default or gaussian")
+
+
+@rule(
+    "config.keys_conflict",
+    "adapter.target_parameters",
+    "adapter.dropout",
+    "adapter.use_dora",
+    "adapter.init",
+    "model.quantization",
+    "model.quantize_experts",
+)
+def experts_fit(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """peft adds B·A to expert weights, which excludes what works on a layer's inputs or needs another base."""
+    adapter, quantised = run.adapter, run.model.quantize_experts
+    if quantised and run.model.quantization == "none":
+        what, remedy = "has no effect without model.quantization", "set model.quantization: nf4, or remove it"
+        yield Violation(("model", "quantize_experts"), what, remedy, code="config.no_effect")
+    if not isinstance(adapter, LoraAdapter) or not adapter.target_parameters:
+        return
+    conflicts = {
+        "adapter.dropout above 0": adapter.dropout > 0,
+        "adapter.use_dora: true": adapter.use_dora,
+        f"adapter.init: {adapter.init}": adapter.reduces_base,
+        "model.quantize_experts: true": quantised,
+    }
+    for other, given in conflicts.items():
+        if given:
+            yield Violation(("adapter", "target_parameters"), f"conflicts with {other}", "remove one of the two")
 
 
 @rule("data.preference_pairs", "method.type", "data.train", "data.eval", "data.system")

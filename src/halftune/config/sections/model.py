@@ -51,6 +51,10 @@ class LoraAdapter(Section):
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
 
+    target_parameters: Annotated[tuple[str, ...], LISTED] = ()
+    """Fused experts (3-D parameters) to adapt too, by the ends of their names, e.g.
+    `[experts.gate_up_proj, experts.down_proj]`. Requires `dropout: 0`."""
+
     modules_to_save: Annotated[tuple[str, ...], LISTED] = ()
     """Modules trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]` after adding tokens."""
 
@@ -237,6 +241,9 @@ class ModelSection(Section):
     quantization: OnLoad = "none"
     """Quantise the frozen linear layers on load, by bitsandbytes: `nf4` (QLoRA: 4 bit, quantised scales) or `int8`
     (LLM.int8). Embeddings, output layer and norms stay as they are. For a quantised checkpoint, leave it `none`."""
+
+    quantize_experts: Flag = False
+    """With `quantization`: quantise fused experts too (3-D parameters, most weights of a mixture of experts)."""
 
     tokenizer: str | None = None
     """Hub id or folder of another tokenizer; the model's own by default."""

@@ -41,6 +41,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
         lora_dropout=adapter.dropout,
         target_modules=targets,
+        target_parameters=list(adapter.target_parameters) or None,
         exclude_modules=None if towers is None else towers.pattern,
         modules_to_save=saved,
         use_rslora=adapter.use_rslora,

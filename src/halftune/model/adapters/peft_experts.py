@@ -79,7 +79,7 @@ def for_plain_peft(adapted: PeftModel) -> LoraConfig:
     lost = mistaken_for_experts(base, modules)
     config.target_modules = [name for name in modules if name not in lost]
     if lost:
-        config.target_parameters = [name + _WEIGHT for name in lost]
+        config.target_parameters = [*(config.target_parameters or ()), *(name + _WEIGHT for name in lost)]
         config.lora_dropout = 0.0
     return config
 

@@ -1,0 +1,89 @@
+"""Fused experts, which transformers holds as 3-D parameters: LoRA on them, and their quantisation on load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halftune.config.facts.architecture import Tensor
+from halftune.config.facts.model import ModelFacts
+from halftune.config.sections.model import LoraAdapter
+from halftune.core.errors import PlanError
+from halftune.core.table import did_you_mean
+
+Shapes = tuple[tuple[tuple[int, ...], bool, int], ...]
+
+
+def expert_tensors(facts: ModelFacts) -> tuple[Tensor, ...]:
+    """The weights ``[experts, …, …]`` of fused experts."""
+    return tuple(one for one in facts.likely_tensors if is_expert(one.name, len(one.shape)))
+
+
+def is_expert(name: str, dimensions: int) -> bool:
+    """Whether a parameter is the weight of fused experts, by its name and number of dimensions."""
+    return dimensions == 3 and "expert" in name.lower()
+
+
+def targeted(facts: ModelFacts, adapter: LoraAdapter) -> tuple[tuple[Tensor, int], ...]:
+    """The expert weights that ``adapter.target_parameters`` names, with the number of layers.
+
+    Raises:
+        PlanError: a name is the end of no expert weight.
+    """
+    tensors, asked = expert_tensors(facts), adapter.target_parameters
+    names = [name for tensor in tensors for name in _names(tensor)]
+    for one in asked:
+        if not any(_ends(name, one) for name in names):
+            known = {".".join(name.rsplit(".", 2)[-2:]) for name in names}
+            remedy = did_you_mean(one, known) if known else "remove it: the model has no fused experts"
+            what = f"no weight of fused experts is named {one!r}"
+            raise PlanError(what, where="adapter.target_parameters", remedy=remedy, code="config.bad_target_modules")
+    found = ((one, sum(any(_ends(name, end) for end in asked) for name in _names(one))) for one in tensors)
+    return tuple((one, count) for one, count in found if count)
+
+
+def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, str]:
+    """What LoRA on experts trains, for E experts: A is ``[E·rank, in]``, B ``[out, E·rank]``.
+
+    Returns:
+        shapes of A and B with how many there are; elements of the adapted weights; what the plan says about them.
+
+    Raises:
+        PlanError: a name is the end of no expert weight.
+    """
+    chosen = targeted(facts, adapter)
+    shapes = tuple(
+        (shape, True, count)
+        for tensor, count in chosen
+        for shape in _low_rank(tensor.shape, adapter.rank)
+    )  # fmt: skip
+    kinds = sorted({tensor.name.rpartition(".")[2] for tensor, _ in chosen})
+    number = sum(count for _, count in chosen)
+    said = f"{number} weights of fused experts ({', '.join(kinds)}), W + B·A computed in each pass"
+    return shapes, sum(tensor.size * count for tensor, count in chosen), said
+
+
+def check_quantised(facts: ModelFacts) -> int:
+    """Number of weights of fused experts, which are quantised on load.
+
+    Raises:
+        PlanError: the model has none.
+    """
+    size = sum(one.size * one.count for one in expert_tensors(facts))
+    if facts.tensors and not size:
+        what, remedy = f"{facts.model_type} has no fused experts", "remove it"
+        raise PlanError(what, where="model.quantize_experts", remedy=remedy, code="plan.quantization_unavailable")
+    return size
+
+
+def _low_rank(shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    experts, rows, columns = shape
+    return (experts * rank, columns), (rows, experts * rank)
+
+
+def _names(tensor: Tensor) -> Iterator[str]:
+    for layer in tensor.layers or ("",):
+        yield tensor.name.replace("*", str(layer), 1)
+
+
+def _ends(name: str, ending: str) -> bool:
+    return f".{name}".endswith(f".{ending}")
