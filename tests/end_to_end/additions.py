@@ -56,14 +56,13 @@ class Addition:
 
 
 _METHOD_SECTION = '''\
-class IpoMethod(Method):
+class IpoMethod(ReferenceMethod):
     """Identity preference optimisation (arXiv:2310.12036)."""
 
     title: ClassVar[str] = "Preference optimisation (IPO)"
     learns: ClassVar[str] = "pairs of a chosen and a rejected answer"
     records: ClassVar[tuple[RecordName, ...]] = ("preference",)
     segments: ClassVar[int] = 2
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["ipo"]
     """Identity preference optimisation."""
@@ -81,12 +80,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from halftune.config.sections.method import IpoMethod
 from halftune.data.batch import WEIGHT, Batch
 from halftune.data.store import Example
-from halftune.methods import Loss
+from halftune.methods import Loss, Reference
 from halftune.model.policy import PolicyModel
 
 
@@ -101,10 +98,9 @@ class Ipo:
     def weight(self, example: Example) -> float:
         return 1.0
 
-    def loss(self, policy: PolicyModel, batch: Batch) -> Loss:
-        with torch.no_grad(), policy.without_adapter():
-            reference = policy.sequence_logprobs(batch)
-        chosen, rejected = (policy.sequence_logprobs(batch) - reference).view(-1, 2).unbind(1)
+    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+        ratios = policy.sequence_logprobs(batch) - reference.sequence_logprobs(batch)
+        chosen, rejected = ratios.view(-1, 2).unbind(1)
         weight, margin = batch.columns[WEIGHT].to(chosen.dtype), chosen - rejected
         measured = ((weight * margin.detach()).sum(), weight.sum())
         return Loss((weight * (margin - self.target).square()).sum(), {"margin": measured})

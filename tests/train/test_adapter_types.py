@@ -210,7 +210,7 @@ def test_parts_of_the_base_train_resume_exactly_and_load_on_the_base(
     [
         (("adapter={type: lora, init: pissa, use_dora: true}",), "config.keys_conflict"),
         (("adapter={type: lora, init: olora}", "model.quantization=nf4"), "config.keys_conflict"),
-        (("adapter={type: lora, init: pissa}", "method=dpo"), "config.keys_conflict"),
+        (("adapter={type: lora, init: pissa}", "method={type: dpo, reference: adapter_off}"), "config.keys_conflict"),
     ],
 )
 def test_options_that_need_the_base_as_it_is(recipe, asked: tuple[str, ...], code: str) -> None:

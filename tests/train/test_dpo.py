@@ -20,6 +20,7 @@ from halftune.data.conversation import Preference, RowDropped, RowError
 from halftune.data.formats import load_format
 from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
+from halftune.methods import AdapterOff
 from halftune.methods.dpo import Dpo
 from halftune.model.policy import PolicyModel
 from halftune.model.tokenizer import load_tokenizer
@@ -53,7 +54,8 @@ def test_loss_metrics_and_gradients_are_those_of_a_plain_reference() -> None:
     batch = collate(pairs, 0, packed=False)
     batch.columns[WEIGHT] = torch.tensor([1.0, 1.0, 1.0, 0.0])  # the last one only fills up the batch
     method = Dpo(DpoMethod(type="dpo", beta=0.3))
-    made = method.loss(PolicyModel(model), batch)
+    policy = PolicyModel(model)
+    made = method.loss(policy, batch, AdapterOff(policy))
 
     with torch.no_grad(), model.disable_adapter():
         reference = [sums(model, pair) for pair in pairs]
@@ -161,8 +163,8 @@ def test_a_run_writes_its_metrics(recipe: Any, pairs: Path) -> None:
 
 def test_a_reference_needs_an_adapter(recipe: Any, pairs: Path) -> None:
     with pytest.raises(PlanError) as caught:
-        recipe(f"data.train={pairs}", "method=dpo", "adapter=none")
-    assert caught.value.where == "adapter"
+        recipe(f"data.train={pairs}", "method={type: dpo, reference: adapter_off}", "adapter=none")
+    assert (caught.value.where, caught.value.code) == ("method.reference", "plan.no_reference_model")
 
 
 @pytest.mark.parametrize(

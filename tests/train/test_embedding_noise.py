@@ -15,6 +15,7 @@ from tiny_model import a_model
 from halftune.config.sections.method import SftMethod
 from halftune.data.batch import WEIGHT, Batch, collate
 from halftune.data.store import Example, Segment
+from halftune.methods import AdapterOff
 from halftune.methods.sft import Sft
 from halftune.model.embedding_noise import add_noise
 from halftune.model.policy import PolicyModel
@@ -38,7 +39,7 @@ def test_noise_is_uniform_within_the_limit_of_each_sample(packed: bool) -> None:
     add_noise(model, 5.0)
     model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: seen.append(out.detach()))
     batch, method = a_batch(packed=packed), Sft(SftMethod(type="sft"))
-    method.loss(PolicyModel(model), batch)
+    method.loss(PolicyModel(model), batch, AdapterOff(PolicyModel(model)))
     noise, start = (seen.pop() - table[5].detach()).squeeze(0), 0
     for row, length in enumerate(LENGTHS):
         own = noise[start : start + length] if packed else noise[row, :length]
@@ -47,10 +48,10 @@ def test_noise_is_uniform_within_the_limit_of_each_sample(packed: bool) -> None:
         assert own.abs().max() <= limit * 1.0001
         assert float(own.std() / (limit / 3**0.5)) == pytest.approx(1, abs=4 / own.numel() ** 0.5)
     with torch.no_grad():
-        method.loss(PolicyModel(model), batch)
+        method.loss(PolicyModel(model), batch, AdapterOff(PolicyModel(model)))
     assert torch.equal(seen.pop(), table[5].detach().expand_as(noise if not packed else noise[None]))
     model.eval()
-    method.loss(PolicyModel(model), batch)
+    method.loss(PolicyModel(model), batch, AdapterOff(PolicyModel(model)))
     assert torch.equal(seen.pop(), table[5].detach().expand_as(noise if not packed else noise[None]))
 
 

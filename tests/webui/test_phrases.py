@@ -106,6 +106,10 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"method": "pretrain"},
     {"method": "dpo"},
     {"method": "dpo", "adapter": "none"},
+    {"method": {"type": "dpo", "reference": "adapter_off"}, "adapter": "none"},
+    {"method": {"type": "dpo", "reference": "precomputed"}},
+    {"method": "dpo", "adapter": {"type": "lora", "name_or_path": "a"}},
+    {"method": {"type": "dpo", "reference": "adapter_off"}, "adapter": {"type": "lora", "name_or_path": "a"}},
     {"adapter": {"type": "lora", "target_modules": "q_proj"}},
     {"adapter": {"type": "lora", "modules_to_save": ["lm_hat"]}},
 )
@@ -161,7 +165,7 @@ def machines() -> Iterator[Hardware]:
 
 def reasons(plan: Plan) -> Iterator[str]:
     """Everything that the web UI shows of a plan."""
-    for part in (plan.weights, plan.precision, plan.attention, plan.batch, plan.memory, plan):
+    for part in (plan.weights, plan.precision, plan.attention, plan.batch, plan.memory, plan.method, plan):
         yield from (value.reason for value in vars(part).values() if hasattr(value, "reason"))
     yield from (reason for _, reason in (*plan.attention.rejected, *plan.attention.rejected_linear))
     yield from (*plan.warnings, plan.machine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from halftune.config.sections.method import MethodSection
@@ -31,6 +32,34 @@ class Loss:
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+class Reference(Protocol):
+    """The model as it was before training."""
+
+    def sequence_logprobs(self, batch: Batch) -> Tensor:
+        """Sum of the labels' log-probabilities per segment in nats, without a graph: fp64 ``[S]`` (fp32 on MPS)."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """The reference below the adapter in training: one more forward pass for each call.
+
+    Attributes:
+        policy: the model in training, with an adapter.
+    """
+
+    policy: PolicyModel
+
+    def sequence_logprobs(self, batch: Batch) -> Tensor:
+        """The sums of the model without its adapter; see ``Reference``.
+
+        Raises:
+            PlanError: the model has no adapter.
+        """
+        with torch.no_grad(), self.policy.without_adapter():
+            return self.policy.sequence_logprobs(batch)
+
+
 class Method(Protocol):
     """A training method. Its section (``config.sections.method``) says which records it reads.
 
@@ -47,8 +76,14 @@ class Method(Protocol):
         """
         ...
 
-    def loss(self, policy: PolicyModel, batch: Batch) -> Loss:
-        """The loss of a batch on the model's device, under the plan's autocast."""
+    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+        """The loss of a batch on the model's device, under the plan's autocast.
+
+        Args:
+            policy: the model in training.
+            batch: whole examples.
+            reference: the model before training; asked only by methods whose section says ``needs_reference``.
+        """
         ...
 
 
@@ -59,7 +94,7 @@ METHODS: dict[str, str] = {
     "dpo": "halftune.methods.dpo:Dpo",
 }
 
-__all__ = ["METHODS", "Loss", "Method", "make_method"]
+__all__ = ["METHODS", "AdapterOff", "Loss", "Method", "Reference", "make_method"]
 
 
 def make_method(section: MethodSection) -> Method:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from halftune.config.sections import Section
 from halftune.data.batch import Batch
 from halftune.data.store import Example
-from halftune.methods import Loss
+from halftune.methods import Loss, Reference
 from halftune.model.policy import PolicyModel
 
 
@@ -23,6 +23,6 @@ class Sft:
         """Labelled tokens that are predicted; the first one of a segment is predicted from nothing."""
         return float(sum(segment.loss_mask[1:].sum() for segment in example.segments))
 
-    def loss(self, policy: PolicyModel, batch: Batch) -> Loss:
+    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
         """Sum of the cross-entropy."""
         return Loss(policy.nll_sum(batch))

@@ -8,7 +8,8 @@ from halftune.config.facts.families import other_class
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import ModelSection, NoAdapter
+from halftune.config.sections.method import ReferenceMethod
+from halftune.config.sections.model import LoraAdapter, ModelSection, NoAdapter
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError, ProblemCollector
@@ -60,27 +61,42 @@ def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -
 
 
 def plan_method(config: RunConfig) -> MethodPlan:
-    """The method's part of the plan.
+    """The method's part of the plan. The reference is the model before training, with an adapter that it starts from.
 
     Raises:
-        PlanError: it needs a reference model, and all weights are trained.
+        PlanError: the base model is asked for as the reference, and this run does not keep it.
     """
-    method = config.method
+    method, adapter = config.method, config.adapter
     name = Choice(method.type, method.learns)
-    if not method.needs_reference:
+    if not isinstance(method, ReferenceMethod):
         return MethodPlan(name, NO_REFERENCE)
-    if config.adapter.type == "none":
+    lora = adapter if isinstance(adapter, LoraAdapter) else None
+    lost = adapter.type == "none" or (lora is not None and lora.reduces_base)
+    if lost and method.reference == "adapter_off":
         raise PlanError(
-            f"method: {method.type} compares with the model before training, which adapter: none does not keep",
-            where="adapter",
-            remedy="adapter: lora, without which the model is the reference",
+            "this run does not keep the base model, which is asked for as the reference",
+            where="method.reference",
+            remedy="method.reference: auto",
             code="plan.no_reference_model",
         )
-    return MethodPlan(
-        name, Choice("adapter off", "the frozen model below the adapter: no further memory, a second forward pass")
-    )
+    continued = lora is not None and lora.name_or_path is not None
+    if method.reference == "precomputed" or (method.reference == "auto" and (lost or continued)):
+        return MethodPlan(name, Choice("precomputed", PRECOMPUTED[lost, continued]))
+    return MethodPlan(name, Choice("adapter off", ADAPTER_OFF[continued]))
 
 
+_PASS = "one forward pass over all examples before training, 8 bytes per answer"
+# (whether the base weights change, whether training starts from an adapter) → reason
+PRECOMPUTED = {
+    (True, False): f"training changes the base weights: {_PASS}",
+    (True, True): f"training changes the base weights: {_PASS}",
+    (False, True): f"the model with the adapter that training starts from: {_PASS}",
+    (False, False): f"asked for: {_PASS}",
+}
+ADAPTER_OFF = {
+    False: "the frozen model below the adapter: no further memory, a second forward pass",
+    True: "asked for: the base model without the adapter that training starts from, by a second forward pass",
+}
 _OLD_CUDA = (7, 5)
 _BROKEN_GRAPHS = (
     "training.torch_compile with packed rows: attention by segments reads the rows' lengths, which ends a graph in "

@@ -93,7 +93,7 @@ class MethodPlan:
 
     Attributes:
         name: type of the method.
-        reference: ``none`` or ``adapter off``: the model in training with its adapter switched off.
+        reference: ``none``, ``adapter off`` (the base model, in every step) or ``precomputed`` (before training).
     """
 
     name: Choice[str]

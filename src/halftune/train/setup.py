@@ -105,6 +105,17 @@ def build(
         steps_per_epoch=feed.steps_in(0),
     )
     check_same_data(run)
+    return with_reference(run)
+
+
+def with_reference(run: TrainState) -> TrainState:
+    """The run, with the log-probabilities of the model before training where the plan says so."""
+    if run.plan.method.reference.value != "precomputed":
+        return run
+    from halftune.train.reference import precompute  # few runs need it
+
+    run.reference = precompute(run, run.feed)
+    run.eval_reference = precompute(run, run.eval_feed) if run.eval_feed else None
     return run
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the files of a run are read, and its report is written, wit
     from torch.optim.lr_scheduler import LRScheduler
 
     from halftune.data.pipeline import PreparedData
-    from halftune.methods import Method
+    from halftune.methods import Method, Reference
     from halftune.train.feed import Feed
     from halftune.train.parallel.strategy import Strategy
     from halftune.train.run_inputs import InputChanges
@@ -46,6 +46,8 @@ class TrainState:
         data: the tokenised splits and their report.
         feed: batches of training, in micro-batches that fit the memory.
         eval_feed: batches of the evaluation split, or None.
+        reference, eval_reference: the model before training, as log-probabilities that were computed then for training
+            and evaluation data; None where the adapter is switched off instead, or none is needed.
         position: what a step number means in this data (``train.resume.position``).
         micro_batch: planned rows of a forward pass; ``feed`` may have come to fewer.
         total_steps: optimizer steps of the whole run.
@@ -83,6 +85,8 @@ class TrainState:
     micro_batch: int
     total_steps: int
     steps_per_epoch: int
+    reference: Reference | None = None
+    eval_reference: Reference | None = None
     step: int = 0
     epoch: float = 0.0
     best: tuple[int, float] | None = None

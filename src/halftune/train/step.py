@@ -16,7 +16,7 @@ import torch
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
-from halftune.methods import Loss
+from halftune.methods import AdapterOff, Loss, Reference
 from halftune.model.policy import PolicyModel
 from halftune.plan import BatchPlan
 from halftune.precision.dtypes import autocast
@@ -85,7 +85,7 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
             for batch in batches:
                 if batch.weight or together:
                     with forward_pass(run):
-                        losses.append(run.method.loss(PolicyModel(run.model), batch.to(run.device)))
+                        losses.append(_loss(run, PolicyModel(run.model), batch, run.eval_reference))
                     weight += batch.weight
     finally:
         run.model.train(training)
@@ -248,7 +248,7 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
     for index, batch in enumerate(batches):
         with run.strategy.accumulating(run.wrapped, last=index == len(batches) - 1):
             with forward_pass(run):
-                loss = run.method.loss(PolicyModel(run.wrapped, scale), batch.to(run.device))
+                loss = _loss(run, PolicyModel(run.wrapped, scale), batch, run.reference)
             run.scaler.scale(loss.total * scale).backward()
         losses.append(Loss(loss.total.detach(), loss.metrics))
     total, averages = sum_losses(run, losses)
@@ -268,6 +268,10 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
         raise memory_error(run, error, updating=True) from error
     metrics.memory_bytes = peak_memory_bytes(run.device)
     return metrics
+
+
+def _loss(run: TrainState, policy: PolicyModel, batch: Batch, reference: Reference | None) -> Loss:
+    return run.method.loss(policy, batch.to(run.device), reference or AdapterOff(policy))
 
 
 @contextmanager
@@ -291,7 +295,7 @@ def sum_losses(run: TrainState, losses: Sequence[Loss]) -> tuple[float, Averages
 def _check(run: TrainState, metrics: StepMetrics, batches: list[Batch]) -> None:
     def again(batch: Batch) -> torch.Tensor:
         with forward_pass(run):
-            return run.method.loss(PolicyModel(run.model), batch.to(run.device)).total
+            return _loss(run, PolicyModel(run.model), batch, run.reference).total
 
     # The scaler handles an overflow of scaled gradients: it skips the update and lowers the scale.
     norm = 0.0 if run.scaler.is_enabled() else metrics.grad_norm

@@ -201,6 +201,7 @@ def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[
     "adapter.name_or_path",
     "model.quantization",
     "method.type",
+    "method.reference",
 )
 def init_keeps_base(run: RunConfig, context: Context) -> Iterator[Violation]:
     """PiSSA and OLoRA change the base weights, which some options need as they are."""
@@ -215,7 +216,7 @@ def init_keeps_base(run: RunConfig, context: Context) -> Iterator[Violation]:
     conflicts = {
         "use_dora: true": adapter.use_dora,
         f"model.quantization: {run.model.quantization}": run.model.quantization != "none",
-        f"method: {run.method.type}, whose reference is the base model": run.method.needs_reference,
+        "method.reference: adapter_off": getattr(run.method, "reference", None) == "adapter_off",
     }
     for other, given in conflicts.items():
         if given:

@@ -70,18 +70,27 @@ class PretrainMethod(Method):
         return 1.0
 
 
-class DpoMethod(Method):
-    """Direct preference optimisation (arXiv:2305.18290) on pairs of answers. Needs an adapter."""
+class ReferenceMethod(Method):
+    """A method that compares with the model before training."""
+
+    needs_reference: ClassVar[bool] = True
+
+    reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
+    """Where the log-probabilities of the reference model come from: the base model below the adapter in every step, or
+    one pass over all examples before training. `auto` is `adapter_off` where the adapter starts as the base model."""
+
+
+class DpoMethod(ReferenceMethod):
+    """Direct preference optimisation (arXiv:2305.18290) on pairs of answers."""
 
     title: ClassVar[str] = "Preference optimisation (DPO)"
     learns: ClassVar[str] = "pairs of a chosen and a rejected answer, both in one forward pass"
     records: ClassVar[tuple[RecordName, ...]] = ("preference",)
     segments: ClassVar[int] = 2
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["dpo"]
-    """Direct preference optimisation: the model without its adapter is the reference, and `data.max_length` limits each
-    of the two answers with its prompt."""
+    """Direct preference optimisation: the model before training is the reference, and `data.max_length` limits each of
+    the two answers with its prompt."""
 
     beta: Annotated[Number, Field(gt=0)] = 0.1
     """Strength of the constraint to the reference model; larger values keep the model closer to it."""

@@ -1,0 +1,129 @@
+"""The reference model as log-probabilities that are computed before training and kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from halftune import __version__
+from halftune.core.atomic import whole_file
+from halftune.core.files import cache_dir
+from halftune.core.log import get_logger
+from halftune.data.batch import Batch
+from halftune.data.split import TokenizedSplit
+from halftune.model.policy import PolicyModel
+from halftune.plan import to_dict
+from halftune.train.feed import Feed
+from halftune.train.processes import sum_over_processes
+from halftune.train.state import TrainState
+from halftune.train.step import forward_pass
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """The reference of one split.
+
+    Attributes:
+        values: fp64 ``[N, S]``: log-probabilities in nats of S segments per example, by the example's index.
+    """
+
+    values: torch.Tensor
+
+    def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
+        """The values of a batch's segments ``[S]`` on its device; zeros for a filler batch."""
+        device = batch.tokens["input_ids"].device
+        found = self.values[list(batch.examples)].flatten()
+        if not batch.examples:
+            found = torch.zeros(len(batch.segment_of_example), dtype=self.values.dtype)
+        return found.to(device, torch.float32 if device.type == "mps" else torch.float64)
+
+
+@torch.no_grad()
+def precompute(run: TrainState, feed: Feed) -> Precomputed:
+    """The log-probabilities of all examples under the model as it is now, from the cache or by one pass.
+
+    All processes call it together, before the weights of a checkpoint are loaded.
+
+    Args:
+        run: its model still has the weights that training starts from.
+        feed: batches of the split.
+    """
+    shape = (len(feed.split), run.config.method.segments)
+    path = cache_dir() / "reference" / f"{_key(run, feed.split)}.npy"
+    known = _read(path, shape) if run.config.data.cache else None
+    if sum_over_processes(run.accelerator, [float(known is not None)])[0] == run.processes:
+        assert known is not None
+        return Precomputed(torch.from_numpy(known))
+    log.info("computing log-probabilities of the reference model for %d examples", len(feed.split))
+    values = _computed(run, feed.for_evaluation(feed.split, run.config.training.per_device_eval_batch_size), shape)
+    if run.is_main and run.config.data.cache:
+        _write(path, values)
+    return Precomputed(torch.from_numpy(values))
+
+
+def _computed(run: TrainState, feed: Feed, shape: tuple[int, int]) -> np.ndarray:
+    """fp64 ``[N, S]``: each process computes its share."""
+    values, training = np.zeros(shape), run.model.training
+    run.model.eval()
+    try:
+        for batches in feed.once():
+            for batch in batches:
+                if not batch.examples and not run.strategy.sharded:
+                    continue
+                with forward_pass(run):  # a sharded model needs all processes in each of them
+                    sums = PolicyModel(run.model).sequence_logprobs(batch.to(run.device))
+                if batch.examples:
+                    values[list(batch.examples)] = sums.double().cpu().numpy().reshape(-1, shape[1])
+    finally:
+        run.model.train(training)
+        run.strategy.after_evaluation(run.model)
+    return np.array(sum_over_processes(run.accelerator, values.ravel().tolist())).reshape(shape)
+
+
+def _key(run: TrainState, split: TokenizedSplit) -> str:
+    """sha256 of the model at the start of training, the plan's dtypes and the tokens with their labels."""
+    plan, config = to_dict(run.plan), run.config
+    start = {
+        "versions": [__version__, torch.__version__],
+        "inputs": [run.inputs["model"]["files"], run.inputs["adapter"]],
+        "sections": [
+            config.model.model_dump(mode="json"),
+            config.adapter.model_dump(mode="json"),
+            config.training.seed,
+        ],
+        "plan": [plan["precision"], plan["attention"], plan["weights"]],
+    }
+    digest = hashlib.sha256(json.dumps(start, sort_keys=True, default=str).encode())
+    for index in range(len(split)):
+        for segment in split.example(index).segments:
+            digest.update(len(segment.input_ids).to_bytes(8, "little"))
+            digest.update(segment.input_ids.tobytes() + segment.loss_mask.tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    """The values of an earlier run; None without them, or where they are corrupt."""
+    try:
+        values = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("corrupt log-probabilities in %s (%s): computing them again", path, error)
+        return None
+    return values if values.shape == shape and values.dtype == np.float64 else None
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as beside, beside.open("wb") as file:
+            np.save(file, values, allow_pickle=False)
+    except OSError as error:
+        log.warning("log-probabilities of the reference are not kept: %s: %s", path.parent, error.strerror)

@@ -1,0 +1,81 @@
+"""The reference computed before training: the same as the adapter switched off, kept in the cache, exact to resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_group import apart, curve, in_processes, train_all
+
+from halftune.train.trainer import train
+
+PRECOMPUTED = "{type: dpo, reference: precomputed}"
+BATCH = "training.per_device_train_batch_size={}"
+
+
+@pytest.fixture
+def of(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Is {n} even?", "chosen": "yes" * (n % 5 + 1), "rejected": "no " * n + "!"} for n in range(11)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(folder: str, *settings: str, world_size: int = 1) -> tuple[Any, Any]:
+        keys = {
+            "data.train": path,
+            "data.eval_split": 3,
+            "training.output_dir": tmp_path / folder,
+            "training.max_steps": 4,
+            "training.save_steps": 2,
+            "training.eval_steps": 2,
+            "training.learning_rate": 1e-3,
+        }
+        given = (f"{key}={value}" for key, value in keys.items())
+        return recipe(*given, *settings, world_size=world_size)
+
+    return make
+
+
+def near(one: Path, other: Path) -> bool:
+    margins = (curve(folder, "rewards/margins") for folder in (one, other))
+    same = all(abs(a - b) < 1e-5 for a, b in zip(*margins, strict=True))  # the first ones may be 0
+    return same and all(
+        apart(curve(one, name), curve(other, name)) < 1e-5 for name in ("loss", "grad_norm", "eval_loss")
+    )
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_precomputed_is_adapter_off(of: Any, packing: str) -> None:
+    settings = (f"data.packing={packing}", "adapter.dropout=0.1", BATCH.format(3))
+    off = train(*of("off", "method=dpo", *settings)).folder
+    assert near(train(*of("computed", f"method={PRECOMPUTED}", *settings)).folder, off)
+
+
+@pytest.mark.parametrize("cache", ["true", "false"])
+def test_full_fine_tuning_resumes_exactly(of: Any, cache: str, tmp_path: Path) -> None:
+    settings = ("method=dpo", "adapter=none", f"data.cache={cache}", BATCH.format(3))
+    loaded, plan = of("whole", *settings)
+    assert plan.method.reference.value == "precomputed"
+    whole = train(loaded, plan).folder
+    assert curve(whole)[0] != curve(whole)[-1]
+    kept = list((tmp_path / "cache" / "reference").glob("*.npy"))
+    assert len(kept) == (2 if cache == "true" else 0)
+    again = train(*of("again", *settings, f"training.resume={whole / 'checkpoint-2'}")).folder
+    assert curve(again) == curve(whole)[2:]
+    assert curve(again, "eval_loss") == curve(whole, "eval_loss")[1:]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_processes_share_the_pass(of: Any, strategy: str, tmp_path: Path) -> None:
+    settings = ("method=dpo", "adapter=none", "data.cache=false")
+    shared = of("two", *settings, BATCH.format(2), f"distributed.strategy={strategy}", world_size=2)
+    assert in_processes(2, train_all([shared])) == [0, 0]
+    assert near(tmp_path / "two", train(*of("one", *settings, BATCH.format(4))).folder)
+
+
+def test_pissa_compares_with_the_model_at_the_start(of: Any) -> None:
+    folder = train(*of("run", "method=dpo", "adapter={type: lora, rank: 4, init: pissa}")).folder
+    assert curve(folder, "rewards/margins")[0] == pytest.approx(0, abs=1e-6)
