@@ -14,7 +14,7 @@ import argparse
 import sys
 
 from halftune.core import log
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, ModelError
 from halftune.core.optional import quick_imports
 
 
@@ -41,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(what, where=where, remedy='use for example --prompt "What is len?"', code="infer.no_prompt")
     log.configure()
     finished = open_run(args.run, args.overrides)
+    if finished.plan.method.head.value == "score":
+        what = "the result is a reward model: it scores answers and writes none"
+        remedy = "load it with transformers' AutoModelForSequenceClassification"
+        raise ModelError(what, where=str(finished.final), remedy=remedy, code="infer.reward_model")
 
     with quick_imports():
         from halftune.infer.repl import Repl

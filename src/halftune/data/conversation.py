@@ -32,10 +32,12 @@ class Preference:
 
     Attributes:
         chosen, rejected: conversations that begin with the same messages; only turns of the answers are trained.
+        margin: by how much the chosen answer is better, in units of a reward model's score.
     """
 
     chosen: Conversation
     rejected: Conversation
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,7 @@ class Outcome:
         answers_lost: trained answers dropped by truncation.
         notes: other changes that the report counts.
         characters, lost: number of rendered characters, and those that the tokenizer cannot represent.
+        columns: numbers of the row that the method reads.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -164,6 +165,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     characters: int = 0
     lost: str = ""
+    columns: dict[str, float] = field(default_factory=dict)
 
 
 class BadRow(Exception):
@@ -227,7 +229,7 @@ class RowTokenizer:
             for index, row in enumerate(rows):
                 limits.renew(_BYTES * sum(len(one.text) for one in before))
                 try:
-                    before = rendered[index] = self._render(row)
+                    before = rendered[index] = self._render(row, outcomes[index])
                 except RowDropped as reason:
                     outcomes[index].dropped = reason.reason
                 except RowError as error:
@@ -236,8 +238,8 @@ class RowTokenizer:
                     raise BadRow(index, *too_much(error).args, "model.chat_template_too_costly") from error
         return rendered
 
-    def _render(self, row: Mapping[str, Any]) -> tuple[Rendering, ...]:
-        """One rendering per segment of the example."""
+    def _render(self, row: Mapping[str, Any], outcome: Outcome) -> tuple[Rendering, ...]:
+        """One rendering per segment of the example; the columns are set in the outcome."""
         renamed = self._reading.rename(row)
         missing = holds_missing(renamed)
         made = self._reading.format.read(with_nulls(renamed) if missing else renamed)
@@ -249,6 +251,7 @@ class RowTokenizer:
             found = (render_prompted(made, self._control),)
         elif isinstance(made, Preference):
             found = (self._render_turns(made.chosen), self._render_turns(made.rejected))
+            outcome.columns = {"margin": made.margin} if self._settings.method == "reward" else {}
         else:
             found = (self._render_turns(made),)
         return tuple(replace(one, notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found
@@ -288,10 +291,10 @@ class RowTokenizer:
             self._cut_document(tokens[0].ids, outcome)
             return
         try:
-            pairs = zip(renderings, tokens, strict=True)
-            segments = [self._fit(index, self._mask(*pair, outcome), outcome) for pair in pairs]
+            masked = (self._mask(*pair, outcome) for pair in zip(renderings, tokens, strict=True))
+            segments = [self._fit(index, one, outcome) for one in masked]
             cut = len(segments) > 1 and outcome.truncated
-            outcome.examples = [Example(tuple(_same_prompt(segments) if cut else segments))]
+            outcome.examples = [Example(tuple(_same_prompt(segments) if cut else segments), outcome.columns)]
         except RowDropped as reason:
             outcome.dropped, outcome.notes, outcome.truncated, outcome.answers_lost = reason.reason, (), (), 0
 
@@ -393,8 +396,7 @@ def _same_prompt(segments: list[Segment]) -> list[Segment]:
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids before and after a document: BOS if the tokenizer adds it, and EOS."""
     if tokenizer.eos_token_id is None:
-        what = "the tokenizer has no end-of-sequence token to separate documents"
-        raise DataError(what, code="model.tokenizer_without_eos")
+        raise DataError("the tokenizer has no end-of-sequence token", code="model.tokenizer_without_eos")
     ids = tokenizer("a")["input_ids"]
     starts = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id  # type: ignore[index]
     return ([tokenizer.bos_token_id] if starts else []), [tokenizer.eos_token_id]  # type: ignore[list-item]

@@ -92,6 +92,7 @@ METHODS: dict[str, str] = {
     "sft": "halftune.methods.sft:Sft",
     "pretrain": "halftune.methods.pretrain:Pretrain",
     "dpo": "halftune.methods.dpo:Dpo",
+    "reward": "halftune.methods.reward:Reward",
 }
 
 __all__ = ["METHODS", "AdapterOff", "Loss", "Method", "Reference", "make_method"]

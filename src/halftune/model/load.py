@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from halftune.config.facts.safetensors_headers import read_headers
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Format
 from halftune.core.errors import ModelError
@@ -41,7 +48,7 @@ log = get_logger(__name__)
 
 
 def load_model(
-    model: ModelSection, plan: Plan, *, for_training: bool = True, lazy: LazyWeights | None = None
+    model: ModelSection, plan: Plan, *, for_training: bool = True, lazy: LazyWeights | None = None, seed: int = 0
 ) -> PreTrainedModel:
     """Load the model on the CPU, with weights in ``plan.precision.storage`` and attention behind the plan's guard.
 
@@ -54,6 +61,7 @@ def load_model(
         plan: gives dtypes, attention backend and gradient checkpointing.
         for_training: if False, no weight requires a gradient and the key-value cache is enabled.
         lazy: if given, weights stay on the meta device and their sources are recorded in it.
+        seed: of the weights of a new score head.
 
     Raises:
         ModelError: the checkpoint cannot be read, or weights are missing, of the wrong shape, or too large for fp16.
@@ -69,6 +77,10 @@ def load_model(
     if lazy is not None:
         lazy.materialise_buffers(loaded)
         lazy.check = weights.tensor
+    if plan.method.head.value == "score":
+        from halftune.model.score_head import install  # few runs train a reward model
+
+        install(loaded, model, seed, new="score.weight" not in read_headers(folder))
     compute_in_fp32(loaded, model)
     if plan.attention.linear.value != "none":
         from halftune.model.patch_linear import route_linear_layers  # imports the operators
@@ -101,11 +113,17 @@ def _load(
     files = LazyWeights() if multimodal and lazy is None else lazy
     with importing(remote_code=remote_code), no_progress_bars(), _in_own_dtypes(plan):
         loaded, info = _read(
-            AutoModelForImageTextToText if multimodal else AutoModelForCausalLM,
+            _auto_class(plan, multimodal=multimodal),
             folder, model, plan, attention, remote_code=remote_code, config=config, files=files, whole=lazy is None,
         )  # fmt: skip
         if quantisation(folder) is not None:
             store_as_planned(loaded, plan)
+    if plan.method.head.value == "score":  # the output layer is another one
+        info = {
+            **info,
+            "missing_keys": set(info["missing_keys"]) - {"score.weight"},
+            "unexpected_keys": [name for name in info["unexpected_keys"] if not _OUTPUT_LAYER.match(name)],
+        }
     _check_complete(info, folder, multimodal=multimodal)
     if config is not None and files is not None:
         detach_towers(loaded, towers_called_for_text(config), files)
@@ -114,6 +132,15 @@ def _load(
             weights.log_rounding(loaded, plan)
         record_prediction_heads(loaded, folder, info["unexpected_keys"])
     return loaded
+
+
+_OUTPUT_LAYER = re.compile(r"(lm_head|embed_out|output)\.")
+
+
+def _auto_class(plan: Plan, *, multimodal: bool) -> Any:
+    if plan.method.head.value == "score":
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
 def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
@@ -179,7 +206,11 @@ def _read(
     """
     trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
     try:
-        quantised = load_arguments(folder, plan, trust_remote_code=trusted)
+        arguments = load_arguments(folder, plan, trust_remote_code=trusted)
+        if plan.method.head.value == "score":
+            arguments |= {"num_labels": 1}
+            if (given := arguments.get("config")) is not None:
+                given.num_labels = arguments.pop("num_labels")
         if remote_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
@@ -191,7 +222,7 @@ def _read(
         with own_architectures(), packed, files.recording(folder) if files is not None else nullcontext():
             loaded: Any = auto.from_pretrained(
                 folder,
-                **quantised,
+                **arguments,
                 dtype=torch_dtype(plan.precision.storage.value),
                 attn_implementation=for_parts(config, attention) if config is not None else attention,
                 trust_remote_code=trusted,

@@ -220,8 +220,14 @@ def _random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:
 
 
 def _logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Logits in fp64; of a reward model the scores of all tokens ``[B, T, 1]``."""
     with torch.inference_mode():
-        return model(input_ids=ids_BT, use_cache=False).logits.double()
+        logits = model(input_ids=ids_BT, use_cache=False).logits
+    if logits.shape[-1] == 1:
+        from halftune.model.score_head import token_scores  # few models are reward models
+
+        logits = token_scores(model.get_base_model() if isinstance(model, PeftModel) else model)
+    return logits.double()
 
 
 def _check_memory(plan: Plan) -> None:

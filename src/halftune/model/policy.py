@@ -111,6 +111,29 @@ class PolicyModel:
         sums = torch.zeros(len(batch.segment_of_example), dtype=wide, device=values.device)
         return sums.index_add(0, owners, values.to(wide))
 
+    def scores(self, batch: Batch) -> torch.Tensor:
+        """Scores of a reward model per segment: fp32 ``[S]`` (fp64 for an fp64 model).
+
+        The score of a segment is that of its last token that is not the config's padding token, as in transformers'
+        sequence classifiers.
+
+        Args:
+            batch: on the model's device; labels are not read.
+        """
+        from halftune.model.score_head import token_scores  # few runs have a score head
+
+        base = _base(_unwrap_ddp(self.model))
+        pooled = self.model(**batch.inputs, use_cache=False).logits
+        tokens = token_scores(base)
+        if "seq_idx" not in batch.tokens:
+            return pooled[:, 0]
+        ids, owners = batch.tokens["input_ids"][0], batch.tokens["seq_idx"][0].long()
+        real = ids != base.config.get_text_config().pad_token_id
+        places = torch.where(real, torch.arange(len(ids), device=ids.device), 0)
+        last = places.new_zeros(len(batch.segment_of_example) + 1).scatter_reduce(0, owners, places, "amax")
+        # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
+        return tokens[0, last[: len(batch.segment_of_example)], 0] + pooled[:0].sum()
+
     def _logprobs(self, batch: Batch, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities ``[K]``, and their indices among the B·P targets."""
         places = labels.places()

@@ -55,7 +55,7 @@ def explain(plan: Plan, *, width: int | None = None, footer: Iterable[str] = ())
 
 def _groups(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [
-        ("method", [_row("method", plan.method.name), _row("reference", plan.method.reference)]),
+        ("method", [_row("method", plan.method.name), _row("reference", plan.method.reference), *_head(plan)]),
         ("device", [_row("device", plan.device), *_processes(plan)]),
         ("number formats", _formats(plan)),
         ("attention", _attention(plan)),
@@ -63,6 +63,10 @@ def _groups(plan: Plan) -> list[tuple[str, list[Row]]]:
         ("size", _size(plan)),
         ("memory per device", _memory(plan.memory)),
     ]
+
+
+def _head(plan: Plan) -> list[Row]:
+    return [] if plan.method.head.value == "tokens" else [_row("head", plan.method.head)]
 
 
 def _processes(plan: Plan) -> list[Row]:

@@ -60,7 +60,7 @@ def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -
     return quantised, WeightsPlan(Choice(asked, reason), "on_load", experts)
 
 
-def plan_method(config: RunConfig) -> MethodPlan:
+def plan_method(config: RunConfig, facts: ModelFacts) -> MethodPlan:
     """The method's part of the plan. The reference is the model before training, with an adapter that it starts from.
 
     Raises:
@@ -68,6 +68,10 @@ def plan_method(config: RunConfig) -> MethodPlan:
     """
     method, adapter = config.method, config.adapter
     name = Choice(method.type, method.learns)
+    if method.head == "score":
+        from halftune.plan.score_head import score_head  # few runs train a reward model
+
+        return MethodPlan(name, NO_REFERENCE, score_head(facts))
     if not isinstance(method, ReferenceMethod):
         return MethodPlan(name, NO_REFERENCE)
     lora = adapter if isinstance(adapter, LoraAdapter) else None
@@ -128,6 +132,10 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         from halftune.plan.added_tokens import with_added_tokens  # few runs add tokens
 
         config, facts, added = with_added_tokens(config, facts)
+    if config.method.head == "score" or facts.scores:
+        from halftune.plan.score_head import with_score_head  # few runs train a reward model
+
+        config, facts = with_score_head(config, facts)
     facts, weights = choose_weights(config.model, hardware, facts)
     precision, (packing, attention), adapted, method = _decided(config, hardware, facts)
     fused = choose_fused(config, hardware.kind)
@@ -197,7 +205,7 @@ def _decided(
     compute = precision.compute.value if precision is not None else compute
     rows = choose_rows(config, hardware, facts, compute, tried)
     adapted = tried.collect(lambda: count_trainable(facts, config.adapter))
-    method = tried.collect(lambda: plan_method(config))
+    method = tried.collect(lambda: plan_method(config, facts))
     tried.add(sharing_problems(config, hardware, facts, compute))
     if tried.error is not None:
         raise tried.error
@@ -284,7 +292,7 @@ def _warnings(
     warnings += _unembedded(facts)
     raw = facts.raw or {}
     own_code = config.model.trust_remote_code and "auto_map" in raw
-    if not own_code and (other := other_class(raw, facts.multimodal)):
+    if not own_code and not facts.scores and (other := other_class(raw, facts.multimodal)):
         named, loaded = other
         warnings.append(f"config.json names the class {named}; {loaded} is loaded, with a head for tokens.")
     if not own_code and (heads := facts.prediction_heads):

@@ -84,6 +84,7 @@ def _plain(value: Any) -> Any:
 RANDOM = Choice(False, "batches of random samples")
 UNFUSED = Choice(False, "the model's own code")
 UNQUANTISED = Choice("none", "weights are not quantised")
+TOKENS = Choice("tokens", "the checkpoint's output layer")
 EACH = Choice(True, "a step has one forward pass")
 
 
@@ -94,10 +95,12 @@ class MethodPlan:
     Attributes:
         name: type of the method.
         reference: ``none``, ``adapter off`` (the base model, in every step) or ``precomputed`` (before training).
+        head: what the model ends in: ``tokens`` or ``score``.
     """
 
     name: Choice[str]
     reference: Choice[str]
+    head: Choice[str] = TOKENS
 
 
 NO_REFERENCE = Choice("none", "the loss is that of the model alone")

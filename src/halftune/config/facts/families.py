@@ -99,6 +99,18 @@ def other_class(raw: dict[str, Any], multimodal: str) -> tuple[str, str] | None:
     return None if expected & {str(name).lower() for name in named} else (str(named[0]), loaded)
 
 
+def is_reward_model(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of a sequence classifier with one output."""
+    named, labels = raw.get("architectures"), raw.get("id2label")
+    outputs = len(labels) if isinstance(labels, dict) else raw.get("num_labels")
+    return outputs == 1 and isinstance(named, list) and str(named[:1]).endswith("ForSequenceClassification']")
+
+
+def scoring_class(model_type: str) -> str:
+    """The class of transformers that scores sequences with a model of this type; empty if there is none."""
+    return _classes("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES").get(model_type, "")
+
+
 def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool, multimodal: bool = False) -> None:
     """Refuse models that are not causal language models, or that cannot be loaded.
 
@@ -128,7 +140,8 @@ def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool, mu
         what = f"transformers' {model_type} requires images; only text training is supported"
         raise ModelError(what, where=where, remedy=f"use a language model, such as {DECODERS}", code="model.not_causal")
     named = raw.get("architectures")
-    if isinstance(named, list) and (labels := [name for name in named if _LABELS.search(str(name))]):
+    labels = [name for name in named if _LABELS.search(str(name))] if isinstance(named, list) else []
+    if labels and not is_reward_model(raw):
         what = f"the checkpoint is a {labels[0]}, with a head for labels instead of tokens"
         raise ModelError(what, where=where, remedy="use its base language model", code="model.not_causal")
     if multimodal or ("AutoModelForCausalLM" in (raw.get("auto_map") or {}) and trust_remote_code):

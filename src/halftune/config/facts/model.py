@@ -10,7 +10,7 @@ from typing import Any, Literal
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import Architecture, Tensor, architecture_of, check_complete, prediction_heads
 from halftune.config.facts.config_file import config_file
-from halftune.config.facts.families import OWN, Family, check_causal, family_of, multimodal_class
+from halftune.config.facts.families import OWN, Family, check_causal, family_of, is_reward_model, multimodal_class
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.refused_values import TokenIds, check_values, token_ids
 from halftune.config.facts.rwkv7_shape import rwkv7_shape
@@ -74,6 +74,7 @@ class ModelFacts:
         tower_parameters: number of weights of its towers, not included in ``num_parameters``.
         prediction_heads: names of its tensors for multi-token prediction, which transformers does not load.
         text_type: ``model_type`` of the decoder, if it is a part of the model.
+        scores: whether the checkpoint is a reward model: its output layer has one output.
     """
 
     name_or_path: str
@@ -108,6 +109,7 @@ class ModelFacts:
     tower_parameters: int = 0
     prediction_heads: tuple[str, ...] = ()
     text_type: str = ""
+    scores: bool = False
 
     @property
     def num_parameters_exact(self) -> bool:
@@ -163,7 +165,8 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         check_complete(language, facts.tensors, where=str(file.parent))
     towers = split_towers(headers)[1] if isinstance(raw.get("text_config"), dict) else {}
     heads = prediction_heads(sorted(headers.keys() - towers.keys()), facts.num_layers)
-    return replace(facts, tokens=token_ids(model, file.parent), prediction_heads=tuple(heads))
+    tokens, scores = token_ids(model, file.parent), is_reward_model(raw)
+    return replace(facts, tokens=tokens, prediction_heads=tuple(heads), scores=scores)
 
 
 def facts_from_config(

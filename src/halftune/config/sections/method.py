@@ -20,6 +20,7 @@ class Method(Section):
         records: what its rows say; the first name is what an error asks for.
         segments: token sequences of an example; one forward pass holds all of them.
         needs_reference: whether it compares with the model as it was before training.
+        head: what the model ends in: logits of the vocabulary, or one score.
     """
 
     title: ClassVar[str]
@@ -27,6 +28,7 @@ class Method(Section):
     records: ClassVar[tuple[RecordName, ...]]
     segments: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
+    head: ClassVar[Literal["tokens", "score"]] = "tokens"
 
     @property
     def labelled_share(self) -> float:
@@ -96,7 +98,28 @@ class DpoMethod(ReferenceMethod):
     """Strength of the constraint to the reference model; larger values keep the model closer to it."""
 
 
-MethodSection = Annotated[SftMethod | PretrainMethod | DpoMethod, Field(discriminator="type"), TYPED]
+class RewardMethod(Method):
+    """A reward model on pairs of answers: one score per conversation (Bradley-Terry)."""
+
+    title: ClassVar[str] = "Reward model"
+    learns: ClassVar[str] = "scores of pairs of a chosen and a rejected answer, both in one forward pass"
+    records: ClassVar[tuple[RecordName, ...]] = ("preference",)
+    segments: ClassVar[int] = 2
+    head: ClassVar[Literal["tokens", "score"]] = "score"
+
+    type: Literal["reward"]
+    """A reward model: the output layer is replaced by one that scores the last token, and `data.max_length` limits each
+    of the two answers with its prompt."""
+
+    center_coefficient: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the squared sum of a pair's scores in the loss (arXiv:2312.09244), which keeps scores near zero."""
+
+    @property
+    def labelled_share(self) -> float:
+        return 0.0  # no logits of the vocabulary
+
+
+MethodSection = Annotated[SftMethod | PretrainMethod | DpoMethod | RewardMethod, Field(discriminator="type"), TYPED]
 
 METHOD_SECTIONS: dict[str, type[Method]] = {
     get_args(one.model_fields["type"].annotation)[0]: one for one in get_args(get_args(MethodSection)[0])

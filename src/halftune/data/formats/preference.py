@@ -2,11 +2,12 @@
 
 The prompt is in ``prompt``, ``conversations`` or ``messages``, as text or as a list of messages.
 Each answer is text, a message, or a list of messages. Lists that do not begin with an assistant message are whole
-conversations: their common prefix is the prompt.
+conversations: their common prefix is the prompt. ``margin`` is a number that reward models use.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
@@ -30,7 +31,16 @@ def _read(row: Mapping[str, Any]) -> Preference:
         raise RowDropped("chosen and rejected are identical")
     if any(one.messages[first]["role"] != "assistant" for one in pair if first < len(one.messages)):
         raise RowError("chosen and rejected do not answer the same prompt")
-    return Preference(_trained_from(pair[0], first, "chosen"), _trained_from(pair[1], first, "rejected"))
+    chosen, rejected = _trained_from(pair[0], first, "chosen"), _trained_from(pair[1], first, "rejected")
+    return Preference(chosen, rejected, _margin(row.get("margin")))
+
+
+def _margin(value: Any) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError(f"margin: expected a number, got {value!r}")
+    return float(value)
 
 
 def _messages(value: Any, column: str, role: str = "assistant") -> list[Any]:
@@ -66,4 +76,4 @@ def _trained_from(made: Conversation, first: int, name: str) -> Conversation:
     return turns.train_from(made, first)
 
 
-FORMAT = Format("preference", ("chosen", "rejected"), (*PROMPTS, "system", "tools"), _read, "preference")
+FORMAT = Format("preference", ("chosen", "rejected"), (*PROMPTS, "system", "tools", "margin"), _read, "preference")

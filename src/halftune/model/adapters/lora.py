@@ -33,10 +33,10 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     """
     targets = without_routers(model) if adapter.target_modules == "all-linear" else find_targets(model, adapter)
     towers = towers_of(model)
-    saved = find_modules_to_save(model, adapter, grown=plan.added_tokens is not None)
+    saved = find_modules_to_save(model, adapter, plan)
     tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
     config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=task_type(plan),
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
         lora_dropout=adapter.dropout,
@@ -135,10 +135,13 @@ def _bad_targets(what: str, remedy: str = "") -> ConfigError:
     return ConfigError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
 
 
-def find_modules_to_save(
-    model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter, *, grown: bool
-) -> list[str] | None:
-    """The modules to train in full: those of the config, and with added tokens the embedding and an untied head.
+def task_type(plan: Plan) -> TaskType:
+    """What peft calls the task of the method."""
+    return TaskType.SEQ_CLS if plan.method.head.value == "score" else TaskType.CAUSAL_LM
+
+
+def find_modules_to_save(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter, plan: Plan) -> list[str] | None:
+    """The modules to train in full: those of the config, a score head, and with added tokens the vocabulary's.
 
     Raises:
         ConfigError: a module does not exist in this model.
@@ -150,4 +153,6 @@ def find_modules_to_save(
             remedy = f"did you mean {close[0]}?" if close else "write names such as embed_tokens, lm_head"
             what = f"no module is called {module!r}"
             raise ConfigError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
-    return list(dict.fromkeys((*adapter.modules_to_save, *(vocabulary_modules(model) if grown else ())))) or None
+    more = vocabulary_modules(model) if plan.added_tokens is not None else []
+    more += ["score"] if plan.method.head.value == "score" else []
+    return list(dict.fromkeys((*adapter.modules_to_save, *more))) or None

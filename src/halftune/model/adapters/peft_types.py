@@ -7,13 +7,13 @@ from typing import Any
 
 import peft
 import torch
-from peft import PeftModel, TaskType, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from halftune.config.sections.model import PeftAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter
-from halftune.model.adapters.lora import find_modules_to_save, find_targets
+from halftune.model.adapters.lora import find_modules_to_save, find_targets, task_type
 from halftune.model.adapters.targets import linear_layers
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.towers import towers_of
@@ -33,9 +33,9 @@ def attach(model: PreTrainedModel, adapter: Any, plan: Plan, seed: int) -> PeftM
         inner = adapter.feedforward_modules
         options["feedforward_modules"] = [one for one in targets if f".{one}".endswith(tuple(f".{n}" for n in inner))]
     config = getattr(peft, spec.config)(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=task_type(plan),
         target_modules=targets,
-        modules_to_save=find_modules_to_save(model, adapter, grown=plan.added_tokens is not None),
+        modules_to_save=find_modules_to_save(model, adapter, plan),
         **options,
     )
     with torch.random.fork_rng(devices=[]), ignore_peft_warnings():

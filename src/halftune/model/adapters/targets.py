@@ -35,7 +35,7 @@ def without_routers(model: PreTrainedModel) -> str | list[str]:
 
 def linear_layers(model: PreTrainedModel) -> tuple[list[str], set[str], set[str]]:
     """Names of a model's linear layers except its head, of the routers among them, and of layers that peft refuses."""
-    head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    head = model.get_output_embeddings() or getattr(model, "score", None)  # pyright: ignore[reportCallIssue]
     linear = {
         name: module
         for name, module in model.named_modules()

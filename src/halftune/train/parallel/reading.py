@@ -137,7 +137,7 @@ def fill(model: nn.Module, lazy: LazyWeights, device: torch.device) -> None:
 def _attached(
     config: RunConfig, plan: Plan, lazy: LazyWeights | None, initial: Mapping[str, torch.Tensor] | None
 ) -> nn.Module:
-    loaded = load_model(config.model, plan, lazy=lazy)
+    loaded = load_model(config.model, plan, lazy=lazy, seed=config.training.seed)
     there = insert_zero_weights(loaded) if lazy is not None and config.adapter.type != "none" else {}
     seed, revision = config.training.seed, config.model.revision
     model = attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
