@@ -23,13 +23,19 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
         "chosen": f"It is {2 * n}" + " yes" * (n % 5),
         "rejected": "No" + " idea" * (n % 7),
     },
+    "rated": lambda n: {
+        "prompt": f"What is {n} and {n}?",
+        "completion": f"It is {2 * n}" + " yes" * (n % 5),
+        "label": n % 3 > 0,
+    },
 }
+KEYS: dict[str, dict[str, Any]] = {"kto": {"group_size": 2}}  # fewer rows
 ROWS_A_PASS, PASSES = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 SPLITS: dict[str, dict[str, Any]] = {
     "in passes": {ROWS_A_PASS: 5, PASSES: 7},
     "packed": {"data.packing": "true"},
     "packed in passes": {"data.packing": "true", ROWS_A_PASS: 2, PASSES: 20},
-    "by tokens": {ROWS_A_PASS: "null", "training.tokens_per_batch": 8000},
+    "by tokens": {ROWS_A_PASS: "null", "training.tokens_per_batch": 16000},
 }
 
 
@@ -37,19 +43,20 @@ SPLITS: dict[str, dict[str, Any]] = {
 def of_method(request: pytest.FixtureRequest, recipe: Any, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
     """``of_method("name", settings)`` → a recipe of each method in turn, that writes to the folder ``name``."""
     section = METHOD_SECTIONS[request.param]
-    path = tmp_path / "examples.jsonl"
-    path.write_text("".join(json.dumps(ROWS[section.records[0]](n)) + "\n" for n in range(EXAMPLES)))
+    settings = {"type": request.param, **KEYS.get(request.param, {})}
+    path, count = tmp_path / "examples.jsonl", EXAMPLES * section(**settings).rows
+    path.write_text("".join(json.dumps(ROWS[section.records[0]](n)) + "\n" for n in range(count)))
 
-    def make(folder: str, settings: dict[str, Any] | None = None, world_size: int = 1) -> tuple[Any, Any]:
+    def make(folder: str, other: dict[str, Any] | None = None, world_size: int = 1) -> tuple[Any, Any]:
         keys = {
             "data.train": path,
-            "method": request.param,
+            "method": json.dumps(settings),
             "training.output_dir": tmp_path / folder,
             "training.max_steps": 3,
             "training.warmup_ratio": 0,
             "training.learning_rate": 1e-2,
             ROWS_A_PASS: 64,
-            **(settings or {}),
+            **(other or {}),
         }
         return recipe(*(f"{key}={value}" for key, value in keys.items()), world_size=world_size)
 
@@ -66,7 +73,7 @@ def test_the_table_and_the_sections_name_the_same_methods() -> None:
 def same(one: Path, other: Path) -> None:
     """Losses, gradient norms and all metrics of two runs."""
     names = {name for line in (one / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
-    for name in {"loss", "grad_norm", *(name for name in names if name.startswith("rewards/"))}:
+    for name in {"loss", "grad_norm", *(name for name in names if name.startswith(("rewards/", "kl")))}:
         mine, theirs = curve(one, name), curve(other, name)
         assert len(mine) == len(theirs) == 3
         assert all(abs(a - b) < 1e-5 * max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=True)), (

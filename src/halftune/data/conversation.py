@@ -41,6 +41,19 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Rated:
+    """An answer and its rating.
+
+    Attributes:
+        conversation: only its last answer is trained.
+        good: the rating.
+    """
+
+    conversation: Conversation
+    good: bool
+
+
+@dataclass(frozen=True)
 class Prompted:
     """An answer to a prompt that no chat template renders.
 
@@ -55,7 +68,7 @@ class Prompted:
     answer: str
 
 
-Record = Conversation | Preference | Prompted | str  # a string is a document
+Record = Conversation | Preference | Rated | Prompted | str  # a string is a document
 
 
 class RowError(Exception):

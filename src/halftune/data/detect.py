@@ -177,7 +177,10 @@ def detect_for(method: Method, rows: Collection[Mapping[str, Any]], section: Sou
     Raises:
         DataError: as ``detect``; or the source is plain text and the method needs answers.
     """
-    if method.records == ("preference",):
+    named = {name for row in rows for name in row} if method.records[0] == "rated" else set()
+    if "kto_tag" in named and "label" not in named | section.columns.keys():  # LLaMA-Factory's name
+        section = section.model_copy(update={"columns": {**section.columns, "label": "kto_tag"}})
+    if method.records[0] in ("preference", "rated"):
         return detect(rows, section, section.path, method.records)
     reading = detect(rows, section, section.path)
     if reading.format.record not in method.records:
@@ -222,9 +225,9 @@ def _check_rating(
         flags = [value.lower() == "true" if value in ("true", "false", "True", "False") else value for value in values]
         if False in [flag for flag in flags if isinstance(flag, bool)]:
             raise DataError(
-                f"boolean column {name}: rated answers (KTO) are not supported, rejected answers would be trained too",
+                f"boolean column {name}: rated answers require method: kto, bad answers would be trained too",
                 where=where,
-                remedy=f"keep only the rows with {name}: true; or rename the column if it is not a rating",
+                remedy=f"set method: kto, or keep only the rows with {name}: true",
                 code="data.rated_answers",
             )
 

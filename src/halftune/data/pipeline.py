@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -39,6 +39,9 @@ from halftune.data.split import TokenizedSplit, choose_rows, contents, efficienc
 from halftune.data.store import Example, StoreWriter, TokenStore, load_store
 from halftune.data.template_features import NO_SYSTEM
 from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
+
+if TYPE_CHECKING:
+    from halftune.data.groups import Grouper
 
 WRITTEN = 4096  # examples written at a time
 LOST = 0.01  # share of characters without a token at which a source is refused
@@ -270,6 +273,7 @@ def _settings(config: RunConfig, day: str | None) -> Settings:
         template_variables=dict(config.model.chat_template_kwargs),
         day=day,
         train_line_break=isinstance(method, SftMethod) and method.train_line_break,
+        group=method.rows,
     )
 
 
@@ -297,7 +301,12 @@ def _tokenize(
     )
     outcomes = tokenize_rows(taken, tokenizer, reading, settings, config.data.num_workers)
     writer = StoreWriter(folder, [(str(part.path), part.unit) for part in rows.parts])
-    _collect(rows, chosen, outcomes, report, writer)
+    grouper = None
+    if reading.format.record == "rated":
+        from halftune.data.groups import Grouper  # few runs have rated rows
+
+        grouper = Grouper(settings.group, settings.max_length)
+    _collect(rows, chosen, outcomes, report, writer, grouper)
     if not report.kept:
         raise nothing_left(report.name, report.dropped)
     if report.lost_share > LOST:
@@ -312,14 +321,24 @@ def _tokenize(
 
 
 def _collect(
-    rows: Rows, chosen: np.ndarray, outcomes: Iterator[Outcome], report: SourceReport, writer: StoreWriter
+    rows: Rows,
+    chosen: np.ndarray,
+    outcomes: Iterator[Outcome],
+    report: SourceReport,
+    writer: StoreWriter,
+    grouper: Grouper | None,
 ) -> None:
-    """Write examples and their origins; count each row's outcome in ``report``."""
-    examples, origins = list[Example](), list[tuple[int, int]]()
+    """Write examples and their origins, in groups if there is a grouper; count each row's outcome in ``report``."""
+    examples, origins, waiting = list[Example](), list[tuple[int, int]](), list[int]()
     try:
         for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
-            examples += outcome.examples
-            origins += [rows.origin(index)] * len(outcome.examples)
+            found, places = outcome.examples, [rows.origin(index)] * len(outcome.examples)
+            if grouper is not None:
+                waiting += [index] * len(found)
+                found, places = grouper.complete(found, places)
+                waiting = waiting[len(waiting) - grouper.left :]
+            examples += found
+            origins += places
             if outcome.examples and (note := rows.note(index)):
                 outcome.notes = (*outcome.notes, note)
             _count(report, outcome, rows, index)
@@ -329,6 +348,9 @@ def _collect(
     except BadRow as error:
         position, what, remedy, _ = error.args
         raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy, code=error.code) from error
+    for index in waiting:
+        report.kept -= 1
+        report.dropped.setdefault("left over, fewer than method.group_size", Count()).add(rows.place(index))
     if examples:
         writer.append(examples, origins)
 

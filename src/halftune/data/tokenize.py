@@ -21,7 +21,7 @@ from halftune.core.time_limit import OutOfTime
 from halftune.data import overlong
 from halftune.data.chat import ChatTemplate, conversation_limits, too_much
 from halftune.data.control_tokens import ControlTokens, special_tokens
-from halftune.data.conversation import Conversation, Preference, Prompted, RowDropped, RowError
+from halftune.data.conversation import Conversation, Preference, Prompted, Rated, RowDropped, RowError
 from halftune.data.detect import Reading
 from halftune.data.formats.fields import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
@@ -122,15 +122,13 @@ class Settings:
     """Settings of tokenisation, all part of the cache key.
 
     Attributes:
-        method: as ``method.type``.
-        train_on: as ``method.train_on``.
-        max_length: in tokens.
-        overlong: as ``data.overlong``.
+        method, train_on: as ``method.type`` and ``method.train_on``.
+        max_length, overlong: as ``data.max_length`` (in tokens) and ``data.overlong``.
         system: system message for conversations without one; None for none.
         merge_system: merge unsupported system messages into the first user message.
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
-        train_line_break: as ``method.train_line_break``.
+        train_line_break, group: as ``method.train_line_break`` and ``method.rows``.
     """
 
     method: str
@@ -142,6 +140,7 @@ class Settings:
     template_variables: dict[str, Any] = field(default_factory=dict)
     day: str | None = None
     train_line_break: bool = False
+    group: int = 1
 
 
 @dataclass
@@ -149,13 +148,12 @@ class Outcome:
     """The result of one row.
 
     Attributes:
-        examples: training examples; empty if the row was dropped.
-        dropped: reason, or "".
+        examples, dropped: training examples; none and the reason if the row was dropped.
         truncated: descriptions of cuts.
         answers_lost: trained answers dropped by truncation.
         notes: other changes that the report counts.
         characters, lost: number of rendered characters, and those that the tokenizer cannot represent.
-        columns: numbers of the row that the method reads.
+        columns: numbers that the method reads.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -246,12 +244,14 @@ class RowTokenizer:
         if isinstance(made, str):
             found = (self._render_document(made),)
         elif isinstance(made, Prompted):
-            from halftune.data.prompted import render_prompted  # seldom used
+            from halftune.data.prompted import render_prompted  # rare
 
             found = (render_prompted(made, self._control),)
         elif isinstance(made, Preference):
             found = (self._render_turns(made.chosen), self._render_turns(made.rejected))
             outcome.columns = {"margin": made.margin} if self._settings.method == "reward" else {}
+        elif isinstance(made, Rated):
+            found, outcome.columns = (self._render_turns(made.conversation),), {"label": float(made.good)}
         else:
             found = (self._render_turns(made),)
         return tuple(replace(one, notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found

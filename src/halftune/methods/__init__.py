@@ -92,6 +92,7 @@ METHODS: dict[str, str] = {
     "sft": "halftune.methods.sft:Sft",
     "pretrain": "halftune.methods.pretrain:Pretrain",
     "dpo": "halftune.methods.dpo:Dpo",
+    "kto": "halftune.methods.kto:Kto",
     "reward": "halftune.methods.reward:Reward",
 }
 

@@ -70,7 +70,7 @@ def install(model: PreTrainedModel, section: ModelSection, seed: int, *, new: bo
 
 def token_scores(base: Any) -> torch.Tensor:
     """The scores ``[B, T, 1]`` of the last forward pass of a model, under peft or not; they are given once."""
-    head = getattr(base, SCORE)
+    head: Any = getattr(base, SCORE)
     if isinstance(head, ModulesToSaveWrapper):
         head = head.modules_to_save[head.active_adapters[0]]
     tokens, head.tokens = head.tokens, None

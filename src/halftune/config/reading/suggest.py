@@ -120,7 +120,7 @@ WORDS = {
 # Words and keys of unsupported features, by a word of the list in which they are looked up.
 _LATER = "it is not supported yet"
 _QUANTISE = "write model.quantization: nf4 (4 bit) or int8"
-_PREFERENCE = "of preference methods only dpo is supported yet, and no reinforcement learning"
+_PREFERENCE = "of preference methods only dpo, reward and kto are supported yet, and no reinforcement learning"
 _THEIRS = {
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw_torch_8bit": "adamw_8bit",
@@ -132,7 +132,8 @@ LATER: dict[str, dict[str, str]] = {
         "qlora": "write adapter.type: lora and model.quantization: nf4",
         **dict.fromkeys(("oft", "ia3", "prefix_tuning", "prompt_tuning", "freeze", "vera", "loha", "lokr"), _LATER),
     },
-    "sft": dict.fromkeys(("kto", "orpo", "simpo", "grpo", "ppo", "rm", "reward", "rloo", "cpo"), _PREFERENCE),
+    "sft": dict.fromkeys(("orpo", "simpo", "grpo", "ppo", "rloo", "cpo"), _PREFERENCE),
+    "reward": {"rm": "did you mean reward?"},
     "adamw": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "did you mean adamw?"),
         **{theirs: f"did you mean {ours}?" for theirs, ours in _THEIRS.items()},

@@ -255,16 +255,22 @@ def experts_fit(run: RunConfig, context: Context) -> Iterator[Violation]:
 @rule("data.preference_pairs", "method.type", "data.train", "data.eval", "data.system")
 def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Each method supports certain data formats."""
-    pretrain, pairs = isinstance(run.method, PretrainMethod), run.method.records == ("preference",)
+    pretrain, rows = isinstance(run.method, PretrainMethod), run.method.records[0]
     for part in ("train", "eval"):
         for index, source in enumerate(getattr(run.data, part)):
             key = ("data", part, index, "format")
-            if pairs and source.format not in ("auto", "preference"):
+            if rows == "preference" and source.format not in ("auto", "preference"):
                 what = f"{source.format} rows have one answer, but method: {run.method.type} requires pairs"
                 yield Violation(key, what, "use format: preference, or method: sft")
-            elif not pairs and source.format == "preference":
+            elif rows == "rated" and source.format not in ("auto", "rated"):
+                what = f"method: {run.method.type} requires rated answers, not {source.format} rows"
+                yield Violation(key, what, "use format: rated", code="data.rated_answers")
+            elif rows != "preference" and source.format == "preference":
                 what = f"method: {run.method.type} does not support pairs of answers"
                 yield Violation(key, what, "use method: dpo")
+            elif rows != "rated" and source.format == "rated":
+                what = f"method: {run.method.type} does not support rated answers"
+                yield Violation(key, what, "use method: kto", code="data.rated_answers")
             elif not pretrain and source.format == "text":
                 what = "method: sft requires answers; plain text has none"
                 yield Violation(key, what, "use method: pretrain", code="data.text_without_answers")

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from halftune.config.sections import TYPED, Flag, Number, Section
+from halftune.config.sections import TYPED, Flag, Int, Number, Section
 
-RecordName = Literal["conversation", "document", "preference"]
+RecordName = Literal["conversation", "document", "preference", "rated"]
 
 
 class Method(Section):
@@ -29,6 +29,11 @@ class Method(Section):
     segments: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
     head: ClassVar[Literal["tokens", "score"]] = "tokens"
+
+    @property
+    def rows(self) -> int:
+        """Rows of data in an example."""
+        return 1
 
     @property
     def labelled_share(self) -> float:
@@ -119,7 +124,46 @@ class RewardMethod(Method):
         return 0.0  # no logits of the vocabulary
 
 
-MethodSection = Annotated[SftMethod | PretrainMethod | DpoMethod | RewardMethod, Field(discriminator="type"), TYPED]
+class KtoMethod(ReferenceMethod):
+    """Kahneman-Tversky optimisation (arXiv:2402.01306) on answers that are rated good or bad."""
+
+    title: ClassVar[str] = "Preference optimisation (KTO)"
+    learns: ClassVar[str] = "answers that are rated good or bad, a group of them in one forward pass"
+    records: ClassVar[tuple[RecordName, ...]] = ("rated",)
+
+    type: Literal["kto"]
+    """Kahneman-Tversky optimisation: the model before training is the reference. A row has `label` or `kto_tag`:
+    true for a good answer."""
+
+    beta: Annotated[Number, Field(gt=0)] = 0.1
+    """Strength of the constraint to the reference model; larger values keep the model closer to it."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """`kto` compares with an estimate of the KL divergence from mismatched answers; `apo_zero_unpaired`
+    (arXiv:2408.06266) compares with zero."""
+
+    desirable_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """Weight of good answers in the loss."""
+
+    undesirable_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """Weight of bad answers in the loss."""
+
+    group_size: Annotated[Int, Field(ge=2)] = 4
+    """Rows that estimate the KL divergence together: each prompt also gets the answer of another row of its group. A
+    group is one example of a batch. TRL's groups are its `per_device_train_batch_size`."""
+
+    @property
+    def rows(self) -> int:
+        return self.group_size if self.loss == "kto" else 1
+
+    @property
+    def segments(self) -> int:  # type: ignore[override]
+        return 2 * self.group_size if self.loss == "kto" else 1
+
+
+MethodSection = Annotated[
+    SftMethod | PretrainMethod | DpoMethod | RewardMethod | KtoMethod, Field(discriminator="type"), TYPED
+]
 
 METHOD_SECTIONS: dict[str, type[Method]] = {
     get_args(one.model_fields["type"].annotation)[0]: one for one in get_args(get_args(MethodSection)[0])

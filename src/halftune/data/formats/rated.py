@@ -1,0 +1,53 @@
+"""Rated answers: a conversation and ``label`` (or ``kto_tag``), true for a good answer.
+
+The conversation is in ``prompt`` and ``completion``, in ``instruction`` and ``output``, or in ``messages`` or
+``conversations``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halftune.data.conversation import Conversation, Format, Rated, RowDropped, RowError
+from halftune.data.formats import load_format, turns
+
+LABELS = ("label", "kto_tag")
+_FLAGS = {True: True, False: False, "true": True, "false": False}  # True and False are 1 and 0, too
+
+
+def _read(row: Mapping[str, Any]) -> Rated:
+    label = next((row[name] for name in LABELS if row.get(name) is not None), None)
+    if label is None:
+        raise RowError("row without a rating: label is missing", "add a column label with true or false")
+    good = _FLAGS.get(label.strip().lower() if isinstance(label, str) else label) if _is_plain(label) else None
+    if good is None:
+        raise RowError(f"label: expected true or false, got {label!r}")
+    made = _conversation(row)
+    last = max((i for i, one in enumerate(made.messages) if one["role"] == "assistant"), default=0)
+    first = last
+    while first and made.messages[first - 1]["role"] in ("assistant", "tool"):
+        first -= 1  # an answer with tool calls has several messages
+    if not any(one["content"].strip() or one.get("tool_calls") for one in made.messages[first : last + 1]):
+        raise RowDropped("the answer is empty")
+    return Rated(turns.train_from(made, first), good)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | str)
+
+
+def _conversation(row: Mapping[str, Any]) -> Conversation:
+    for name, column in (("prompt_completion", "completion"), ("alpaca", "output")):
+        if row.get(column) is not None:
+            made = load_format(name).read(row)
+            assert isinstance(made, Conversation)
+            return made
+    listed = next(filter(None, map(row.get, ("messages", "conversations"))), None)
+    if listed is None:
+        raise RowError("row without an answer", "use the columns prompt and completion, or messages")
+    return turns.conversation(listed, row, "messages")
+
+
+_PLACES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history")
+FORMAT = Format("rated", ("label",), (*_PLACES, "system", "tools"), _read, "rated")
