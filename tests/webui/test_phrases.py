@@ -105,6 +105,8 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"adapter": {"type": "lora", "target_modules": ["q_prj"]}},
     {"method": "pretrain"},
     {"method": "dpo"},
+    {"method": "reward"},
+    {"method": "kto"},
     {"method": "dpo", "adapter": "none"},
     {"method": {"type": "dpo", "reference": "adapter_off"}, "adapter": "none"},
     {"method": {"type": "dpo", "reference": "precomputed"}},

@@ -47,10 +47,8 @@ def with_score_head(config: RunConfig, facts: ModelFacts) -> tuple[RunConfig, Mo
 
 def score_head(facts: ModelFacts) -> Choice[str]:
     """The head of the plan: where its weights come from, and in which dtype it is computed."""
-    weights = "of the checkpoint" if facts.scores else "new"
-    return Choice(
-        SCORE, f"one score at the last token that is not padding; weights {weights}, trained; computed in fp32"
-    )
+    weights = "the checkpoint's score weights, trained" if facts.scores else "new score weights, trained"
+    return Choice(SCORE, f"one score at the last token that is not padding; {weights}; scores are computed in fp32")
 
 
 def _check_class(config: RunConfig, facts: ModelFacts) -> None:
