@@ -23,9 +23,9 @@ def of(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     rows = [{"prompt": f"Is {n} even?", "chosen": "yes" * (n % 5 + 1), "rejected": "no " * n + "!"} for n in range(11)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def make(folder: str, *settings: str, world_size: int = 1) -> tuple[Any, Any]:
+    def make(folder: str, *settings: str, world_size: int = 1, data: Path = path) -> tuple[Any, Any]:
         keys = {
-            "data.train": path,
+            "data.train": data,
             "data.eval_split": 3,
             "training.output_dir": tmp_path / folder,
             "training.max_steps": 4,
@@ -52,6 +52,21 @@ def test_precomputed_is_adapter_off(of: Any, packing: str) -> None:
     settings = (f"data.packing={packing}", "adapter.dropout=0.1", BATCH.format(3))
     off = train(*of("off", "method=dpo", *settings)).folder
     assert near(train(*of("computed", f"method={PRECOMPUTED}", *settings)).folder, off)
+
+
+def test_precomputed_is_adapter_off_for_groups(of: Any, tmp_path: Path) -> None:
+    rated = [{"prompt": f"Is {n} even?", "completion": "yes " * (n % 5 + 1), "label": n % 2 == 0} for n in range(24)]
+    path = tmp_path / "rated.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rated))
+    kto = "method={{type: kto, group_size: 2, reference: {}}}"
+    folders = [
+        train(*of(name, kto.format(name), BATCH.format(3), data=path)).folder
+        for name in ("adapter_off", "precomputed")
+    ]
+    for name in ("loss", "grad_norm", "eval_loss", "rewards/chosen", "kl"):
+        one, other = (curve(folder, name) for folder in folders)
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+        assert len(set(one)) > 1
 
 
 @pytest.mark.parametrize("cache", ["true", "false"])
