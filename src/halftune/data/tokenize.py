@@ -149,9 +149,8 @@ class Outcome:
 
     Attributes:
         examples, dropped: training examples; none and the reason if the row was dropped.
-        truncated: descriptions of cuts.
+        truncated, notes: descriptions of cuts, and of other changes that the report counts.
         answers_lost: trained answers dropped by truncation.
-        notes: other changes that the report counts.
         characters, lost: number of rendered characters, and those that the tokenizer cannot represent.
         columns: numbers that the method reads.
     """
@@ -212,8 +211,6 @@ class RowTokenizer:
             tokens = [self._joined(one, [next(encoded) for _ in one.pieces]) for one in renderings]
             for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
                 self._compare(rendering, own)
-            outcomes[index].characters = sum(len(one.text) for one in renderings)
-            outcomes[index].lost = "".join(one.lost for one in tokens)
             self._finish(index, renderings, tokens, outcomes[index])
         return outcomes
 
@@ -286,12 +283,13 @@ class RowTokenizer:
         return made
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
+        outcome.characters, outcome.lost = sum(len(one.text) for one in renderings), "".join(one.lost for one in tokens)
         outcome.notes = tuple(dict.fromkeys(note for one in renderings for note in one.notes))
         if self._settings.method == "pretrain" and not renderings[0].split:
             self._cut_document(tokens[0].ids, outcome)
             return
         try:
-            masked = (self._mask(*pair, outcome) for pair in zip(renderings, tokens, strict=True))
+            masked = map(self._mask, renderings, tokens, [outcome] * len(tokens))
             segments = [self._fit(index, one, outcome) for one in masked]
             cut = len(segments) > 1 and outcome.truncated
             outcome.examples = [Example(tuple(_same_prompt(segments) if cut else segments), outcome.columns)]
