@@ -60,8 +60,7 @@ def test_precomputed_is_adapter_off_for_groups(of: Any, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rated))
     kto = "method={{type: kto, group_size: 2, reference: {}}}"
     folders = [
-        train(*of(name, kto.format(name), BATCH.format(3), data=path)).folder
-        for name in ("adapter_off", "precomputed")
+        train(*of(name, kto.format(name), BATCH.format(3), data=path)).folder for name in ("adapter_off", "precomputed")
     ]
     for name in ("loss", "grad_norm", "eval_loss", "rewards/chosen", "kl"):
         one, other = (curve(folder, name) for folder in folders)
