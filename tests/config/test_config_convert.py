@@ -207,13 +207,13 @@ def test_result_is_valid_but_for_files(framework: str) -> None:
 @pytest.mark.parametrize(
     ("framework", "change", "said"),
     [
-        ("LLaMA-Factory", "stage: dpo", "not supported yet"),
+        ("LLaMA-Factory", "stage: ppo", "not supported yet"),
         ("LLaMA-Factory", "finetuning_type: vera", "not supported yet"),
         ("LLaMA-Factory", "fp16: true", "bf16 is true as well"),
         ("LLaMA-Factory", "dataset: null", "nothing to train on"),
-        ("axolotl", "rl: dpo", "not supported yet"),
+        ("axolotl", "rl: grpo", "not supported yet"),
         ("axolotl", "datasets: []", "no data"),
-        ("TRL", "beta: 0.1", "not supported yet"),
+        ("TRL", "beta: 0.1", "loss_type"),
     ],
 )
 def test_a_method_that_does_not_exist_here_is_refused(framework: str, change: str, said: str) -> None:
@@ -227,6 +227,49 @@ def test_a_method_that_does_not_exist_here_is_refused(framework: str, change: st
     (note,) = converted.of("refused")
     assert note.key == key
     assert said in note.why
+
+
+@pytest.mark.parametrize(
+    ("framework", "old", "method"),
+    [
+        ("axolotl", "rl: dpo\nrl_beta: 0.2\nprecompute_ref_log_probs: true", ("dpo", 0.2, "precomputed")),
+        ("axolotl", "rl: kto\nkto_desirable_weight: 0.2", ("kto", 0.1, "auto")),
+        ("axolotl", "reward_model: true", ("reward",)),
+        ("LLaMA-Factory", "stage: dpo\npref_beta: 0.3\npref_loss: sigmoid", ("dpo", 0.3, "auto")),
+        ("LLaMA-Factory", "stage: kto\nkto_chosen_weight: 0.2", ("kto", 0.1, "auto")),
+        ("LLaMA-Factory", "stage: rm", ("reward",)),
+        ("TRL", "loss_type: sigmoid\nbeta: 0.05", ("dpo", 0.05, "auto")),
+        ("TRL", "loss_type: kto\ndesirable_weight: 0.2", ("kto", 0.1, "auto")),
+        ("TRL", "center_rewards_coefficient: 0.01", ("reward",)),
+    ],
+)
+def test_preference_methods(framework: str, old: str, method: tuple[str, ...]) -> None:
+    keys = {line.split(":")[0] for line in old.split("\n")}
+    lines = [line for line in OLD[framework].split("\n") if line.split(":")[0] not in keys]
+    Path("old.yaml").write_text("\n".join([*lines, old]))
+    found = convert_file(Path("old.yaml"))
+    found = convert_file(Path("old.yaml"), accepted=[note.key for note in found.of("refused")])
+    Path("new.yaml").write_text(found.yaml)
+    made = load_config("new.yaml", look_at_files=False).run.method
+    assert (made.type, *((made.beta, made.reference) if made.type != "reward" else ())) == method
+    assert getattr(made, "desirable_weight", 1.0) == (0.2 if made.type == "kto" else 1.0)
+    assert not [note for note in found.of("refused") if note.key in keys]
+
+
+@pytest.mark.parametrize(
+    ("framework", "old"),
+    [
+        ("axolotl", "rl: dpo\ndpo_label_smoothing: 0.1"),
+        ("LLaMA-Factory", "stage: dpo\npref_loss: orpo"),
+        ("LLaMA-Factory", "stage: dpo\npref_ftx: 0.5"),
+        ("TRL", "loss_type: [sigmoid, sft]\nlabel_smoothing: 0.1"),
+    ],
+)
+def test_parts_of_a_loss_that_are_not_here_are_refused(framework: str, old: str) -> None:
+    keys = [line.split(":")[0] for line in old.split("\n")]
+    lines = [line for line in OLD[framework].split("\n") if line.split(":")[0] not in keys]
+    Path("old.yaml").write_text("\n".join([*lines, old]))
+    assert keys[-1] in {note.key for note in convert_file(Path("old.yaml")).of("refused")}
 
 
 def test_a_period_that_is_a_share_of_the_run(tmp_path: Path) -> None:

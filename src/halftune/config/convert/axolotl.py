@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.convert import axolotl_keys as keys
+from halftune.config.convert import preference
 from halftune.config.convert.axolotl_adapter import adapter, quantised_experts
 from halftune.config.convert.draft import Draft, is_off, misspelt
 from halftune.config.convert.formats import attention, precision, quantization
@@ -67,7 +68,7 @@ FLAGS = {
 }
 # What is read of an entry of `datasets`; each other key of it is named in the report.
 READ = {
-    *("shards_idx", "preprocess_shards"),
+    *("shards_idx", "preprocess_shards", "field_chosen", "field_rejected"),
     *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "field_tools"),
     *("message_property_mappings", "message_field_role", "message_field_content", *keys.LABELS),
 }
@@ -93,10 +94,9 @@ def convert(draft: Draft, folder: Path) -> None:
     """Fills the draft.
 
     Raises:
-        Refusal: reinforcement learning, a reward model, another adapter than (Q)LoRA, or no data to train on.
+        Refusal: reinforcement learning, another adapter than (Q)LoRA, or no data to train on.
     """
-    why = "not supported yet: halftune has supervised fine-tuning and pre-training today"
-    draft.unsupported(("rl", "reward_model", "process_reward_model"), why)
+    method = preference.of_axolotl(draft)
     if is_off(draft.left.get("datasets")) and is_off(draft.left.get("pretraining_dataset")):
         raise draft.refuse("datasets", "names no data to train on")
     draft.rename(RENAMED)
@@ -107,8 +107,9 @@ def convert(draft: Draft, folder: Path) -> None:
     quantization(draft, "base_model")
     quantised_experts(draft)
     _plugins(draft)
-    _data(draft)
+    _data(draft, method)
     _training(draft)
+    preference.finish(draft, method)
     _logging(draft)
     offload(draft, folder)
     remote_code(draft)
@@ -162,10 +163,25 @@ def _attention(draft: Draft) -> None:
             attention(draft, key, draft.take(key))
 
 
-def _data(draft: Draft) -> None:
+def _data(draft: Draft, method: str) -> None:
     pretrain = bool(_sources(draft, "pretraining_dataset", "data.train"))
     sources = [*_sources(draft, "datasets", "data.train"), *_sources(draft, "test_datasets", "data.eval")]
     _labels(draft)
+    if method:
+        draft.drop({"train_on_inputs": "answers are compared"})
+    else:
+        _learned(draft, sources, pretrain=pretrain)
+    axolotl_template(draft)
+    draft.move("sample_packing", "data.packing", bool)
+    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "truncate", "the end of an answer is kept")
+    draft.default("data.overlong", "drop", "excess_length_strategy")
+    draft.default("data.max_length", 512, "sequence_len")
+    draft.default("data.packing", False, "sample_packing")
+    grouping(draft)
+
+
+def _learned(draft: Draft, sources: list[dict[str, Any]], *, pretrain: bool) -> None:
+    """Documents or conversations, and which of their tokens."""
     kinds = {pretrain or source.get("format") == "text" for source in sources}
     if len(kinds) > 1:
         why = "some sources are type completion, where every token is trained, and some hold conversations"
@@ -179,13 +195,6 @@ def _data(draft: Draft) -> None:
         why = "headers of turns have labels too; there, only the texts and the ends of turns"
         draft.changed("train_on_inputs", "method.train_on", "all", why)
     draft.move("train_on_inputs", "method.train_on", lambda on: "all" if on else "assistant")
-    axolotl_template(draft)
-    draft.move("sample_packing", "data.packing", bool)
-    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "truncate", "the end of an answer is kept")
-    draft.default("data.overlong", "drop", "excess_length_strategy")
-    draft.default("data.max_length", 512, "sequence_len")
-    draft.default("data.packing", False, "sample_packing")
-    grouping(draft)
 
 
 def _sources(draft: Draft, key: str, ours: str) -> list[dict[str, Any]]:
@@ -193,7 +202,8 @@ def _sources(draft: Draft, key: str, ours: str) -> list[dict[str, Any]]:
     entries = draft.take(key)
     if not entries:
         return []
-    read = [_source(entry) for entry in ([entries] if isinstance(entries, str | dict) else entries)]
+    method = draft.get("method.type") or ""  # of a preference method
+    read = [_source(entry, method) for entry in ([entries] if isinstance(entries, str | dict) else entries)]
     sources, notes = [source for source, _ in read], [note for _, note in read if note]
     if notes:
         draft.changed(key, ours, sources, "; ".join(dict.fromkeys(notes)))
@@ -221,7 +231,7 @@ def _check_types(draft: Draft, kinds: list[Any]) -> None:
         draft.refused("type", "input_output marks parts of a text; halftune trains whole answers")
 
 
-def _source(entry: Any) -> tuple[dict[str, Any], str]:
+def _source(entry: Any, method: str) -> tuple[dict[str, Any], str]:
     """One data set: (our source, what changed)."""
     if not isinstance(entry, dict):
         return {"path": str(entry)}, ""
@@ -229,7 +239,7 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
     kind = entry.get("type") or ""
     kind = kind.partition("\n")[0] if isinstance(kind, str) else "of its own"
     form, prompt = TYPES.get(kind, ("", ""))
-    change = "" if kind in TYPES else f"type {kind}: the format is found from the columns"
+    change = "" if kind in TYPES or method else f"type {kind}: the format is found from the columns"
     source = {
         "path": path,
         "split": "" if entry.get("ds_type") or entry.get("split") == "train" else entry.get("split"),
@@ -237,6 +247,8 @@ def _source(entry: Any) -> tuple[dict[str, Any], str]:
         "prompt": prompt,
         "columns": _columns(entry, kind),
     }
+    if method:
+        source, change = preference.axolotl_source(entry, source, method)
     changes = "; ".join(filter(None, [partial, change, *_left_out(entry)]))
     return {key: value for key, value in source.items() if value}, changes
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.convert import llamafactory_keys as keys
+from halftune.config.convert import preference
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.templates import llamafactory_template
@@ -50,14 +51,17 @@ def convert(draft: Draft, folder: Path) -> None:
         Refusal: the stage or the fine-tuning type is not there, or it names no data to train on.
     """
     stage = str(draft.take("stage") or "sft")
-    if stage not in METHODS:
-        why = "not supported yet: halftune has supervised fine-tuning (sft) and pre-training (pt) today"
+    if stage not in (*METHODS, *preference.METHODS):
+        why = "not supported yet: halftune has sft, pt, dpo, kto and rm today"
         raise draft.refuse("stage", why)
     if is_off(draft.left.get("dataset")):
         raise draft.refuse("dataset", "there is nothing to train on: chat and export need no recipe")
     if not draft.left.get("do_train", draft.left.get("do_predict") is not True):
         raise draft.refuse("do_train", "it trains nothing: chat and evaluation need no recipe")
-    draft.translated("stage", "method.type", METHODS[stage])
+    if stage in METHODS:
+        draft.translated("stage", "method.type", METHODS[stage])
+    else:
+        preference.of_llamafactory(draft, stage)
     draft.rename(MODEL)
     precision(draft, default="fp32")
     if draft.has("flash_attn"):
@@ -75,6 +79,7 @@ def convert(draft: Draft, folder: Path) -> None:
     periods(draft)
     draft.default("training.logging_steps", 500, "logging_steps")
     draft.default("training.output_dir", "runs/converted", "output_dir")
+    preference.finish(draft, preference.METHODS.get(stage, ""), dropout=stage == "rm")
 
 
 def drop_keys(draft: Draft) -> None:
@@ -149,7 +154,7 @@ def _pissa(draft: Draft) -> None:
 
 
 def _data(draft: Draft, stage: str, folder: Path) -> None:
-    _named_sources(draft, folder)
+    _named_sources(draft, folder, stage)
     draft.move("val_size", "data.eval_split")
     _packing(draft)
     _length(draft, stage)
@@ -169,28 +174,30 @@ def _length(draft: Draft, stage: str) -> None:
         draft.changed("cutoff_len", "data.max_length", draft.take("cutoff_len") or 2048, why)
         return
     draft.put("data.overlong", "proportional")
+    if stage not in METHODS and draft.has("cutoff_len"):
+        why = "each answer is cut with its prompt; there, prompts are cut for the longer of two answers"
+        draft.changed("cutoff_len", "data.max_length", int(draft.take("cutoff_len")), why)
     draft.move("cutoff_len", "data.max_length", lambda length: int(length) - shorter)
     draft.default("data.max_length", 2048 - shorter, "cutoff_len")
 
 
-def _named_sources(draft: Draft, folder: Path) -> None:
+def _named_sources(draft: Draft, folder: Path, stage: str) -> None:
     samples = draft.take("max_samples")
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         if draft.has(key):
-            _translate_names(
-                draft, key, ours, folder, {} if samples is None else {"samples": samples, "sampling": "first"}
-            )
+            counted = {} if samples is None else {"samples": samples, "sampling": "first"}
+            _translate_names(draft, key, ours, folder, counted, stage)
     if str(draft.left.get("dataset_dir")).startswith("REMOTE:"):
         draft.refused("dataset_dir", "a dataset_info.json of the hub is not read: copy it, and name its folder")
     if samples is not None:
         draft.none("max_samples", "samples of each source, the first ones")
 
 
-def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, Any]) -> None:
+def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: dict[str, Any], stage: str) -> None:
     """Translates names of data sets; ``samples`` is part of each source."""
     names, where = listed(draft.take(key)), Path(str(draft.left.get("dataset_dir") or "data"))
     known, base = _listed_sets(where, folder)
-    sources = [_source(name, known.get(name), base or where) | samples for name in names]
+    sources = [_source(name, known.get(name), base or where, stage) | samples for name in names]
     if media := [name for name in names if _has_media(name, known.get(name))]:
         draft.put(ours, sources)
         draft.refused(key, f"{', '.join(media)}: {MEDIA}")
@@ -244,9 +251,9 @@ def _has_media(name: str, entry: Any) -> bool:
     return bool({"images", "videos", "audios"} & columns.keys()) or bool(MEDIA_NAMES.search(name))
 
 
-def _source(name: str, entry: Any, base: Path) -> dict[str, Any]:
+def _source(name: str, entry: Any, base: Path, stage: str) -> dict[str, Any]:
     if base == ONLINE:  # an id of the hub, whose rows have alpaca's columns
-        return {"path": name, "format": "alpaca"}
+        return {"path": name, "format": "alpaca"} if stage in METHODS else {"path": name}
     if not isinstance(entry, dict):
         return {"path": str(base / f"{name}.json")}
     if "file_name" in entry:
@@ -259,7 +266,7 @@ def _source(name: str, entry: Any, base: Path) -> dict[str, Any]:
             source["split"] = entry["split"]
     if entry.get("num_samples"):
         source["samples"] = entry["num_samples"]
-    return source | _columns(entry)
+    return source | (_columns(entry) if stage in METHODS else preference.listed_columns(entry, stage))
 
 
 def _columns(entry: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from halftune.config.convert import preference
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.trainer import convert_trainer, grouping, periods
@@ -51,13 +52,16 @@ def convert(draft: Draft, folder: Path) -> None:
     """Fills the draft.
 
     Raises:
-        Refusal: a method other than supervised fine-tuning.
+        Refusal: reinforcement learning, or a preference method that is not supported.
     """
-    for key in ("beta", "num_generations", "reward_model_path", "reward_funcs", "desirable_weight"):
-        if draft.has(key):  # also 0, which is GRPO's usual beta
-            raise draft.refuse(key, "not supported yet: halftune has supervised fine-tuning and pre-training today")
+    for key in ("num_generations", "reward_model_path", "reward_funcs"):
+        if draft.has(key):
+            raise draft.refuse(key, "not supported yet: of preference methods there are dpo, kto and reward models")
+    method = preference.of_trl(draft)
+    if draft.has("beta"):  # also 0, which is GRPO's usual beta
+        raise draft.refuse("beta", "the trainer is not named: add loss_type, sigmoid for DPO or kto for KTO")
     draft.rename(MODEL)
-    draft.put("method.type", "sft")
+    draft.put("method.type", method or "sft")
     precision(draft, default="bf16")
     for key in DTYPES:
         if key in draft.left:
@@ -68,14 +72,16 @@ def convert(draft: Draft, folder: Path) -> None:
     _adapter(draft)
     quantization(draft, "model_name_or_path")
     _data(draft)
-    _loss(draft)
+    if not method:
+        _loss(draft)
     draft.move("gradient_checkpointing", "training.gradient_checkpointing")
     draft.default("training.gradient_checkpointing", True, "gradient_checkpointing")
     convert_trainer(draft, folder)
     draft.default("training.logging_steps", 10, "logging_steps")
-    draft.default("training.learning_rate", 2.0e-5, "learning_rate")
+    draft.default("training.learning_rate", preference.TRL_RATES.get(method, 2.0e-5), "learning_rate")
     draft.default("training.output_dir", "trainer_output", "output_dir")
     periods(draft)
+    preference.finish(draft, method)
     draft.drop(NONE)
     draft.drop(CHANGED, "changed")
 

@@ -1,0 +1,198 @@
+"""Preference methods of the other frameworks: DPO, KTO and reward models, their keys and their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halftune.config.convert.draft import Draft, is_off
+
+METHODS = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
+FORMATS = {"dpo": "preference", "kto": "rated", "reward": "preference"}
+_PART = "this part of the loss is not supported yet"
+_DROPOUT = "dropout is off in this method there"
+# axolotl: what follows the dot in the type of a data set → columns with other names than ours.
+COLUMNS: dict[str, dict[str, dict[str, str]]] = {
+    "dpo": {
+        "default": {},
+        "argilla_chat": {},
+        "icr": {"prompt": "input"},
+        "intel": {"prompt": "question"},
+        "prompt_pairs": {},
+        "ultra": {},
+    },
+    "kto": {"argilla": {"prompt": "instruction"}, "intel": {"prompt": "question"}, "prompt_pairs": {}, "ultra": {}},
+    "reward": {"chat_template": {"prompt": "input"}},
+}
+# LLaMA-Factory: columns of dataset_info.json → ours.
+LISTED = {"messages": "messages", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label", "system": "system"}
+LISTED_ALPACA = {
+    "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "system": "system"},
+    "rated": {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label", "system": "system"},
+}
+_WRITTEN = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+# TRL: keys that only one of its configs has → its method.
+TRL_KEYS = {
+    "center_rewards_coefficient": "reward",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "label_smoothing": "dpo",
+    "loss_weights": "dpo",
+    "discopop_tau": "dpo",
+    "f_divergence_type": "dpo",
+    "use_weighting": "dpo",
+    "ld_alpha": "dpo",
+}
+TRL_LOSSES = {"sigmoid": "dpo", "kto": "kto", "apo_zero_unpaired": "kto"}
+TRL_RATES = {"dpo": 1.0e-6, "kto": 1.0e-6, "reward": 1.0e-4}
+
+
+def of_axolotl(draft: Draft) -> str:
+    """Type of the method that ``rl`` or ``reward_model`` asks for, or "".
+
+    Raises:
+        Refusal: reinforcement learning, or a preference method that is not supported.
+    """
+    draft.unsupported(("process_reward_model",), "models that reward single steps are not supported yet")
+    if not is_off(draft.left.get("reward_model")):
+        draft.changed("reward_model", "method.type", "reward", "the score head is computed in fp32")
+        return "reward"
+    draft.unsupported(("reward_model",), "")
+    kind = str(draft.left.get("rl") or "").lower()
+    if kind not in ("dpo", "kto"):
+        draft.unsupported(("rl",), "not supported yet: of preference methods there are dpo, kto and reward models")
+        return ""
+    draft.translated("rl", "method.type", kind)
+    draft.move("rl_beta", "method.beta", float)
+    draft.move("kto_desirable_weight", "method.desirable_weight", lambda given: float(given or 1))
+    draft.move("kto_undesirable_weight", "method.undesirable_weight", lambda given: float(given or 1))
+    _precomputed(draft)
+    _loss(draft, "dpo_loss_type")
+    names = ("dpo_use_weighting", "dpo_norm_loss", "dpo_label_smoothing", "dpo_loss_weights")
+    draft.drop(dict.fromkeys(names, _PART), "refused")
+    return kind
+
+
+def axolotl_source(entry: dict[str, Any], source: dict[str, Any], method: str) -> tuple[dict[str, Any], str]:
+    """The source of a data set of preference rows: (our source, what changed)."""
+    kind = str(entry.get("type") or "")
+    given = COLUMNS[method].get(kind.rpartition(".")[2])
+    columns = dict(given or {})
+    for ours, key in (("messages", "field_messages"), ("chosen", "field_chosen"), ("rejected", "field_rejected")):
+        if entry.get(key) not in (None, ours):
+            columns[ours] = entry[key]
+    unknown = "" if given is not None else "; the columns are found by their usual names"
+    source = {**source, "format": FORMATS[method], "columns": columns}
+    why = f"answers are rendered by the chat template; there, type {kind or 'none'} writes the tokens around them"
+    return {key: value for key, value in source.items() if value}, why + unknown
+
+
+def of_llamafactory(draft: Draft, stage: str) -> None:
+    """The method of ``stage``: dpo, kto or rm."""
+    method = METHODS[stage]
+    if method == "reward":
+        why = "there, the score head has a bias and dropout, and is saved in a file of its own"
+        draft.changed("stage", "method.type", method, why)
+    else:
+        draft.translated("stage", "method.type", method)
+        draft.move("pref_beta", "method.beta", float)
+        draft.drop({"ref_model": "the reference is the model before training"}, "refused")
+    if method == "kto":
+        draft.move("kto_chosen_weight", "method.desirable_weight", float)
+        draft.move("kto_rejected_weight", "method.undesirable_weight", float)
+    if method == "dpo":
+        _loss(draft, "pref_loss")
+    draft.drop(dict.fromkeys(("pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "ld_alpha"), _PART), "refused")
+    other = ("pref_beta", "pref_loss", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model")
+    draft.drop(dict.fromkeys(other, f"stage is {stage}"))
+
+
+def listed_columns(entry: dict[str, Any], stage: str) -> dict[str, Any]:
+    """Format and columns of a data set of dataset_info.json with preference rows."""
+    form = FORMATS[METHODS[stage]]
+    names = LISTED_ALPACA[form] if entry.get("formatting", "alpaca") == "alpaca" else LISTED
+    named = (entry.get("columns") or {}).items()
+    usual = {"kto_tag": "kto_tag", **names}
+    columns = {names[key]: name for key, name in named if key in names and name not in (names[key], usual[key])}
+    if form == "preference" and names is LISTED_ALPACA[form]:
+        columns.setdefault("prompt", _WRITTEN["prompt"])
+    if names is LISTED and columns.get("messages") == _WRITTEN["messages"]:
+        del columns["messages"]  # found by itself
+    return {"format": form, "columns": columns} if columns else {"format": form}
+
+
+def of_trl(draft: Draft) -> str:
+    """Type of the method whose config this is, or ""; the trainer is named on TRL's command line, not here."""
+    losses = draft.left.get("loss_type")
+    alone = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+    found = {method for key, method in TRL_KEYS.items() if key in draft.left}
+    found |= {TRL_LOSSES[alone]} if isinstance(alone, str) and alone in TRL_LOSSES else set()
+    if len(found) != 1:
+        return ""
+    (method,) = found
+    draft.put("method.type", method)
+    draft.move("beta", "method.beta", float)
+    if method == "kto":
+        draft.move("loss_type", "method.loss", lambda _: alone)
+    _loss(draft, "loss_type")
+    draft.move("desirable_weight", "method.desirable_weight", float)
+    draft.move("undesirable_weight", "method.undesirable_weight", float)
+    draft.move("center_rewards_coefficient", "method.center_coefficient", float)
+    _precomputed(draft)
+    draft.drop({"precompute_ref_batch_size": "per_device_eval_batch_size"})
+    names = ("label_smoothing", "loss_weights", "use_weighting", "ld_alpha", "sync_ref_model")
+    draft.drop(dict.fromkeys(names, _PART), "refused")
+    if draft.left.get("f_divergence_type") == "reverse_kl":
+        draft.none("f_divergence_type", "the reverse KL divergence always")
+    draft.drop({"f_divergence_type": _PART}, "refused")
+    sets = ("discopop_tau", "f_alpha_divergence_coef", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    draft.drop(dict.fromkeys(sets, "belongs to a part of the loss that is off"))
+    return method
+
+
+def _loss(draft: Draft, key: str) -> None:
+    """DPO's loss; a list of one is that one."""
+    given = draft.left.get(key)
+    if given in ("sigmoid", ["sigmoid"]):
+        draft.none(key, "sigmoid is DPO's loss here")
+    draft.drop({key: f"{given} is not supported yet; accepted, sigmoid takes its place"}, "refused")
+
+
+def _precomputed(draft: Draft) -> None:
+    key = "precompute_ref_log_probs"
+    draft.move(key, "method.reference", lambda before: "precomputed" if before else "auto")
+
+
+def finish(draft: Draft, method: str, *, dropout: bool = False) -> None:
+    """What follows from the method for other keys: no dropout, and KTO's groups of rows.
+
+    Args:
+        method: type of the method; "" if it is none of these.
+        dropout: whether dropout stays.
+    """
+    if not method:
+        return
+    if not dropout and (draft.get("adapter.dropout") or draft.left.get("disable_dropout") is False):
+        if draft.left.get("disable_dropout") is False:
+            draft.none("disable_dropout", "dropout as written")
+        else:
+            draft.put("adapter.dropout", 0.0)
+            draft.none("dropout of the adapter", _DROPOUT)
+    draft.drop({"disable_dropout": "dropout is off here, too"})
+    if method == "kto":
+        _groups(draft)
+
+
+def _groups(draft: Draft) -> None:
+    """KTO's KL divergence is estimated on a micro-batch there, on a group of rows here, which is one example."""
+    key, steps = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+    rows, passes = int(draft.get(key) or 1), int(draft.get(steps) or 1)
+    if rows == 1 and passes > 1:
+        size = next(size for size in (4, 2, passes) if passes % size == 0)
+        draft.put(steps, passes // size)
+    else:
+        size = max(2, rows)
+    draft.put(key, 1)
+    why = "the KL divergence is estimated on fixed groups of rows; there, on each micro-batch"
+    draft.changed("kto", "method.group_size", size, why)
+    if rows == passes == 1:
+        draft.changed("batch of one row", "", None, "a group has at least two rows: so does a batch")
