@@ -234,7 +234,7 @@ def test_a_method_that_does_not_exist_here_is_refused(framework: str, change: st
     [
         ("axolotl", "rl: dpo\nrl_beta: 0.2\nprecompute_ref_log_probs: true", ("dpo", 0.2, "precomputed")),
         ("axolotl", "rl: kto\nkto_desirable_weight: 0.2", ("kto", 0.1, "auto")),
-        ("axolotl", "reward_model: true", ("reward",)),
+        ("axolotl", "reward_model: true\nnum_labels: 1", ("reward",)),
         ("LLaMA-Factory", "stage: dpo\npref_beta: 0.3\npref_loss: sigmoid", ("dpo", 0.3, "auto")),
         ("LLaMA-Factory", "stage: kto\nkto_chosen_weight: 0.2", ("kto", 0.1, "auto")),
         ("LLaMA-Factory", "stage: rm", ("reward",)),

@@ -22,7 +22,7 @@ from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.log import configure
 from halftune.core.status import read_status
 from halftune.data.batch import Batch
-from halftune.methods import Loss
+from halftune.methods import Loss, Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
 from halftune.model.save import save_final, trainable_state
@@ -68,8 +68,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             count["now"] = next(steps)
             return step(run, batches)
 
-        def limited(self: Sft, policy: PolicyModel, batch: Batch) -> Loss:
-            loss = forward(self, policy, batch)  # dropout has drawn by the time that memory runs out
+        def limited(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+            loss = forward(self, policy, batch, reference)  # dropout has drawn by the time that memory runs out
             if (
                 policy.model.training == training
                 and len(batch.inputs["input_ids"]) > rows
@@ -179,8 +179,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         now["step"] += 1
         return step(run, batches)
 
-    def poisoned(self: Sft, policy: PolicyModel, batch: Batch) -> Loss:
-        loss = forward(self, policy, batch)
+    def poisoned(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+        loss = forward(self, policy, batch, reference)
         return replace(loss, total=loss.total * float("nan")) if now["step"] in steps else loss
 
     monkeypatch.setattr(trainer, "train_step", counted)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.data.batch import Batch
+from halftune.methods import Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
 from halftune.train import trainer
@@ -126,8 +127,8 @@ def test_skipped_updates_are_counted_over_a_resume(recipe, monkeypatch: pytest.M
     monkeypatch.setattr(nonfinite, "MAX_SKIPPED", 5)
     forward, step, taken = Sft.loss, trainer.train_step, iter(range(99))
 
-    def poisoned(self: Sft, policy: PolicyModel, batch: Batch) -> Any:
-        loss = forward(self, policy, batch)
+    def poisoned(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Any:
+        loss = forward(self, policy, batch, reference)
         return replace(loss, total=loss.total * float("nan"))
 
     def acting(run: TrainState, batches: Any) -> Any:

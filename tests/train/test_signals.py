@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from halftune.core.errors import ConfigError
 from halftune.core.optional import quick_imports
 from halftune.data.batch import Batch
+from halftune.methods import Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
 from halftune.train import trainer
@@ -112,10 +113,10 @@ def test_the_step_is_finished_and_saved(recipe, whole: Path, monkeypatch, number
 def test_an_evaluation_is_left_and_made_up_for(recipe, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, once = Sft.loss, iter([send])
 
-    def acting(self: Sft, policy: PolicyModel, batch: Batch) -> Any:
+    def acting(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Any:
         if not policy.model.training:
             next(once, lambda _: None)(signal.SIGTERM)
-        return forward(self, policy, batch)
+        return forward(self, policy, batch, reference)
 
     monkeypatch.setattr(Sft, "loss", acting)
     # two batches of four rows: the signal comes in the first

@@ -55,6 +55,8 @@ def of_axolotl(draft: Draft) -> str:
     draft.unsupported(("process_reward_model",), "models that reward single steps are not supported yet")
     if not is_off(draft.left.get("reward_model")):
         draft.changed("reward_model", "method.type", "reward", "the score head is computed in fp32")
+        if draft.left.get("num_labels") == 1:
+            draft.none("num_labels", "a reward model has one score")
         return "reward"
     draft.unsupported(("reward_model",), "")
     kind = str(draft.left.get("rl") or "").lower()
