@@ -53,6 +53,14 @@ def test_what_is_removed_on_purpose_is_not_lost() -> None:
     assert lost("D\u0300a\x00 1 d", bpe(), normalizer=quiet, splitter=pre_tokenizers.BertPreTokenizer()) == ""
 
 
+@pytest.mark.parametrize("splitter", [pre_tokenizers.Metaspace(), pre_tokenizers.Whitespace()])
+def test_accents_that_the_normalizer_composes_are_not_lost(splitter: pre_tokenizers.PreTokenizer) -> None:
+    model = bpe(vocab=LETTERS | {"à": 90, "한": 91})
+    for normalizer in (normalizers.NFC(), normalizers.NFKC()):
+        assert lost("ba\u0300d a\u0300 \u1112\u1161\u11ab", model, normalizer, splitter) == ""
+        assert lost("a\u0300b! a\u0300q", model, normalizer, splitter) == "!q"
+
+
 def test_bytes_lose_nothing() -> None:
     assert lost("Bär 日本", bpe(vocab=LETTERS | BYTES, byte_fallback=True)) == ""
     letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
