@@ -151,6 +151,9 @@ def test_output_must_not_be_the_model(load: Load, problems: Problems, recipe_tex
     Path("base/config.json").write_text("{}")
     (line,) = problems(recipe_text, "model.name_or_path=base", "training.output_dir=base")
     assert "which training would overwrite" in line
+    Path("link").symlink_to("base", target_is_directory=True)
+    (line,) = problems(recipe_text, "model.name_or_path=base", "training.output_dir=link")
+    assert "which training would overwrite" in line
 
 
 def test_looking_at_a_run_that_is_over_needs_no_data(load: Load, recipe_text: str) -> None:
@@ -195,6 +198,18 @@ def test_a_run_is_not_put_into_a_part_of_another(load: Load, problems: Problems,
     Path("outer/resolved.yaml").touch()
     assert "part of another run" in "".join(problems(inside))
     load(beside)
+    Path("link").symlink_to("outer", target_is_directory=True)
+    assert "part of another run" in "".join(problems(recipe_text.replace("runs/x", f"link/{part}")))
+
+
+def test_a_run_is_not_put_into_its_data_folder(problems: Problems, load: Load, recipe_text: str) -> None:
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text("{}\n")
+    Path("link").symlink_to("rows", target_is_directory=True)
+    for place in ("rows", "rows/run", "link/run"):
+        (line,) = problems(recipe_text, "data.train=rows", f"training.output_dir={place}")
+        assert "training.output_dir" in line
+    load(recipe_text, "data.train=rows", "training.output_dir=rows-run")
 
 
 def test_a_start_that_a_dependency_trains_has_the_settings_of_its_recipe(load: Load) -> None:

@@ -75,6 +75,16 @@ def test_a_base_in_several_formats_is_not_called_the_source_of_one(tmp_path: Pat
     assert "the base checkpoint's format" not in export.describe()
 
 
+def test_an_export_replaces_no_result_of_another_run(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "base", vocab_size=4096)
+    one, other = (finished_run(tmp_path / name, base, adapter="none") for name in ("one", "other"))
+    for part in ("final", "final/inside", "checkpoint-1"):
+        with pytest.raises(ModelError) as caught:
+            export_run(open_run(str(one)), other / part, force=True)
+        assert caught.value.code == "export.output_unusable"
+    export_run(open_run(str(one)), other / "merged")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_exported_model_answers_as_the_run_does(tmp_path: Path, run_folder: Path, dtype: str) -> None:
     run = open_run(str(run_folder))

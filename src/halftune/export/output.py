@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from halftune.config.rules.files import part_of_run
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
@@ -47,6 +48,8 @@ def check_output(
     own, target = run.resolve(), output.resolve()
     if target in (own, own / "final", *final.resolve().parents, final.resolve()):
         raise _unusable("the output folder belongs to the run", output)
+    if part := part_of_run(target):
+        raise _unusable(f"the output folder is, or is inside, a part of a run: {part}", output)
     if output.is_file():
         raise _unusable("the output is a file", output, "choose a folder")
     for path in (path.resolve() for path in inputs):

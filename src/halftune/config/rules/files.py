@@ -171,14 +171,14 @@ def template_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
     yield Violation(("model", "chat_template"), what, remedy)
 
 
-@rule("config.output_dir_unusable", "training.output_dir", "model.name_or_path")
+@rule("config.output_dir_unusable", "training.output_dir", "model.name_or_path", "data.train", "data.eval")
 def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """The run folder can be created, and does not contain the base model."""
+    """The run folder can be created, does not contain the base model, and is not in a data folder or another run."""
     name, at = run.training.output_dir, ("training", "output_dir")
     if not name.strip() or "\0" in name:
         yield Violation(at, "invalid path", "use for example runs/my-first-run", code="config.not_a_path")
         return
-    path = os.path.abspath(name)
+    path = os.path.realpath(name)
     if long := [part for part in path.split(os.sep) if len(os.fsencode(part)) > 255]:
         yield Violation(at, f"folder name too long: {len(long[0])} characters", "shorten it")
         return
@@ -189,12 +189,24 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
         yield Violation(at, f"{existing} is a file, not a folder", "choose another folder")
     elif context.look_at_files and not os.access(existing, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
         yield Violation(at, f"no permission to write {existing}", "choose another folder")
-    model = os.path.abspath(run.model.name_or_path)
+    model = os.path.realpath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):
         yield Violation(at, "contains the base model, which training would overwrite", "choose another folder")
-    for part in (FilePath(path), *FilePath(path).parents):
+    for source in (*run.data.train, *run.data.eval):
+        if os.path.isdir(source.path) and FilePath(path).is_relative_to(os.path.realpath(source.path)):
+            what = f"is inside the data folder {source.path}, whose files are all read as data"
+            yield Violation(at, what, "choose a folder outside it")
+            break
+    if part := part_of_run(FilePath(path)):
+        yield Violation(at, f"is inside a part of another run: {part}", "choose another folder")
+
+
+def part_of_run(path: FilePath) -> FilePath | None:
+    """The result or checkpoint of a run that a path (without symbolic links) is, or lies in."""
+    for part in (path, *path.parents):
         if _PART_OF_RUN.fullmatch(part.name) and (part.parent / "resolved.yaml").is_file():
-            yield Violation(at, f"is inside a part of another run: {part}", "choose another folder")
+            return part
+    return None
 
 
 @rule("train.checkpoint_not_found", "training.resume")
