@@ -64,6 +64,16 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 log = get_logger(__name__)
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "numpy")
+VARIABLES = (  # of the libraries; they change the format of products, or the order of sums
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
 
 
 def numeric_environment(run: TrainState) -> dict[str, str]:
@@ -79,7 +89,16 @@ def numeric_environment(run: TrainState) -> dict[str, str]:
         found |= {"threads": str(torch.get_num_threads()), "vectors": torch.backends.cpu.get_cpu_capability()}
     elif run.device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(run.device)}
-    return found
+    return found | variables_that_round()
+
+
+def variables_that_round() -> dict[str, str]:
+    """The environment variables that are set and can change numbers; name → value."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if value and (name in VARIABLES or name.startswith("HALFTUNE_KERNELS"))
+    }
 
 
 def warn_other_environment(before: dict[str, Any], now: dict[str, str]) -> None:
@@ -92,6 +111,9 @@ def warn_other_environment(before: dict[str, Any], now: dict[str, str]) -> None:
     if changed:
         log.warning(
             "the checkpoint was written with %s, this process has %s: the result may not be bit-identical",
-            ", ".join(f"{name} {before.get(name, 'unknown')}" for name in changed),
-            ", ".join(f"{name} {now.get(name, 'unknown')}" for name in changed),
+            *(", ".join(f"{name} {made.get(name, _absent(name))}" for name in changed) for made in (before, now)),
         )
+
+
+def _absent(name: str) -> str:
+    return "unset" if name.isupper() else "unknown"
