@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 
@@ -97,6 +98,15 @@ def test_a_folder_with_a_test_set_is_not_one_source(held, write, tmp_path):
         read(tmp_path / "set")
     (tmp_path / "set" / "train.jsonl").rename(tmp_path / "set" / "more.jsonl")
     assert len(read(tmp_path / "set")) == 2 * len(ROWS)
+
+
+def test_a_pipe_among_the_files_of_a_folder_is_refused(write, tmp_path):
+    (tmp_path / "set").mkdir()
+    write("set/a.jsonl", "\n".join(map(json.dumps, ROWS)))
+    os.mkfifo(tmp_path / "set" / "b.jsonl")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "set")
+    assert caught.value.code == "data.not_a_regular_file"
 
 
 def test_a_folder_of_everything_is_no_source(write, tmp_path, monkeypatch):

@@ -211,7 +211,12 @@ def _listed(folder: Path) -> list[Path]:
     if broken := [path for path in found if not path.exists()]:
         what = "broken symbolic link"
         raise DataError(what, where=str(broken[0]), remedy="fix or remove the link", code="core.broken_link")
-    return [path for path in found if path.is_file()]
+    found = [path for path in found if not path.is_dir()]
+    if special := [path for path in found if not path.is_file()]:
+        what = "is a pipe or a device; data is read more than once"
+        remedy = "save it as a file, or remove it"
+        raise DataError(what, where=str(special[0]), remedy=remedy, code="data.not_a_regular_file")
+    return found
 
 
 def _ambiguous(folder: Path, what: str, remedy: str) -> DataError:

@@ -62,6 +62,13 @@ CASES = (
         says=("p.jsonl", "pipe"),
         error=("data.not_a_regular_file",),
     ),
+    Case(
+        "a pipe without an ending, as <(command) is",
+        named("p"),
+        make=lambda: os.mkfifo("p"),
+        says=("pipe",),
+        error=("data.not_a_regular_file",),
+    ),
     Case("an empty data file", rows="", says=("rows.jsonl is empty",), error=("data.empty",)),
     Case("blank lines only", rows="\n\n \n", says=("rows.jsonl", "empty"), error=("data.empty",)),
     Case(

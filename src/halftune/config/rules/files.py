@@ -79,20 +79,20 @@ def _folder(at: KeyPath, path: str) -> Iterator[Violation]:
 
 
 def _file(at: KeyPath, path: str) -> Iterator[Violation]:
-    if _ending(path) not in DATA_ENDINGS:
+    if not os.path.isfile(path):
+        yield Violation(
+            at,
+            f"{path} is a pipe or a device; data is read more than once",
+            "save it as a file",
+            code="data.not_a_regular_file",
+        )
+    elif _ending(path) not in DATA_ENDINGS:
         known = ", ".join(DATA_ENDINGS)
         yield Violation(
             at,
             f"unknown file type: {path}",
             f"known endings: {known} (each also with .gz)",
             code="data.unknown_file_type",
-        )
-    elif not os.path.isfile(path):
-        yield Violation(
-            at,
-            f"{path} is a pipe or a device; data is read more than once",
-            "save it as a file",
-            code="data.not_a_regular_file",
         )
     elif not os.access(path, os.R_OK, effective_ids=EFFECTIVE):
         yield Violation(at, f"no permission to read {path}", "change its permissions", code="core.unreadable")
