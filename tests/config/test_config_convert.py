@@ -742,3 +742,11 @@ def test_data_sets_of_llamafactory_lie_above_its_examples(tmp_path: Path) -> Non
     converted = convert_file(path)
     assert converted.values["data"]["train"][0]["path"] == str(home / "data" / "mine.json")
     assert "dataset" in {note.key for note in converted.of("translated")}
+
+
+def test_a_file_name_too_long_is_an_error_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"model: m\ntrain_dataset: {'d' * 400}\noutput_dir: o\n")
+    with pytest.raises(ConfigError) as caught:
+        convert_file(path, "LLaMA-Factory v1")
+    assert caught.value.code == "convert.unexpected_value"

@@ -77,8 +77,8 @@ def convert_file(path: Path, framework: str | None = None, accepted: Iterable[st
         load(CONVERTERS, name, kind="framework")(draft, path.parent)
     except Refusal as refusal:
         return Converted(name, "", {}, (*draft.notes, Note("refused", refusal.key, "", refusal.why)))
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        # a value of a kind that the other framework would refuse too, e.g. a list where a number belongs
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, OSError) as error:
+        # the other framework would refuse it too: a list where a number belongs, a name too long for a file
         what = f"a value has an unexpected kind: {error}"
         raise ConfigError(what, where=str(path), code="convert.unexpected_value") from None
     draft.finish()
