@@ -55,14 +55,21 @@ def peak_flops(device: torch.device, name: str, compute: Format, *, tf32: bool) 
         compute: the plan's compute format.
         tf32: whether fp32 products may use TF32.
     """
-    if device.type != "cpu":
-        for pattern, half, fast32, single in _SHEETS:
-            if re.search(pattern, name):
-                lacks = compute == "bf16" and any(word in name for word in _NO_BF16)
-                value = (fast32 if tf32 else single) if compute == "fp32" else half
-                if value and not lacks:
-                    return Peak(value * 1e12, f"data sheet of {name}, dense {'TF32' if tf32 else compute}")
+    listed = None if device.type == "cpu" else _from_sheet(name, compute, tf32=tf32)
+    if listed:
+        return Peak(listed * 1e12, f"data sheet of {name}, dense {'TF32' if tf32 else compute}")
     return measured(device, compute)
+
+
+def _from_sheet(name: str, compute: Format, *, tf32: bool) -> float | None:
+    """TFLOP/s of a device by its data sheet; None if there is none for this format."""
+    if compute == "bf16" and any(word in name for word in _NO_BF16):
+        return None
+    for pattern, half, fast32, single in _SHEETS:
+        value = half if compute != "fp32" else fast32 if tf32 else single
+        if value and re.search(pattern, name):
+            return value
+    return None
 
 
 def measured(device: torch.device, compute: Format) -> Peak:

@@ -101,12 +101,7 @@ def _table(args: argparse.Namespace) -> int:
         raise ConfigError(what, where="--output", remedy="convert them one by one", code="cli.option_conflict")
     rows, counts = [], Counter[str]()
     for name in args.config:
-        try:
-            converted = convert_file(Path(name), args.framework, args.accept)
-        except ConfigError as error:
-            rows.append({"file": name, "status": "unreadable", "error": str(error), "code": error.code})
-        else:
-            rows.append(_as_dict(Path(name), converted))
+        rows.append(_row(name, args))
         counts[rows[-1]["status"]] += 1
         if not args.json:
             keys = [key["key"] for key in rows[-1].get("keys", ()) if key["kind"] in ("refused", "changed")]
@@ -116,6 +111,14 @@ def _table(args: argparse.Namespace) -> int:
     else:
         print(", ".join(f"{count} {status}" for status, count in counts.items()))
     return REFUSED if counts["refused"] else ConfigError.exit_code if counts["unreadable"] else 0
+
+
+def _row(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What became of one config of several; also of one that cannot be read."""
+    try:
+        return _as_dict(Path(name), convert_file(Path(name), args.framework, args.accept))
+    except ConfigError as error:
+        return {"file": name, "status": "unreadable", "error": str(error), "code": error.code}
 
 
 def _as_dict(path: Path, converted: Converted) -> dict[str, Any]:

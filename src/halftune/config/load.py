@@ -30,17 +30,15 @@ def check(run: RunConfig, context: Context, broken: set[KeyPath]) -> list[Violat
     list is broken."""
     findings: list[Violation] = []
     for rule in RULES:
-        if not any(
-            related(read, path) and (len(path) <= len(read) or _in_section(path))
-            for read in rule.reads
-            for path in broken
-        ):
+        if not any(_unreadable(read, path) for read in rule.reads for path in broken):
             findings += (found._replace(code=found.code or rule.code) for found in rule.check(run, context))
     return [finding for finding in findings if not any(related(finding.key, path) for path in broken)]
 
 
-def _in_section(path: KeyPath) -> bool:
-    return not any(isinstance(part, int) for part in path)
+def _unreadable(read: KeyPath, broken: KeyPath) -> bool:
+    """Whether a rule cannot read a key because a key on the way to it, or a section below it, is broken."""
+    in_list = any(isinstance(part, int) for part in broken)
+    return related(read, broken) and (len(broken) <= len(read) or not in_list)
 
 
 # Top-level keys specific to a framework; common ones such as learning_rate are excluded.

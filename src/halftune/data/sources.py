@@ -208,6 +208,11 @@ def _listed(folder: Path) -> list[Path]:
         what = f"contains more than {MOST:,} files and folders"
         raise _ambiguous(folder, what, "use a folder with data files only, or list the files")
     found = sorted(path for path in found if not path.name.startswith(".") and path.name not in SAVED_BESIDE)
+    return _regular(found)
+
+
+def _regular(found: list[Path]) -> list[Path]:
+    """The files of a list of files and folders; refuses broken links, pipes and devices."""
     if broken := [path for path in found if not path.exists()]:
         what = "broken symbolic link"
         raise DataError(what, where=str(broken[0]), remedy="fix or remove the link", code="core.broken_link")

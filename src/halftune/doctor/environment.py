@@ -140,20 +140,24 @@ def _builds() -> Iterator[Check]:
     """Compare the CUDA and torch versions that binary packages were built for with the installed torch."""
     cuda, torch = torch_cuda(), version_of("torch")
     for name in ("flash-attn", "causal-conv1d", "mamba-ssm", "flash-attn-3"):
-        version = version_of(name)
-        found = re.search(r"\+cu(\d+)torch(\d+\.\d+)", version or "")
-        if not found or torch is None:
-            continue
-        built_cuda, built_torch = found.group(1)[:2], found.group(2)
-        if cuda is None or cuda.partition(".")[0] != built_cuda:
-            what = f"{version} was built for CUDA {built_cuda}, torch for {f'CUDA {cuda}' if cuda else 'no CUDA'}"
-            yield Check(name, "fail", what, f"pip install --force-reinstall --no-build-isolation {name}")
-        elif not torch.startswith(f"{built_torch}."):
-            what = f"{version} was built for torch {built_torch} (installed: {torch})"
+        if what := _built_for_another(version_of(name) or "", torch or "", cuda):
             yield Check(name, "fail", what, f"pip install --force-reinstall --no-build-isolation {name}")
     local = re.search(r"\+cu(\d+)", torch or "")
     if local and cuda and cuda.replace(".", "") != local.group(1):
         yield Check("torch", "fail", f"{torch} says that it was built for CUDA {cuda}", "reinstall torch")
+
+
+def _built_for_another(version: str, torch: str, cuda: str | None) -> str:
+    """What a binary package was built for, by its version (``2.8.3+cu12torch2.8``); empty if that is installed."""
+    found = re.search(r"\+cu(\d+)torch(\d+\.\d+)", version)
+    if not found or not torch:
+        return ""
+    built_cuda, built_torch = found.group(1)[:2], found.group(2)
+    if cuda is None or cuda.partition(".")[0] != built_cuda:
+        return f"{version} was built for CUDA {built_cuda}, torch for {f'CUDA {cuda}' if cuda else 'no CUDA'}"
+    if not torch.startswith(f"{built_torch}."):
+        return f"{version} was built for torch {built_torch} (installed: {torch})"
+    return ""
 
 
 def _disk(folder: Path, needed: int) -> Check:

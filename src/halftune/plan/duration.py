@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from halftune.config.run import RunConfig
 from halftune.plan.tree import Plan
@@ -31,14 +32,7 @@ class Pace:
 
 def pace_of(lines: Sequence[str]) -> Pace | None:
     """The pace in the lines of a metrics.jsonl (broken lines are skipped); None where it has no training step."""
-    steps = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:  # a run that was killed while writing
-            continue
-        if isinstance(entry, dict) and entry.get("seconds") and entry.get("tokens"):
-            steps.append(entry)
+    steps = list(_training_steps(lines))
     if not steps:
         return None
     last = steps[-_LAST_STEPS:]
@@ -46,6 +40,16 @@ def pace_of(lines: Sequence[str]) -> Pace | None:
     reached, step = steps[-1].get("epoch"), steps[-1].get("step")
     per_epoch = per_step * step / reached if reached and step else None
     return Pace(statistics.median(entry["tokens"] / entry["seconds"] for entry in last), per_step, per_epoch)
+
+
+def _training_steps(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a run that was killed while writing
+            continue
+        if isinstance(entry, dict) and entry.get("seconds") and entry.get("tokens"):
+            yield entry
 
 
 def duration(config: RunConfig, plan: Plan, pace: Pace) -> str:

@@ -25,8 +25,13 @@ CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "pre
 # Files besides the weights that libraries read completely.
 _SMALL = (
     *(*VOCABULARIES, *CONFIGS, "merges.txt", "generation_config.json", "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template.*", "additional_chat_templates/*"),
+    "chat_template.*",
 )
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def _named(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)
 
 
 def _check_files(folder: Path) -> None:
@@ -36,8 +41,8 @@ def _check_files(folder: Path) -> None:
         ModelError: a broken symbolic link, a folder or a pipe in place of a file, or a file that is too large.
     """
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        small = any(fnmatch(path.name, pattern) for pattern in _SMALL) or path.parent != folder
-        if not small and path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
+        small = path.parent != folder or _named(path, _SMALL)
+        if not small and not _named(path, _WEIGHTS):
             continue
         if path.is_symlink() and not path.exists():
             what = f"broken symbolic link to {path.readlink()}"
