@@ -452,7 +452,7 @@ LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_pr
         ("chat_template_jinja: x.jinja", "approximate"),
         ("loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3", "same"),
         ("train_on_inputs: true", "approximate"),
-        ("excess_length_strategy: truncate", "approximate"),
+        ("excess_length_strategy: truncate", "same"),
         ("datasets: [{path: a/b, type: alpaca}]\ntrain_on_inputs: true\nchat_template: no_such", "same"),
         ("datasets: [{path: a/b, type: 'alpaca:chat'}]", "same"),
         ("datasets: [{path: a/b, type: gpteacher}]", "same"),
@@ -688,13 +688,17 @@ max_new_tokens: 128
     Path("v1.yaml").write_text(text)
     converted = convert_file(Path("v1.yaml"))
     new = converted.values
-    assert (converted.framework, converted.status) == ("LLaMA-Factory v1", "approximate")
-    assert [note.key for note in converted.of("changed")] == ["cutoff_len"]
+    assert (converted.framework, converted.status) == ("LLaMA-Factory v1", "same")
+    assert (new["data"]["max_length"], new["data"]["overlong"]) == (1024, "keep_start")
     assert new["data"]["train"] == [{"path": "data/a.json", "format": "alpaca", "samples": 500}]
     assert new["adapter"] == {"type": "lora", "rank": 16, "alpha": 32, "target_modules": "all-linear"}
     assert (new["training"]["lr_scheduler_type"], new["training"]["max_steps"]) == ("constant", 10)
     Path("new.yaml").write_text(converted.yaml)
     load_config("new.yaml", look_at_files=False)
+    Path("sets.yaml").write_text("mine: {path: data/a.json, source: local, converter: sharegpt}\n")
+    assert [note.key for note in convert_file(Path("v1.yaml")).of("changed")] == ["cutoff_len"], (
+        "answers are rows there"
+    )
     for more, key in (("quant_config: {name: bnb, quantization_bit: 4}", "quant_config"),
                       ("peft_config: {name: freeze}", "peft_config"), ("pref_beta: 0.1", "pref_beta"),
                       ("train_dataset: data/v1_dpo_demo.yaml", "train_dataset"),

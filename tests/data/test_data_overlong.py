@@ -8,7 +8,7 @@ import pytest
 from halftune.core.errors import DataError
 from halftune.data import proportional
 from halftune.data.conversation import RowDropped
-from halftune.data.overlong import CUT, EARLIER, LATER
+from halftune.data.overlong import CUT, EARLIER, LATER, keep_start
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL, TokenTurn, WholeSample
 
@@ -235,6 +235,15 @@ def test_proportional_in_a_run(fit):
     text, trained, _ = fit([user(LONG), assistant("It is four.")], 128, overlong="proportional")
     assert trained == f"It is four.{END}"
     assert HEADER not in text  # the question is cut at its end, its header included
+
+
+def test_keep_start_keeps_the_first_tokens(fit):
+    rows = [user("Why?"), assistant("It is four."), user("And?"), assistant(LONG)]
+    text, trained, _ = fit(rows, 128, overlong="keep_start")
+    assert fit(rows, 160, overlong="keep_start")[0].startswith(text)
+    assert trained.startswith(f"It is four.{END}{LONG[:20]}")
+    with pytest.raises(RowDropped):
+        keep_start(exchanges((60, 20)), 60)  # no label is left
 
 
 def test_the_line_break_after_an_answer_is_trained_on_request(tokenizer, make_config, write):

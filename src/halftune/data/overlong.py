@@ -1,8 +1,8 @@
 """Truncates a conversation to ``max_length``; every cut of a header, end-of-turn token or answer is reported.
 
-In this order: turns after the last trained answer are dropped; user and tool messages are shortened (longest first,
-from the end); later exchanges are dropped; if one exchange alone is too long, its answer is cut and loses its
-end-of-turn token. System messages and tool definitions are never changed.
+``truncate`` takes these steps until the rest fits: turns after the last trained answer are dropped; user and tool
+messages are shortened (longest first, from the end); later exchanges are dropped; if one exchange alone is too long,
+its answer is cut and loses its end-of-turn token. System messages and tool definitions are never changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ SHORTENED = "question or tool result shortened"
 LATER = "later exchanges dropped"
 EARLIER = "earlier exchanges dropped"
 CUT = "answer truncated, without its end-of-turn token"
+END = "end of the row cut off"
 MIN_ANSWER = 8  # minimum tokens of a truncated answer
 
 Range = tuple[int, int]
+
+
+def cut(how: str, sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Select the tokens to keep by ``data.overlong``; arguments, result and errors are those of ``truncate``."""
+    if how == "proportional":
+        from halftune.data import proportional  # seldom used
+
+        return proportional.truncate(sample, limit)
+    return keep_start(sample, limit) if how == "keep_start" else truncate(sample, limit)
 
 
 def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -47,6 +57,14 @@ def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ..
         if keep.sum() <= limit:
             return keep, (*done, SHORTENED) if shortened else done
     return _cut_answer(sample, trained[0], limit)
+
+
+def keep_start(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Keep the first ``limit`` tokens; arguments, result and errors are those of ``truncate``."""
+    keep = np.arange(len(sample.ids)) < limit
+    if not sample.trained[1:limit].any():
+        raise RowDropped("longer than max_length, and no trained token is left")
+    return keep, (END,)
 
 
 def _candidates(sample: WholeSample, trained: list[int]) -> Iterator[tuple[list[Range], tuple[str, ...]]]:

@@ -303,8 +303,8 @@ class RowTokenizer:
             raise RowDropped("no trained answer")
         if len(sample.ids) <= limit:
             return Segment(sample.ids, sample.trained)
-        if self._settings.overlong in ("truncate", "proportional"):
-            keep, done = self._cut(sample, limit)
+        if self._settings.overlong not in ("drop", "error"):
+            keep, done = overlong.cut(self._settings.overlong, sample, limit)
             outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
             outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
             return Segment(sample.ids[keep], sample.trained[keep])
@@ -313,13 +313,6 @@ class RowTokenizer:
         what = f"{len(sample.ids)} tokens exceed data.max_length ({limit})"
         remedy = "raise data.max_length, or set data.overlong to truncate or drop"
         raise BadRow(index, what, remedy, "data.sample_too_long")
-
-    def _cut(self, sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
-        if self._settings.overlong == "truncate":
-            return overlong.truncate(sample, limit)
-        from halftune.data import proportional  # seldom used
-
-        return proportional.truncate(sample, limit)
 
     def _cut_document(self, ids: np.ndarray, outcome: Outcome) -> None:
         first, last = self._around

@@ -87,7 +87,7 @@ TYPES = {
 ANSWERS = {"gpteacher": "response"}  # column of the answer, where it is not alpaca's
 ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "pad", "unk_token": ""}
 SPEAKERS = (("role", "content"), ("from", "value"))
-OVERLONG = {"drop": "drop", "raise": "error"}
+OVERLONG = {"drop": "drop", "raise": "error", "truncate": "keep_start"}
 
 
 def convert(draft: Draft, folder: Path) -> None:
@@ -173,7 +173,7 @@ def _data(draft: Draft, method: str) -> None:
         _learned(draft, sources, pretrain=pretrain)
     axolotl_template(draft)
     draft.move("sample_packing", "data.packing", bool)
-    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "truncate", "the end of an answer is kept")
+    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "rows that are too long are dropped")
     draft.default("data.overlong", "drop", "excess_length_strategy")
     draft.default("data.max_length", 512, "sequence_len")
     draft.default("data.packing", False, "sample_packing")

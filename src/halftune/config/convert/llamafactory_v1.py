@@ -109,9 +109,13 @@ def _data(draft: Draft, folder: Path) -> None:
         draft.changed("train_dataset", "data.train", [{"path": name}], why)
     else:
         draft.translated("train_dataset", "data.train", [_source(entry) for entry in sets.values()])
-    length = draft.take("cutoff_len")
-    why = "turns that do not fit are left out whole"
-    draft.changed("cutoff_len", "data.max_length", length or 2048, why)
+    length = draft.take("cutoff_len") or 2048
+    draft.put("data.overlong", "keep_start")
+    if sets is not None and all(entry.get("converter") == "alpaca" for entry in sets.values()):
+        draft.translated("cutoff_len", "data.max_length", length)
+    else:
+        why = "a conversation is one row; there, each of its answers is a row with the turns before it"
+        draft.changed("cutoff_len", "data.max_length", length, why)
     _batching(draft)
 
 

@@ -40,11 +40,11 @@ NONE = {
 }
 CHANGED = {
     "eos_token": "the tokenizer's own holds",
-    "truncation_mode": "whole turns are kept from the start",
     "dataset_kwargs": "the format is found from the columns",
     "model_init_kwargs": "the plan decides how the model is loaded",
     "dataset_mixer": "list the sources under data.train",
 }
+_OVERLONG = {"keep_start": "keep_start"}
 DTYPES = ("dtype", "torch_dtype")
 
 
@@ -109,6 +109,8 @@ def _data(draft: Draft) -> None:
     draft.move("max_length", "data.max_length")
     draft.move("max_seq_length", "data.max_length")
     draft.default("data.max_length", 1024, "max_length")
+    draft.words("truncation_mode", "data.overlong", _OVERLONG, "keep_start", "the first max_length tokens are kept")
+    draft.default("data.overlong", "drop" if draft.get("method.type") == "reward" else "keep_start", "truncation_mode")
     _packing(draft)
     grouping(draft)
 

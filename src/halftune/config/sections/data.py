@@ -80,9 +80,10 @@ class DataSection(Section):
     max_length: Annotated[Int, Field(ge=8)] = 2048
     """Longest sample in tokens; with packing, the length of a row."""
 
-    overlong: Literal["truncate", "proportional", "drop", "error"] = "truncate"
+    overlong: Literal["truncate", "keep_start", "proportional", "drop", "error"] = "truncate"
     """Handling of longer samples. `truncate` never cuts a header, an end-of-turn token or a whole answer.
-    `proportional` cuts question and answer of an exchange at their ends, in proportion to their lengths."""
+    `keep_start` keeps the first `max_length` tokens. `proportional` cuts question and answer of an exchange at their
+    ends, in proportion to their lengths."""
 
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""
