@@ -14,7 +14,7 @@ from halftune.cli import main
 from halftune.config import convert
 from halftune.config.convert.convert import convert_file, report
 from halftune.config.convert.draft import Note
-from halftune.config.convert.names import accepts, assumed
+from halftune.config.convert.names import accepts
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
@@ -727,13 +727,13 @@ def test_an_optimizer_is_the_same_only_where_the_schema_has_it(
     assert convert_file(path, "axolotl").values["training"]["optim"] == ("paged_adamw_8bit" if known else "adamw")
 
 
-def test_an_optimizer_of_torchao_is_never_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halftune.config.convert.names.assumed", assumed | {("training.optim", "adamw_8bit")})
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_optimizers_of_torchao(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("base_model: builtin:qwen2-tiny\ndatasets: [{path: a}]\noptimizer: adamw_torch_8bit\n")
+    path.write_text(f"base_model: builtin:qwen2-tiny\ndatasets: [{{path: a}}]\noptimizer: {name}\n")
     converted = convert_file(path, "axolotl")
-    assert converted.values["training"]["optim"] == "adamw_8bit"
-    assert "optimizer" in {note.key for note in converted.of("changed")}
+    assert converted.values["training"]["optim"] == name
+    assert "optimizer" in {note.key for note in converted.of("translated")}
 
 
 def test_data_sets_of_llamafactory_lie_above_its_examples(tmp_path: Path) -> None:

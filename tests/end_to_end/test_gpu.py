@@ -14,6 +14,7 @@ from halftune.attention.backends import BACKENDS
 from halftune.attention.route import objections
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
+from halftune.config.optimizers import OPTIMIZERS
 from halftune.hardware.probe import probe
 from halftune.plan import resolve
 from halftune.train.trainer import train
@@ -110,9 +111,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, adapter: str, co
     assert losses_of(tmp_path, "run", *settings) == whole
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion_8bit"])
-def test_optimizers_of_bitsandbytes_train_and_resume_exactly(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("bitsandbytes")
+@pytest.mark.parametrize(
+    "name", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion_8bit", "adamw_torch_8bit", "adamw_torch_4bit"]
+)
+def test_optimizers_of_other_packages_train_and_resume_exactly(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(OPTIMIZERS[name].package)
     asked = (f"training.optim={name}", "adapter=none", "training.learning_rate=1e-4", "training.deterministic=true")
     whole = losses_of(tmp_path, "whole", *asked)
     assert whole[-1] < whole[0]

@@ -137,19 +137,40 @@ def test_norms_and_biases_have_no_weight_decay(folder: Path, name: str) -> None:
     assert {decay[id(p)] for key, p in one.model.named_parameters() if key not in exempt} == {0.1}
 
 
-def test_8bit_adamw_follows_adamw() -> None:
-    from halftune.optim.bits_and_bytes import FlatAdamW
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_8bit"])
+def test_8bit_adamw_follows_adamw(name: str) -> None:
+    start, target = torch.randn(64, 64), torch.randn(64, 64)
+    ours, plain = (after_20_steps(partial(built, name=optim), start, target) for optim in (name, "adamw"))
+    assert 0 < (ours - plain).norm() < 0.05 * (plain - start).norm()
 
-    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
-    weights[1].data.copy_(weights[0])
-    start, target = weights[0].detach().clone(), torch.randn(64, 64)
-    for weight, kind in zip(weights, (partial(FlatAdamW, optim_bits=8), torch.optim.AdamW), strict=True):
-        optimizer = kind([weight], lr=1e-2, weight_decay=0.1)
-        for _ in range(20):
-            weight.grad = weight.detach() - target
-            optimizer.step()
-    error, moved = (weights[0] - weights[1]).norm(), (weights[1] - start).norm()
-    assert 0 < error < 0.05 * moved
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw_torch_8bit", "AdamW8bit"), ("adamw_torch_4bit", "AdamW4bit")])
+def test_it_is_torchaos(name: str, kind: str) -> None:
+    start, target = torch.randn(64, 64), torch.randn(64, 64)
+    with torch.compiler.set_stance("force_eager"):
+        build = partial(torchao_kind(kind), lr=1e-2, weight_decay=0.1)
+        theirs = after_20_steps(lambda model: build(model.parameters()), start, target)
+    assert torch.equal(after_20_steps(partial(built, name=name), start, target), theirs)
+
+
+def torchao_kind(name: str) -> Any:
+    import torchao.optim
+
+    return getattr(torchao.optim, name)
+
+
+def built(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    return make_optimizer(model, training(name), plan("fp32", "fp32").precision)
+
+
+def after_20_steps(build: Any, start: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    model = nn.Linear(64, 64, bias=False)
+    model.weight.data.copy_(start)
+    optimizer = build(model)
+    for _ in range(20):
+        model.weight.grad = model.weight.detach() - target
+        optimizer.step()
+    return model.weight.detach()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

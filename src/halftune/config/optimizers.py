@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 Shape = tuple[int, ...]
 Optim = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "muon",
-                "adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion", "lion_8bit", "paged_lion_8bit"]  # fmt: skip
+                "adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion", "lion_8bit", "paged_lion_8bit",
+                "adamw_torch_8bit", "adamw_torch_4bit"]  # fmt: skip
 """The keys of :data:`OPTIMIZERS`, for the type of ``training.optim``."""
 
 BETAS = ("adam_beta1", "adam_beta2")
@@ -29,7 +30,7 @@ class OptimizerSpec:
             scalars such as step counts. A hidden matrix has two dimensions and is neither an embedding nor the output
             layer.
         state_width: bytes per element of state; 0: as ``precision.optimizer_state``.
-        state_format: the state's dtype if the optimizer fixes it: ``fp32``, or ``8bit`` (8-bit blocks with scales).
+        state_format: the state's dtype if the optimizer fixes it: ``fp32``, ``8bit`` or ``4bit`` (blocks with scales).
         options: keys of the ``training`` section that not all optimizers read, but this one does.
         rest: the algorithm for weights that are not hidden matrices, if different; else empty.
         cannot_shard: why fsdp2 cannot shard its state; else empty.
@@ -47,7 +48,7 @@ class OptimizerSpec:
     own_state_dtype: bool = False
     since_torch: tuple[int, int] = (2, 6)
     state_width: int = 0
-    state_format: Literal["", "fp32", "8bit"] = ""
+    state_format: Literal["", "fp32", "8bit", "4bit"] = ""
     package: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
     paged: bool = False
@@ -89,6 +90,28 @@ def _bitsandbytes(moments: int, bits: int, *, paged: bool = False) -> OptimizerS
     )
 
 
+def _torchao(bits: int, block: int) -> OptimizerSpec:
+    """AdamW of torchao with moments in blocks, and an fp32 scale per block.
+
+    Tensors below 4,096 weights, and those that blocks do not divide, have moments in their own dtype.
+    """
+
+    def count(shape: Shape, _: bool) -> int:
+        weights = math.prod(shape)
+        whole = weights < 4096 or weights % block
+        return 2 * (4 * weights if whole else weights * bits // 8 + 4 * weights // block)
+
+    return OptimizerSpec(
+        count,
+        options=ADAM_OPTIONS,
+        cannot_shard="keeps its state in a form that checkpoints of fsdp2 do not hold",
+        state_width=1,
+        state_format="4bit" if bits == 4 else "8bit",
+        package="torchao",
+        devices=("cpu", "cuda", "rocm", "xpu"),
+    )
+
+
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(_per_weight(2), options=ADAM_OPTIONS, own_state_dtype=True),
     "adam": OptimizerSpec(_per_weight(2), options=ADAM_OPTIONS),
@@ -108,6 +131,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "lion": _bitsandbytes(1, 32),
     "lion_8bit": _bitsandbytes(1, 8),
     "paged_lion_8bit": _bitsandbytes(1, 8, paged=True),
+    "adamw_torch_8bit": _torchao(8, 256),
+    "adamw_torch_4bit": _torchao(4, 128),
 }
 
 

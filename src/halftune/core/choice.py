@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 Format = Literal["bf16", "fp16", "fp32"]
-StateFormat = Literal[Format, "8bit"]
+StateFormat = Literal[Format, "8bit", "4bit"]
 
 
 T = TypeVar("T")

@@ -28,7 +28,10 @@ def configure(process: Process = ALONE) -> None:
     root = logging.getLogger("halftune")
     if root.handlers:
         return
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(
+            logging.ERROR
+        )  # optional kernels, and old calls, are warned of at every import
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     handler.addFilter(lambda record: "file_only" not in vars(record))

@@ -22,6 +22,7 @@ BUILDERS: dict[str, str] = {
     "muon": "halftune.optim.muon:build",
     **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit", "paged_adamw"), "halftune.optim.bits_and_bytes:adamw"),
     **dict.fromkeys(("lion", "lion_8bit", "paged_lion_8bit"), "halftune.optim.bits_and_bytes:lion"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "halftune.optim.torchao:adamw"),
 }
 
 

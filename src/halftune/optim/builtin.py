@@ -83,7 +83,7 @@ class AdamWWithStateDtype(Optimizer):
 def adamw(model: nn.Module, training: TrainingSection, precision: PrecisionPlan) -> Optimizer:
     """Build AdamW: our implementation if the moments' dtype differs from the weights', else torch's."""
     groups, state = groups_of(model, training), precision.optimizer_state.value
-    assert state != "8bit", "a format of bitsandbytes"
+    assert state not in ("8bit", "4bit"), "formats of other optimizers"
     if state != precision.trainable.value:
         return AdamWWithStateDtype(groups, **adam_options(training), state_dtype=torch_dtype(state))
     return torch.optim.AdamW(groups, **adam_options(training), fused=is_fused(groups))

@@ -110,7 +110,7 @@ def workload(
         samples = max(1, tokens // length)
         scan_kept, scan_workspace = held_by_layer(hardware, facts, attention.linear.value, samples, min(tokens, length))
     state = precision.optimizer_state.value
-    width = 1 if state == "8bit" else BYTES[state]
+    width = 1 if state in ("8bit", "4bit") else BYTES[state]  # such an optimizer counts its bytes itself
     return Workload(
         kind=hardware.kind,
         storage=BYTES[precision.storage.value],

@@ -221,7 +221,8 @@ def _precision(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Prec
     _check_optimizer(config, hardware, precision)
     if not row.state_format:
         return precision
-    why = "blocks of 256 with fp32 scales" if row.state_format == "8bit" else "fixed by the optimizer"
+    blocks = {"8bit": "blocks of 256 with fp32 scales", "4bit": "blocks of 128 with fp32 scales"}
+    why = blocks.get(row.state_format, "fixed by the optimizer")
     return replace(precision, optimizer_state=Choice(row.state_format, why))
 
 

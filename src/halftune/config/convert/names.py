@@ -22,13 +22,8 @@ OPTIMIZERS = {
     "sgd": "sgd",
     "adagrad": "adagrad",
     "muon": "muon",
-}
-# Optimizers of other libraries, whose moments are rounded otherwise → the nearest of ours, why it is not the same.
-NEAREST = {
-    "adamw_torch_8bit": ("adamw_8bit", "torchao's 8-bit moments are rounded in blocks of another size"),
-    "ao_adamw_8bit": ("adamw_8bit", "torchao's 8-bit moments are rounded in blocks of another size"),
-    "adamw_torch_4bit": ("adamw_8bit", "the moments have 8 bit here, not 4"),
-    "ao_adamw_4bit": ("adamw_8bit", "the moments have 8 bit here, not 4"),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), "adamw_torch_8bit"),
+    **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit"), "adamw_torch_4bit"),
 }
 SCHEDULERS = {
     name: name

@@ -11,7 +11,7 @@ from typing import Any
 
 from halftune.config.convert import trainer_keys
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.convert.names import LOGGERS, NEAREST, OPTIMIZERS, SCHEDULERS, accepts
+from halftune.config.convert.names import LOGGERS, OPTIMIZERS, SCHEDULERS, accepts
 from halftune.config.facts.families import causal_types
 from halftune.config.facts.folder import read_json
 from halftune.core.errors import ModelError
@@ -152,11 +152,9 @@ def optimizer(draft: Draft, key: str) -> None:
     if not draft.has(key):
         return
     ours, value = "training.optim", str(draft.take(key))
-    name, (nearest, why) = OPTIMIZERS.get(value), NEAREST.get(value, ("", ""))
+    name = OPTIMIZERS.get(value)
     if name is not None and accepts(ours, name):
         draft.translated(key, ours, name)
-    elif accepts(ours, nearest):
-        draft.changed(key, ours, nearest, f"{value}: {why}")
     elif _ADAMW.fullmatch(value):
         draft.changed(key, ours, "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
     else:

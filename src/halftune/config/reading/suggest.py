@@ -123,7 +123,6 @@ _QUANTISE = "write model.quantization: nf4 (4 bit) or int8"
 _PREFERENCE = "of preference methods only dpo, reward and kto are supported yet, and no reinforcement learning"
 _THEIRS = {
     "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
     "lion_32bit": "lion",
 }

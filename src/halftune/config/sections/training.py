@@ -161,8 +161,8 @@ class TrainingSection(Section):
 
     optim: Optim = "adamw"
     """Optimizer. `muon` updates hidden matrices by Muon and all other weights by AdamW, with one learning rate.
-    Optimizers with `8bit`, `paged` or `lion` are those of bitsandbytes: 8-bit state, and state that may move to main
-    memory if the device is full."""
+    `adamw_torch_8bit` and `adamw_torch_4bit` are torchao's. Others with `8bit`, `paged` or `lion` are those of
+    bitsandbytes: 8-bit state, and state that may move to main memory if the device is full."""
 
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Weight decay, decoupled with adamw, lion and muon; biases and norms are exempt."""
