@@ -272,6 +272,19 @@ def test_parts_of_a_loss_that_are_not_here_are_refused(framework: str, old: str)
     assert keys[-1] in {note.key for note in convert_file(Path("old.yaml")).of("refused")}
 
 
+def test_evaluation_sets_keep_their_names() -> None:
+    lines = [line for line in LLAMAFACTORY.split("\n") if not line.startswith(("val_size", "eval_dataset"))]
+    asked = ["eval_dataset: code.v2,chat", "eval_on_each_dataset: true", "metric_for_best_model: eval_code.v2_loss"]
+    Path("old.yaml").write_text("\n".join([*lines, *asked]))
+    values = convert_file(Path("old.yaml")).values
+    assert [source["name"] for source in values["data"]["eval"]] == ["code_v2", "chat"]
+    assert values["training"]["metric_for_best"] == "eval_loss_code_v2"
+    Path("old.yaml").write_text("\n".join([*lines, asked[0], asked[2]]))
+    converted = convert_file(Path("old.yaml"))
+    assert "metric_for_best" not in converted.values["training"]
+    assert [note.kind for note in converted.notes if note.key == "metric_for_best_model"] == ["changed"]
+
+
 def test_a_period_that_is_a_share_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(

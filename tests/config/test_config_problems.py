@@ -67,6 +67,7 @@ WRONG = {
     "training.learning_rate=true": "expected a number > 0, got true",
     "training.max_steps=1e3": "expected an integer ≥ 1, got 1000.0 · write 1000",
     "training.max_steps='100'": "got '100' · write the number without quotes",
+    "data.eval=[{path: builtin:python-docs, name: a/b}]": "data.eval[0].name: expected 1 to 40 letters, digits, - and _",
     "training.load_best=1": "expected true or false, got 1",
     "training.load_best='true'": "got 'true' · write true without quotes",
     "training.torch_compile=off": "expected true or false, got 'off' · write false",

@@ -506,9 +506,9 @@ def test_loss_plot_is_drawn_for_any_name(tmp_path: Path) -> None:
     for line in metrics_lines():
         curves.take(line)
     path = tmp_path / "loss.png"
-    draw(path, r"a $\frac{name$ <&>", curves["loss"], curves["eval_loss"])
+    draw(path, r"a $\frac{name$ <&>", curves["loss"], {"evaluation": curves["eval_loss"]})
     first = path.read_bytes()
     assert first.startswith(b"\x89PNG")
-    draw(path, "b", series([1.5, math.nan]), Series())
+    draw(path, "b", series([1.5, math.nan]), {"evaluation": Series(), "evaluation code": series([2.0, 1.0])})
     assert path.read_bytes() != first
     assert [entry.name for entry in tmp_path.iterdir()] == ["loss.png"]

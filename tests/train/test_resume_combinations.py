@@ -83,7 +83,7 @@ def test_best_patience_and_rotation_outlive_kills(recipe, tmp_path: Path, monkey
     settings += ("training.save_total_limit=1", "training.load_best=true", "training.early_stopping_patience=3")
     monkeypatch.setattr(trainer, "evaluate", lambda run, *_: {"eval_loss": COURSE[run.schedule.last_epoch]})
     whole = train(*recipe(*settings, f"training.output_dir={tmp_path}/whole"))
-    assert "stopped early: no better evaluation loss than 2.5 (step 10) in 3 evaluations" in whole.message
+    assert "stopped early: no better eval_loss than 2.5 (step 10) in 3 evaluations" in whole.message
     assert [path.name for path in checkpoints(whole.folder)] == ["checkpoint-10", "checkpoint-16"]
     loaded, folder = recipe(*settings), tmp_path / "run"
     left = {

@@ -121,8 +121,8 @@ def test_a_chart_of_long_runs_is_small(tmp_path: Path) -> None:
 def test_the_methods_own_metrics_get_charts(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
     metrics.take({"step": 1, "loss": 0.7, "rewards/margin": 0.1})
-    metrics.take({"step": 1, "eval_loss": 0.7, "eval_rewards/margin": 0.2})
-    assert metrics.charts() == ["loss", "eval_loss", "rewards/margin"]
+    metrics.take({"step": 1, "eval_loss": 0.7, "eval_loss_code": 0.8, "eval_rewards/margin": 0.2})
+    assert metrics.charts() == ["loss", "eval_loss", "eval_loss_code", "rewards/margin"]
 
 
 def test_a_short_series_is_not_smoothed() -> None:

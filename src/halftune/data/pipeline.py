@@ -176,7 +176,8 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, day: str | No
     elif data.eval:
         stores, eval_reports, eval_prints = _sources(data.eval, config, tokenizer, settings)
         weights = [section.weight for section in data.eval]
-        evaluation = TokenizedSplit(stores, weigh(_ranges(stores), weights, seed=seed))
+        shown, names = weigh(_ranges(stores), weights, seed=seed), [section.name for section in data.eval]
+        evaluation = TokenizedSplit(stores, shown, names)
     train = TokenizedSplit(train_stores, weigh(ranges, [section.weight for section in data.train], seed=seed))
     report = DataReport(
         train=train_reports,
@@ -228,7 +229,7 @@ def _source(
         parts = {
             "source": source.fingerprint,
             "settings": asdict(settings),
-            "reading": section.model_dump(exclude={"weight"}),
+            "reading": section.model_dump(exclude={"weight", "name"}),
             "seed": seed if section.samples is not None else None,
         }
         store, values = cached(cache_key(tokenizer, parts), make)

@@ -135,18 +135,26 @@ class TokenizedSplit:
         lengths: int32[N], tokens per example.
         longest: int32[N], tokens of the longest segment per example.
         trained: int32[N], labelled tokens per example.
+        sets: name of an evaluation set → int64, ascending: its examples. ``""`` has those of stores without a name.
+            Empty without names.
 
     Args:
         stores: tokenised sources.
         positions: int64[N], indices into the concatenated stores; may repeat.
+        names: the evaluation set of each store, or None.
     """
 
-    def __init__(self, stores: Sequence[TokenStore], positions: np.ndarray) -> None:
+    def __init__(self, stores: Sequence[TokenStore], positions: np.ndarray, names: Sequence[str | None] = ()) -> None:
         self._stores, self._positions = list(stores), positions
         self._starts = np.cumsum([0, *(len(store) for store in stores)])
         self.lengths = _gather([store.lengths for store in stores], positions)
         self.longest = _gather([store.longest for store in stores], positions)
         self.trained = _gather([store.trained for store in stores], positions)
+        self.sets: dict[str, np.ndarray] = {}
+        if any(names):
+            owners = np.searchsorted(self._starts, positions, side="right") - 1
+            numbers = {name: [i for i, other in enumerate(names) if other == name] for name in names}
+            self.sets = {name or "": np.flatnonzero(np.isin(owners, places)) for name, places in numbers.items()}
 
     def __len__(self) -> int:
         return len(self._positions)

@@ -11,8 +11,10 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from halftune.config.run import RunConfig
@@ -97,6 +99,7 @@ class Feed:
         rank, world_size: which share of each global batch this process gets.
         device: a GPU that batches are made ahead for and copied to; None makes them when they are asked for.
         evaluation: no random order, the longest samples first.
+        samples: int64, the samples of an evaluation set; None for the whole split.
     """
 
     split: TokenizedSplit
@@ -108,6 +111,7 @@ class Feed:
     world_size: int = 1
     device: torch.device | None = None
     evaluation: bool = False
+    samples: np.ndarray | None = field(default=None, repr=False, compare=False)
     _known: dict[int, BatchOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -121,6 +125,11 @@ class Feed:
         batch = self.batch if rows is None else replace(self.batch, micro_batch=rows, tokens_per_batch=None)
         return replace(self, split=split, batch=batch, evaluation=True)
 
+    @cached_property
+    def sets(self) -> dict[str, Feed]:
+        """The feeds of the evaluation sets, by name; ``""`` has the samples of none."""
+        return {name: replace(self, samples=samples) for name, samples in self.split.sets.items()} or {"": self}
+
     def rows(self, epoch: int) -> list[Row]:
         """Rows of samples of one epoch, in order."""
         return [row for batch in self.batches(epoch) for row in batch]
@@ -129,12 +138,12 @@ class Feed:
         """Global batches of one epoch, in order; those of the epoch last asked for are kept."""
         if epoch not in self._known:
             self._known.clear()
-            self._known[epoch] = self._batches(epoch)
+            self._known[epoch] = self._batches(epoch) if self.samples is None else self._set_batches(self.samples)
         return self._known[epoch]
 
-    def _batches(self, epoch: int) -> BatchOrder:
+    def _batches(self, epoch: int, chosen: np.ndarray | slice = slice(None)) -> BatchOrder:
         data, seed, segments = self.config.data, self.config.training.seed, self.config.method.segments
-        lengths, longest, cache = self.split.lengths, self.split.longest, data.cache
+        lengths, longest, cache = self.split.lengths[chosen], self.split.longest[chosen], data.cache
         if self.packing:
             rule = {"packing": True, "capacity": data.max_length * segments, "split": data.packing.split}
             rows = ordered(epoch_rows, lengths, cache=cache, epoch=epoch, seed=seed, **rule)
@@ -142,6 +151,10 @@ class Feed:
         if self.evaluation:
             return ordered(by_length, longest, cache=cache, rule=self._rule)
         return ordered(padded_batches, longest, cache=cache, rule=self._rule, epoch=epoch, seed=seed)
+
+    def _set_batches(self, samples: np.ndarray) -> BatchOrder:
+        order = self._batches(0, samples)
+        return replace(order, rows=replace(order.rows, samples=samples[order.rows.samples]))
 
     @property
     def _rule(self) -> BatchRule:

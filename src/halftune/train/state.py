@@ -54,7 +54,7 @@ class TrainState:
         steps_per_epoch: optimizer steps of the first epoch.
         step: optimizer steps done.
         epoch: epochs done, as a fraction.
-        best: (step, evaluation loss) of the best evaluation so far.
+        best: (step, ``training.metric_for_best``) of the best evaluation so far.
         evaluated, saved: the step of the last evaluation and of the last checkpoint; -1 without one.
         taken: optimizer steps that this process has done itself, since its start.
         began: the checkpoint that ``training.resume`` named when the run began, or None.

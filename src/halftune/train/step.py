@@ -20,7 +20,7 @@ from halftune.methods import AdapterOff, Loss, Reference
 from halftune.model.policy import PolicyModel
 from halftune.plan import BatchPlan
 from halftune.precision.dtypes import autocast
-from halftune.train.callbacks.base import Averages, StepMetrics
+from halftune.train.callbacks.base import EVAL_SET, Averages, StepMetrics
 from halftune.train.callbacks.nonfinite import NonFiniteStep, check_finite, intact
 from halftune.train.feed import Feed
 from halftune.train.numeric_environment import restore_random_state
@@ -32,6 +32,9 @@ from halftune.train.state import TrainState
 
 def evaluate(run: TrainState, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """``eval_loss`` over the evaluation split, and the method's metrics; the same for any number of processes.
+
+    An evaluation set with a name is measured by itself: ``eval_loss_NAME`` is its loss. ``eval_loss`` is that of all
+    samples together, each set weighted by its number of trained tokens, or by what the method counts.
 
     If memory runs out, ``run.eval_feed`` is replaced by one with smaller batches and the evaluation starts again.
 
@@ -71,12 +74,13 @@ def evaluate(run: TrainState, should_stop: Callable[[], bool] = lambda: False) -
 def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> dict[str, float] | None:
     # By the model as built: processes may run different numbers of batches, and a wrapped one would wait for the
     # others. Where it is sharded, they run equally many and leave together.
-    losses, weight = [], 0.0
+    losses: dict[str, list[Loss]] = {name: [] for name in feed.sets}
+    weights = dict.fromkeys(losses, 0.0)
     training = run.model.training
     run.model.eval()
     left, together = False, run.strategy.sharded
     try:
-        for batches in feed.once():
+        for name, batches in ((name, batches) for name, one in feed.sets.items() for batches in one.once()):
             left = should_stop()
             if together:
                 left = sum_over_processes(run.accelerator, [float(left)])[0] > 0
@@ -85,17 +89,24 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
             for batch in batches:
                 if batch.weight or together:
                     with forward_pass(run):
-                        losses.append(_loss(run, PolicyModel(run.model), batch, run.eval_reference))
-                    weight += batch.weight
+                        losses[name].append(_loss(run, PolicyModel(run.model), batch, run.eval_reference))
+                    weights[name] += batch.weight
     finally:
         run.model.train(training)
         run.strategy.after_evaluation(run.model)
-    weight, leaving = sum_over_processes(run.accelerator, [weight, float(left)])
-    total, averages = sum_losses(run, losses)
-    if leaving:
-        return None
-    metrics = {f"eval_{name}": value for name, value in ratios([averages]).items()}
-    return {"eval_loss": total / (weight or 1.0), **metrics}
+    *sums, leaving = sum_over_processes(run.accelerator, [*weights.values(), float(left)])
+    found = [sum_losses(run, losses[name]) for name in losses]
+    return None if leaving else _eval_metrics(dict(zip(weights, sums, strict=True)), found)
+
+
+def _eval_metrics(weights: dict[str, float], found: Sequence[tuple[float, Averages]]) -> dict[str, float]:
+    """Metrics from the weights of the evaluation sets, and their sums of losses and averages in the same order."""
+    totals = [total for total, _ in found]
+    metrics = {"eval_loss": sum(totals) / (sum(weights.values()) or 1.0)}
+    for (name, weight), total in zip(weights.items(), totals, strict=True):
+        if name:
+            metrics[f"{EVAL_SET}{name}"] = total / (weight or 1.0)
+    return metrics | {f"eval_{name}": value for name, value in ratios([one for _, one in found]).items()}
 
 
 log = get_logger(__name__)

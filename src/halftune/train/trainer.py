@@ -207,12 +207,13 @@ class Trainer:
         measured = evaluate(run, lambda: self.interrupts.received is not None)
         if measured is None:  # a signal: a resumed run evaluates first
             return
-        run.evaluated, loss = run.step, measured["eval_loss"]
+        run.evaluated, metric = run.step, run.config.training.metric_for_best
+        loss = measured[metric]
         better = math.isfinite(loss) and (run.best is None or loss < run.best[1])
         if better:
             run.best = (run.step, loss)
         elif not math.isfinite(loss):
-            log.warning("the evaluation loss at step %d is %s: it does not count as the best", run.step, loss)
+            log.warning("%s at step %d is %s: it does not count as the best", metric, run.step, loss)
         self.callbacks.tell("on_evaluate", run, {**measured, "eval_seconds": time.perf_counter() - started})
         barrier(run.processes)
         if better and run.config.training.load_best:
@@ -286,7 +287,8 @@ class Trainer:
             log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
             return ["the last weights, NOT the best"]
         load_weights(best, run.model)
-        log.info("the final weights are those of %s (eval loss %.4f)", best.name, loss)
+        metric = run.config.training.metric_for_best
+        log.info("the final weights are those of %s (%s %.4f)", best.name, metric, loss)
         return []
 
     def _write_final(self, state: Named | None) -> None:

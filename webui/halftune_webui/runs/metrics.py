@@ -100,7 +100,7 @@ class Metrics(Curves):
 
     def charts(self) -> list[str]:
         """Names of the series that are drawn, each on a chart of its own."""
-        return [*(name for name in CHARTS if self[name]), *self.own()]
+        return [*(name for name in CHARTS if self[name]), *self.eval_sets().values(), *self.own()]
 
     def drawn(self, run: str) -> tuple[dict[str, str], str]:
         """The run's line in each chart, and its scale, as JSON; made anew only after something new was read."""

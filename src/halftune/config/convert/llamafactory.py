@@ -13,7 +13,7 @@ from halftune.config.convert import preference
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.templates import llamafactory_template
-from halftune.config.convert.trainer import convert_trainer, grouping, lora_plus, periods
+from halftune.config.convert.trainer import convert_trainer, eval_name, grouping, lora_plus, periods
 from halftune.core.files import read_limited
 
 MODEL = {
@@ -198,6 +198,11 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
     names, where = listed(draft.take(key)), Path(str(draft.left.get("dataset_dir") or "data"))
     known, base = _listed_sets(where, folder)
     sources = [_source(name, known.get(name), base or where, stage) | samples for name in names]
+    if key == "eval_dataset" and draft.left.get("eval_on_each_dataset"):
+        named = [source | {"name": eval_name(name)} for source, name in zip(sources, names, strict=True)]
+        if len({source["name"] for source in named}) == len(named):
+            sources = named
+            draft.translated("eval_on_each_dataset", ours, sources)
     if media := [name for name in names if _has_media(name, known.get(name))]:
         draft.put(ours, sources)
         draft.refused(key, f"{', '.join(media)}: {MEDIA}")

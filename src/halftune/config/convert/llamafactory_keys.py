@@ -20,7 +20,7 @@ NONE = {
     "eval_num_beams": "evaluation is the loss",
     "predict_with_generate": _ANSWERS,
     "compute_accuracy": "evaluation is the loss",
-    "eval_on_each_dataset": "one evaluation loss over all sources",
+    "eval_on_each_dataset": "one loss over all sources: there is no eval_dataset, or a name is listed twice",
     "ignore_pad_token_for_loss": "padding never carries a label",
     "tool_format": "the chat template renders tools",
     "create_new_adapter": "an adapter is always new",

@@ -54,11 +54,6 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
     embedding_noise(draft)
     whole_steps(draft, "logging_steps", "training.logging_steps")
     resume(draft)
-    metric = draft.take("metric_for_best_model")
-    if metric in ("loss", "eval_loss"):
-        draft.none("metric_for_best_model", "always the evaluation loss")
-    elif metric is not None:
-        draft.changed("metric_for_best_model", "", None, "the evaluation loss decides")
     draft.default("training.per_device_train_batch_size", 8, "per_device_train_batch_size")
     if draft.get("training.max_steps") is None:
         draft.default("training.num_train_epochs", 3, "num_train_epochs")
@@ -68,6 +63,25 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
     offload(draft, folder)
     remote_code(draft)
     drop_trainer(draft)
+
+
+def best_metric(draft: Draft) -> None:
+    """The metric of the best evaluation: ``eval_NAME_loss`` there is ``eval_loss_NAME`` here."""
+    metric = draft.take("metric_for_best_model")
+    if metric is None:
+        return
+    name = eval_name(str(metric).removeprefix("eval_").removesuffix("_loss"))
+    if metric in ("loss", "eval_loss"):
+        draft.none("metric_for_best_model", "is the default")
+    elif str(metric).endswith("_loss") and name in [source.get("name") for source in draft.get("data.eval") or []]:
+        draft.translated("metric_for_best_model", "training.metric_for_best", f"eval_loss_{name}")
+    else:
+        draft.changed("metric_for_best_model", "", None, "the evaluation loss decides")
+
+
+def eval_name(name: str) -> str:
+    """A name of a data set as ``data.eval`` accepts it."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[-40:]
 
 
 def drop_trainer(draft: Draft) -> None:
@@ -266,7 +280,8 @@ def evaluates(draft: Draft) -> bool:
 
 
 def periods(draft: Draft, *, per_steps: bool = True) -> None:
-    """``eval_strategy``, ``save_strategy`` and their steps; call it when the data is known."""
+    """``eval_strategy``, ``save_strategy``, their steps, and the best evaluation; call it when the data is known."""
+    best_metric(draft)
     for key in ("evaluation_strategy", "eval_strategy"):
         if draft.has(key):
             _evaluation(draft, key, draft.take(key))

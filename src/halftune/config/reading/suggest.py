@@ -26,6 +26,7 @@ _NAMES: dict[str, str] = {
     "training.max_grad_norm": "grad_clip max_norm",
     "training.torch_compile": "compile",
     "training.load_best": "load_best_model_at_end",
+    "training.metric_for_best": "metric_for_best_model",
     "training.resume": "resume_from_checkpoint",
     "training.output_dir": "output",
     "training.eval_steps": "eval_strategy evaluation_strategy evals_per_epoch",

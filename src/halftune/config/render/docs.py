@@ -36,7 +36,7 @@ def _chapters(path: str, shape: Shape) -> Iterator[str]:
         yield _table(title, section, doc=(section.__doc__ or "").strip())
         for name, field in section.model_fields.items():
             inner = field_shape(field)
-            if inner.sections and name != "eval":  # entries of eval are those of train
+            if inner.sections:
                 yield from _chapters(f"{path}.{name}" + ("[]" if inner.many else ""), inner)
 
 

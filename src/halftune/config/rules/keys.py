@@ -50,6 +50,7 @@ def shards_are_fsdps(run: RunConfig, context: Context) -> Iterator[Violation]:
         )
 
 
+EVAL_LOSS = "eval_loss"
 FLASH = ("fa2", "fa3", "fa4")
 OPTIMIZER_OPTIONS = tuple(dict.fromkeys(key for spec in OPTIMIZERS.values() for key in spec.options))
 SCHEDULE_OPTIONS = tuple(dict.fromkeys(key for spec in SCHEDULES.values() for key in spec.options))
@@ -87,6 +88,7 @@ def _evaluates(run: RunConfig) -> bool:
     "data.eval",
     "data.eval_split",
     "training.load_best",
+    "training.metric_for_best",
     "training.early_stopping_patience",
     "training.eval_steps",
 )
@@ -97,6 +99,7 @@ def evaluation_needs_data(run: RunConfig, context: Context) -> Iterator[Violatio
         return
     asked = {
         "load_best": training.load_best,
+        "metric_for_best": training.metric_for_best != EVAL_LOSS,
         "early_stopping_patience": training.early_stopping_patience is not None,
         "eval_steps": training.eval_steps != "epoch",
     }
@@ -104,6 +107,23 @@ def evaluation_needs_data(run: RunConfig, context: Context) -> Iterator[Violatio
         if given:
             remedy = "set data.eval to a file or data.eval_split to a share such as 0.05, or remove this key"
             yield Violation(("training", key), "requires evaluation data", remedy)
+
+
+@rule("config.keys_conflict", "data.eval", "training.metric_for_best")
+def evaluation_sets_have_names(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Names of evaluation sets are unique, and the metric of the best evaluation exists."""
+    names: list[str] = []
+    for index, source in enumerate(run.data.eval):
+        if source.name is not None and source.name in names:
+            first = names.index(source.name)
+            what = f"{source.name} is also the name of data.eval[{first}]"
+            yield Violation(("data", "eval", index, "name"), what, "use another name")
+        names.append(source.name or "")
+    known, asked = [EVAL_LOSS, *(f"{EVAL_LOSS}_{name}" for name in names if name)], run.training.metric_for_best
+    if asked not in known and _evaluates(run):
+        what = f"expected {' or '.join(known)}, got {asked}"
+        remedy = "use one of them, or name a source: data.eval: [{path: …, name: …}]"
+        yield Violation(("training", "metric_for_best"), what, remedy, code="config.invalid_value")
 
 
 @rule("config.out_of_range", "data.eval_split", "data.eval")

@@ -53,6 +53,17 @@ class SourceSection(Section):
     """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
 
 
+EvalName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,40}$"), "1 to 40 letters, digits, - and _"]
+
+
+class EvalSourceSection(SourceSection):
+    """An evaluation source. A plain string is short for `{path: string}`."""
+
+    name: EvalName | None = None
+    """Name of an evaluation set of its own, with the metric `eval_loss_NAME`. `eval_loss` is the mean over all sources,
+    also those without a name."""
+
+
 class PackingSection(Section):
     """Packing. `packing: true` is short for `packing: {enabled: true}`."""
 
@@ -71,8 +82,8 @@ class DataSection(Section):
     train: Annotated[tuple[SourceSection, ...], LISTED, Field(min_length=1)]
     """Training sources: a path, a list of paths, or a list of sections with weights and sample counts."""
 
-    eval: Annotated[tuple[SourceSection, ...], LISTED] = ()
-    """Evaluation sources, like `train`."""
+    eval: Annotated[tuple[EvalSourceSection, ...], LISTED] = ()
+    """Evaluation sources, like `train`; each may have a name."""
 
     eval_split: Annotated[Number, Field(ge=0)] = 0.0
     """Without `eval`: hold out this share (below 1) or this many (1 and above) of the training samples."""

@@ -220,8 +220,12 @@ class TrainingSection(Section):
     save_total_limit: Annotated[Int, Field(ge=1)] | None = 2
     """Number of checkpoints to keep; the best one is always kept."""
 
+    metric_for_best: str = "eval_loss"
+    """Metric of `load_best` and `early_stopping_patience`: `eval_loss`, or `eval_loss_NAME` of a named source of
+    `data.eval`. Lower is better."""
+
     early_stopping_patience: Annotated[Int, Field(ge=1)] | None = None
-    """Stop after this many evaluations without improvement of the evaluation loss."""
+    """Stop after this many evaluations without improvement of `metric_for_best`."""
 
     stop_above_loss: Annotated[Number, Field(gt=0)] | None = None
     """Stop a diverging run: after `stop_above_loss_steps` steps in a row with a larger training loss."""

@@ -91,6 +91,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
 
 
+EVAL_SET = "eval_loss_"  # and the name of an evaluation set: the metric of its loss
 Averages = dict[str, tuple[float, float]]  # name → (sum, count)
 Phase = Literal["tokenising", "compiling", "loading", "training", "evaluating", "saving", "finished"]
 
@@ -155,7 +156,7 @@ class Callback:
         """After every optimizer step."""
 
     def on_evaluate(self, run: TrainState, metrics: dict[str, float]) -> None:
-        """After an evaluation; ``metrics`` has at least ``eval_loss``."""
+        """After an evaluation; ``metrics`` has at least ``eval_loss``, and ``eval_loss_NAME`` of named sets."""
 
     def on_save(self, run: TrainState, folder: Path) -> None:
         """After a checkpoint is complete on disk; on the main process only."""

@@ -39,4 +39,5 @@ class EarlyStopping(Callback):
     def _look(self, run: TrainState) -> None:
         if run.best is not None and self.since >= self.patience:
             step, loss = run.best
-            run.stop = f"no better evaluation loss than {loss:.4g} (step {step}) in {self.since} evaluations"
+            metric = run.config.training.metric_for_best
+            run.stop = f"no better {metric} than {loss:.4g} (step {step}) in {self.since} evaluations"

@@ -38,11 +38,18 @@ class LossPlot(Callback):
             curves.take(line)
         if curves.series:
             name = run.config.logging.run_name or run.folder.name
-            draw(run.folder / NAME, name, curves["loss"], curves["eval_loss"])
+            evaluations = {"evaluation": curves["eval_loss"]}
+            evaluations |= {label: curves[series] for label, series in curves.eval_sets().items()}
+            draw(run.folder / NAME, name, curves["loss"], evaluations)
 
 
-def draw(path: Path, title: str, training: Series, evaluation: Series) -> None:
+def draw(path: Path, title: str, training: Series, evaluations: dict[str, Series]) -> None:
     """Writes the plot to ``path``.
+
+    Args:
+        path, title: of the plot.
+        training: the training loss.
+        evaluations: losses of evaluations by label, that over all sets first.
 
     Raises:
         OSError: the file cannot be written.
@@ -65,10 +72,10 @@ def draw(path: Path, title: str, training: Series, evaluation: Series) -> None:
         plot(thinned(training), color=_LINE, label=f"training, last {significant(training.values[-1])}", **style)
         if smooth:
             plot(smooth, color=_LINE, linewidth=2.0, label="training, smoothed")
-    if evaluation:
+    for index, (name, evaluation) in enumerate((name, one) for name, one in evaluations.items() if one):
         best = min(filter(math.isfinite, evaluation.values), default=math.nan)
-        label = f"evaluation, best {significant(best)}"
-        plot(thinned(evaluation), color=_EVAL, linewidth=1.6, marker="o", markersize=5, label=label)
+        style = {"color": f"C{index}", "linewidth": 0.8} if index else {"color": _EVAL, "linewidth": 1.6}
+        plot(thinned(evaluation), marker="o", markersize=5, label=f"{name}, best {significant(best)}", **style)
     axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=14, parse_math=False)
     axes.set_xlabel("optimizer step", color=_SOFT, labelpad=8)
     axes.set_ylabel("loss, nats per trained token", color=_SOFT, labelpad=8)

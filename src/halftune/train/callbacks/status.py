@@ -22,7 +22,7 @@ from halftune.core.log import FILE_ONLY, get_logger
 from halftune.core.process import this_process
 from halftune.core.status import NAME, StatusFile, read_status
 from halftune.model.patch import current_guard
-from halftune.train.callbacks.base import Callback, Phase, StepMetrics
+from halftune.train.callbacks.base import EVAL_SET, Callback, Phase, StepMetrics
 from halftune.train.interrupt import Interrupted
 from halftune.train.quantities import Window, clock, count, finite, rate, significant, size
 from halftune.train.state import TrainState
@@ -185,9 +185,11 @@ class ProgressLines(Callback):
 
 
 def evaluation_line(run: TrainState, metrics: dict[str, float]) -> str:
-    """``step 100 · eval loss 1.234 (best so far)``."""
+    """``step 100 · eval loss 1.234, code 1.345 (best so far)``, with the loss of each named evaluation set."""
     best = " (best so far)" if run.best is not None and run.best[0] == run.step else ""
-    return f"step {count(run.step)} · eval loss {significant(metrics['eval_loss'])}{best}"
+    named = {name.removeprefix(EVAL_SET): value for name, value in metrics.items() if name.startswith(EVAL_SET)}
+    sets = "".join(f", {name} {significant(value)}" for name, value in named.items())
+    return f"step {count(run.step)} · eval loss {significant(metrics['eval_loss'])}{sets}{best}"
 
 
 class StatusLine(Callback):

@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from halftune.core.files import MOST_JSON, read_json, read_text
 from halftune.core.templates import render
+from halftune.train.callbacks.base import EVAL_SET
 from halftune.train.callbacks.metrics import read_metrics
 
 HERE = "halftune.train.report"  # whose templates and styles make the page
@@ -147,6 +148,7 @@ def curves(record: Record) -> Markup:
     own = found.own()
     every = _CHARTS | {name: {"training": name, "evaluation": f"eval_{name}"} for name in own}
     charts = []
+    every["loss"] = every["loss"] | found.eval_sets()
     for name, lines in every.items():
         there = {line: series for line, series in lines.items() if found[series]}
         drawn = [found.line(line, series, smooth=name == "loss") for line, series in there.items()]
@@ -181,6 +183,7 @@ def script_source() -> str:
 
 POINTS, SCALE = 1000, 200
 _MOST = 64  # series; metrics of a run folder may be anybody's
+_COLUMNS = ("eval_loss", "loss", "learning_rate", "grad_norm", "loss_scale")
 _SPEEDS = ("tokens", "tokens_real", "tokens_trained")
 Points = list[list[float | None]]
 
@@ -226,13 +229,17 @@ class Curves:
         """Names of the method's own metrics, such as ``rewards/margin``."""
         return [name for name in self.series if "/" in name and not name.startswith("eval_")]
 
+    def eval_sets(self) -> dict[str, str]:
+        """The losses of named evaluation sets: label → series, such as ``eval_loss_code``."""
+        return {f"evaluation {name.removeprefix(EVAL_SET)}": name for name in self.series if name.startswith(EVAL_SET)}
+
     def take(self, line: dict[str, Any]) -> None:
         """Adds a line of ``metrics.jsonl``; one without a step is left out."""
         if not is_number(line.get("step")):
             return
         step = float(line["step"])
         for name in line:
-            if name in ("eval_loss", "loss", "learning_rate", "grad_norm", "loss_scale") or "/" in name:
+            if name in _COLUMNS or "/" in name or name.startswith(EVAL_SET):
                 self._add(name, step, line[name])
         if "loss" not in line:
             return

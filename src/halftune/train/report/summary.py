@@ -158,13 +158,14 @@ def _loss(record: Record) -> Card:
 
 
 def _evaluation(record: Record) -> Card:
-    known = [line for line in record.evaluations if line["eval_loss"] is not None]
+    metric = record.setting("training", "metric_for_best") or "eval_loss"
+    known = [line for line in record.evaluations if line.get(metric) is not None]
     if not known:
         return None
-    best = min(known, key=lambda line: line["eval_loss"])
+    best = min(known, key=lambda line: line[metric])
     return (
-        "best eval loss",
-        significant(best["eval_loss"]),
+        f"best {metric.replace('_', ' ', 2)}",
+        significant(best[metric]),
         f"at step {count(best['step'])}, of {len(known)} evaluations",
     )
 
