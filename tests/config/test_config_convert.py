@@ -285,6 +285,12 @@ def test_evaluation_sets_keep_their_names() -> None:
     assert [note.kind for note in converted.notes if note.key == "metric_for_best_model"] == ["changed"]
 
 
+@pytest.mark.parametrize("framework", OLD)
+def test_label_smoothing(framework: str) -> None:
+    Path("old.yaml").write_text(f"{OLD[framework]}\nlabel_smoothing_factor: 0.1\n")
+    assert convert_file(Path("old.yaml")).values["training"]["label_smoothing"] == 0.1
+
+
 def test_a_period_that_is_a_share_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(

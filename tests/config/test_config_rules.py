@@ -39,6 +39,7 @@ RULED = {
         "training.lr_scheduler_type=rex",
     ): "training.lr_cycles: has no effect with lr_scheduler_type: rex",
     ("training.optim=lion_8bit", "training.adam_epsilon=1e-6"): "training.adam_epsilon: has no effect with optim: lion",
+    ("training.label_smoothing=0.1", "method=dpo"): "training.label_smoothing: has no effect with method: dpo",
     ("training.optim=sgd", "training.adam_beta2=0.99"): "training.adam_beta2: has no effect with optim: sgd",
     ("training.eval_steps=50", "training.max_steps=10", "data.eval_split=5"): "there would be no evaluation",
     ("adapter.target_modules=[]",): "empty module name",

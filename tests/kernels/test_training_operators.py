@@ -148,19 +148,20 @@ def test_causal_segments(dtype: torch.dtype, heads: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("factor", [1.0, 0.003])
-def test_linear_cross_entropy(dtype: torch.dtype, factor: float) -> None:
+@pytest.mark.parametrize(("factor", "smoothing"), [(1.0, 0.0), (0.003, 0.0), (0.003, 0.3)])
+def test_linear_cross_entropy(dtype: torch.dtype, factor: float, smoothing: float) -> None:
     targets = torch.randint(0, 101, (300,))
     targets[::7] = -100
     inputs = [torch.randn(300, 24, dtype=torch.float64), torch.randn(101, 24, dtype=torch.float64)]
     inputs.append(torch.randn(101, dtype=torch.float64))
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        found = linear_cross_entropy.linear_cross_entropy_sum(hidden, weight, targets, bias, scale=factor)
+        options = {"scale": factor, "label_smoothing": smoothing}
+        found = linear_cross_entropy.linear_cross_entropy_sum(hidden, weight, targets, bias, **options)
         return factor * found.to(dtype)
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return factor * linear_cross_entropy_reference(hidden, weight, targets, bias)
+        return factor * linear_cross_entropy_reference(hidden, weight, targets, bias, label_smoothing=smoothing)
 
     check(ours, plain, inputs, [], dtype)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_model import TOKENS, a_model, because, nll_sum, plan
+from tiny_model import TOKENS, a_model, batch_of, because, nll_sum, plan
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from halftune.data.batch import LABEL_POSITIONS
 from halftune.data.store import NO_LABEL
 from halftune.model.head import cross_entropy_sum, hidden_instead_of_logits
 from halftune.model.patch import registered_attention
+from halftune.model.policy import PolicyModel
 
 N, V = 23, TOKENS
 
@@ -28,12 +29,16 @@ def made(dtype: torch.dtype = torch.float64, spread: float = 3.0) -> tuple[torch
     return logits.to(dtype), torch.randint(0, V, (N,), generator=generator)
 
 
-def both(logits: torch.Tensor, targets: torch.Tensor, **settings: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def both(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, **settings: Any
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(loss, gradient) of ours and of torch's on the full logits, each scaled by 1/7 as a training step would."""
     results = []
     for function in (
-        lambda x: cross_entropy_sum(x, targets, **settings),
-        lambda x: F.cross_entropy(x.float() if x.dtype != torch.float64 else x, targets, reduction="sum"),
+        lambda x: cross_entropy_sum(x, targets, label_smoothing=label_smoothing, **settings),
+        lambda x: F.cross_entropy(
+            x.float() if x.dtype != torch.float64 else x, targets, reduction="sum", label_smoothing=label_smoothing
+        ),
     ):
         leaf = logits.clone().requires_grad_()
         loss = function(leaf * 1)
@@ -57,6 +62,16 @@ def test_exact_in_fp64(rows: int, overwrite: bool, ignored: str) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-15)
     assert (grad[targets == NO_LABEL] == 0).all()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_label_smoothing_is_exact_in_fp64(overwrite: bool) -> None:
+    logits, targets = made()
+    targets[::3] = NO_LABEL
+    settings = {"label_smoothing": 0.3, "chunk_bytes": 5 * 4 * V, "overwrite": overwrite}
+    (loss, grad), (expected, expected_grad) = both(logits, targets, **settings)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -130,16 +145,17 @@ def a_batch(rows: int = 3, length: int = 16) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def reference(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def reference(model: Any, batch: dict[str, Any], label_smoothing: float = 0.0) -> torch.Tensor:
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), batch["labels"][:, 1:].flatten(), reduction="sum")
+    logits, labels = logits[:, :-1].flatten(0, 1).double(), batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
 
 
-def compare(model: Any, batch: dict[str, Any]) -> None:
+def compare(model: Any, batch: dict[str, Any], label_smoothing: float = 0.0) -> None:
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    loss = nll_sum(model, batch)
+    loss = PolicyModel(model, label_smoothing=label_smoothing).nll_sum(batch_of(batch))
     found = torch.autograd.grad(loss, weights)
-    wanted = reference(model, batch)
+    wanted = reference(model, batch, label_smoothing)
     expected = torch.autograd.grad(wanted, weights)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), wanted, rtol=2e-7, atol=0)
@@ -154,9 +170,9 @@ CAPPED = {"final_logit_softcapping": 2.0, "head_dim": 8, "layer_types": ["full_a
     ("kind", "changes"),
     [("qwen2", {}), ("llama", {"tie_word_embeddings": True}), ("gemma2", CAPPED), ("granite", {"logits_scaling": 4.0})],
 )
-@pytest.mark.parametrize("rows", [1, 3])
-def test_same_as_full_logits(kind: str, changes: dict[str, Any], rows: int) -> None:
-    compare(a_model(kind, **changes), a_batch(rows))
+@pytest.mark.parametrize(("rows", "smoothing"), [(1, 0.0), (3, 0.0), (3, 0.2)])
+def test_same_as_full_logits(kind: str, changes: dict[str, Any], rows: int, smoothing: float) -> None:
+    compare(a_model(kind, **changes), a_batch(rows), smoothing)
 
 
 class Waits(TorchDispatchMode):

@@ -172,6 +172,17 @@ def test_evaluation_is_the_mean_over_all_labelled_tokens(recipe, tmp_path: Path,
     assert abs(measured["eval_loss"] - total / count) / (total / count) < 1e-6
 
 
+def test_label_smoothing_is_that_of_torch_in_training_and_evaluation(recipe, rows_file: Path, tmp_path: Path) -> None:
+    every = (f"data.eval={rows_file}", "training.per_device_train_batch_size=96")
+    run = build(*recipe(*every, "training.label_smoothing=0.2"), RunFolder(tmp_path, None, finished=False))
+    (_, (batch,)) = next(run.feed.steps(0, 1))
+    with torch.no_grad():
+        logits = run.model(**batch.inputs).logits[:, :-1].flatten(0, 1).double()
+    wanted = torch.nn.functional.cross_entropy(logits, batch.tokens["labels"][:, 1:].flatten(), label_smoothing=0.2)
+    assert evaluate(run)["eval_loss"] == pytest.approx(wanted.item(), rel=1e-6)
+    assert train_step(run, [batch]).loss == pytest.approx(wanted.item(), rel=1e-6)
+
+
 def test_a_folder_with_other_files_is_not_written_over(recipe, tmp_path: Path) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "final" / "precious.txt").write_text("mine")

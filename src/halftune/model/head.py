@@ -44,6 +44,7 @@ def cross_entropy_sum(
     chunk_bytes: int | None = None,
     overwrite: bool | None = None,
     all_labelled: bool = False,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Sum of ``-log softmax(logits)[target]`` over rows with a target, accumulated in fp32.
 
@@ -57,6 +58,7 @@ def cross_entropy_sum(
         overwrite: whether the gradient may overwrite ``logits``; by default only if the operation that produced them is
             known not to save them.
         all_labelled: every row has a target; otherwise finding the targets synchronises with the device.
+        label_smoothing: as in ``F.cross_entropy``; see ``linear_cross_entropy_sum``.
 
     Returns:
         An fp32 scalar; fp64 for fp64 logits.
@@ -67,7 +69,8 @@ def cross_entropy_sum(
         overwrite = _may_overwrite(logits)
     rows = max(1, chunk_bytes // (4 * logits.shape[-1]))
     with torch.autocast(logits.device.type, enabled=False):
-        return _CrossEntropySum.apply(logits, targets, rows, overwrite, all_labelled)  # type: ignore[return-value]
+        found = _CrossEntropySum.apply(logits, targets, rows, overwrite, all_labelled, label_smoothing)
+        return found  # type: ignore[return-value]
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -75,7 +78,13 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int, overwrite: bool, all_labelled: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        rows: int,
+        overwrite: bool,
+        all_labelled: bool,
+        smoothing: float,
     ) -> torch.Tensor:
         every = torch.arange(targets.numel(), device=targets.device)
         kept = every if all_labelled else (targets != NO_LABEL).nonzero().squeeze(1)
@@ -87,11 +96,14 @@ class _CrossEntropySum(torch.autograd.Function):
             index = slice(start, start + rows) if everywhere else kept[start : start + rows]
             chunk, target = logits[index], targets[index, None]
             # log_softmax is one fused pass; log Σ exp follows from what it did to the target's logit.
-            at_target = F.log_softmax(chunk, dim=-1, dtype=exact).gather(1, target)
+            chances = F.log_softmax(chunk, dim=-1, dtype=exact)
+            at_target = chances.gather(1, target)
             losses[index] = at_target.neg()
+            if smoothing:
+                losses[index] = (smoothing - 1) * at_target - smoothing * chances.mean(1, keepdim=True)
             log_sums[index] = chunk.gather(1, target).to(exact) - at_target
         ctx.save_for_backward(logits, targets, log_sums, kept)
-        ctx.rows, ctx.overwrite = rows, overwrite
+        ctx.rows, ctx.overwrite, ctx.smoothing = rows, overwrite, smoothing
         return losses.sum()
 
     @staticmethod
@@ -103,16 +115,18 @@ class _CrossEntropySum(torch.autograd.Function):
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         if not everywhere:
             out = out if ctx.overwrite else out.zero_()
-        one = torch.ones((), dtype=log_sums.dtype, device=logits.device)
+        at_target = torch.full((), ctx.smoothing - 1, dtype=log_sums.dtype, device=logits.device)
         for start in range(0, kept.numel(), ctx.rows):
             index = slice(start, start + ctx.rows) if everywhere else kept[start : start + ctx.rows]
             target = targets[index, None]
             softmax = logits[index].to(log_sums.dtype, copy=True).sub_(log_sums[index]).exp_()
-            softmax.scatter_add_(1, target, -one.expand_as(target))
+            softmax.scatter_add_(1, target, at_target.expand_as(target))
+            if ctx.smoothing:
+                softmax.sub_(ctx.smoothing / logits.shape[-1])
             out[index] = softmax.mul_(grad).to(out.dtype)
         if ctx.overwrite and not everywhere:
             out.masked_fill_((targets == NO_LABEL)[:, None], 0)
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def _may_overwrite(logits: torch.Tensor) -> bool:
@@ -262,11 +276,18 @@ def hidden_instead_of_logits(head: nn.Linear) -> Iterator[None]:
 
 
 def head_loss_sum(
-    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, scale: float, *, all_labelled: bool = False
+    head: nn.Linear,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float,
+    *,
+    all_labelled: bool = False,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Sum of a head's cross-entropy over rows with a target; see ``linear_cross_entropy_sum``."""
+    options = {"scale": scale, "all_labelled": all_labelled, "label_smoothing": label_smoothing}
     with torch.autocast(hidden.device.type, enabled=False):
-        return linear_cross_entropy_sum(hidden, head.weight, targets, head.bias, scale=scale, all_labelled=all_labelled)
+        return linear_cross_entropy_sum(hidden, head.weight, targets, head.bias, **options)
 
 
 def _computes_in(head: nn.Linear) -> torch.dtype:

@@ -45,10 +45,12 @@ class PolicyModel:
     Attributes:
         model: the model.
         scale: factor of the loss before the backward pass; see ``linear_cross_entropy_sum``.
+        label_smoothing: of :meth:`nll_sum`, from 0 to 1.
     """
 
     model: nn.Module
     scale: float = 1.0
+    label_smoothing: float = 0.0
 
     def nll_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the cross-entropy over labelled tokens in nats: an fp32 scalar (fp64 for fp64 models).
@@ -57,6 +59,10 @@ class PolicyModel:
         without calling the head. An auxiliary loss (mixture of experts with ``output_router_logits``) is added while
         gradients are enabled, with the model's coefficient and weighted by the number of labels, as in transformers.
         Without labels the sum is zero and still has a graph through every weight.
+
+        With label smoothing the sum, divided by the number of labels, is ``F.cross_entropy(label_smoothing=ε)``, which
+        is ``label_smoothing_factor`` of transformers. Before 5.15, transformers divides each micro-batch by its own
+        number of labels; in every version, it leaves out the auxiliary loss.
 
         Args:
             batch: on the model's device. Missing ``LABEL_POSITIONS`` are computed, which synchronises with the device.
@@ -74,11 +80,12 @@ class PolicyModel:
         with nullcontext() if head is None else hidden_instead_of_logits(head):
             outputs = self.model(**inputs, use_cache=False)
         logits = outputs.logits if takes_positions else outputs.logits[:, positions]
+        rows, flat = logits.flatten(0, 1), targets.flatten()
+        options: dict[str, Any] = {"all_labelled": labels.everywhere, "label_smoothing": self.label_smoothing}
         if head is None:
-            loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten(), all_labelled=labels.everywhere)
+            loss = cross_entropy_sum(rows, flat, **options)
         else:
-            rows, everywhere = logits.flatten(0, 1), labels.everywhere
-            loss = head_loss_sum(head, rows, targets.flatten(), self.scale, all_labelled=everywhere)
+            loss = head_loss_sum(head, rows, flat, self.scale, **options)
         auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is not None and torch.is_grad_enabled():
             loss = loss + base.config.get_text_config().router_aux_loss_coef * auxiliary * (targets != NO_LABEL).sum()

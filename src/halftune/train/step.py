@@ -89,7 +89,7 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
             for batch in batches:
                 if batch.weight or together:
                     with forward_pass(run):
-                        losses[name].append(_loss(run, PolicyModel(run.model), batch, run.eval_reference))
+                        losses[name].append(_loss(run, _policy(run, run.model), batch, run.eval_reference))
                     weights[name] += batch.weight
     finally:
         run.model.train(training)
@@ -259,7 +259,7 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
     for index, batch in enumerate(batches):
         with run.strategy.accumulating(run.wrapped, last=index == len(batches) - 1):
             with forward_pass(run):
-                loss = _loss(run, PolicyModel(run.wrapped, scale), batch, run.reference)
+                loss = _loss(run, _policy(run, run.wrapped, scale), batch, run.reference)
             run.scaler.scale(loss.total * scale).backward()
         losses.append(Loss(loss.total.detach(), loss.metrics))
     total, averages = sum_losses(run, losses)
@@ -279,6 +279,10 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
         raise memory_error(run, error, updating=True) from error
     metrics.memory_bytes = peak_memory_bytes(run.device)
     return metrics
+
+
+def _policy(run: TrainState, model: torch.nn.Module, scale: float = 1.0) -> PolicyModel:
+    return PolicyModel(model, scale, run.config.training.label_smoothing)
 
 
 def _loss(run: TrainState, policy: PolicyModel, batch: Batch, reference: Reference | None) -> Loss:
@@ -306,7 +310,7 @@ def sum_losses(run: TrainState, losses: Sequence[Loss]) -> tuple[float, Averages
 def _check(run: TrainState, metrics: StepMetrics, batches: list[Batch]) -> None:
     def again(batch: Batch) -> torch.Tensor:
         with forward_pass(run):
-            return _loss(run, PolicyModel(run.model), batch, run.reference).total
+            return _loss(run, _policy(run, run.model), batch, run.reference).total
 
     # The scaler handles an overflow of scaled gradients: it skips the update and lowers the scale.
     norm = 0.0 if run.scaler.is_enabled() else metrics.grad_norm

@@ -27,8 +27,12 @@ def linear_cross_entropy_sum(
     *,
     scale: float = 1.0,
     all_labelled: bool = False,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """``Σ -log softmax(hidden Wᵀ + bias)[target]`` over the rows that have a target.
+
+    With label smoothing ε, a row's loss is ``(1 - ε) · -log p[target] + ε/V · Σ_v -log p[v]`` with the softmax p, as in
+    ``torch.nn.functional.cross_entropy`` (Szegedy et al. 2016, arXiv:1512.00567).
 
     The products are computed in the dtype of ``hidden``, to which the weights are cast; softmax, loss and the sums over
     chunks in fp32 (fp64 for fp64).
@@ -41,12 +45,13 @@ def linear_cross_entropy_sum(
         scale: what the backward pass will multiply the result with, as far as known: half formats are then rounded
             once, as the separate operations would round them. Any other factor is right, too.
         all_labelled: that every row has a target; otherwise a GPU is waited for to learn which do.
+        label_smoothing: ε, from 0 to 1.
 
     Returns:
         A scalar, fp32 or fp64.
     """
     wanted = torch.is_grad_enabled()
-    out = _LinearCrossEntropySum.apply(hidden, weight, bias, targets, scale, wanted, all_labelled)
+    out = _LinearCrossEntropySum.apply(hidden, weight, bias, targets, scale, wanted, all_labelled, label_smoothing)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -62,6 +67,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         scale: float,
         wanted: bool,
         all_labelled: bool,
+        smoothing: float,
     ) -> torch.Tensor:
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -80,10 +86,14 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             index = slice(start, start + step) if kept is None else kept[start : start + step]
             rows, target = hidden[index], targets[index, None]
             chances = F.log_softmax(F.linear(rows, head, shift), dim=-1, dtype=wide)
-            total -= chances.gather(1, target).sum(dtype=torch.float64)
+            total -= (1 - smoothing) * chances.gather(1, target).sum(dtype=torch.float64)
+            if smoothing:
+                total -= smoothing / chances.shape[1] * chances.sum(dtype=torch.float64)
             if not any(needs):
                 continue
-            chances.exp_().scatter_add_(1, target, chances.new_full((1, 1), -1.0).expand_as(target))
+            chances.exp_().scatter_add_(1, target, chances.new_full((1, 1), smoothing - 1.0).expand_as(target))
+            if smoothing:
+                chances.sub_(smoothing / chances.shape[1])
             grad = chances.mul_(scale).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[index] = torch.mm(grad, head)
@@ -106,7 +116,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 gradients.append(None)
             else:
                 gradients.append(saved.to(dtype) if as_expected else (saved * factor).to(dtype))
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _rows(vocabulary: int, device: torch.device) -> int:

@@ -7,7 +7,13 @@ from torch.nn import functional as F
 
 
 def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``Σ -log softmax(hidden Wᵀ + bias)[target]`` over the rows whose target is not -100."""
-    return F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
+    """``Σ -log softmax(hidden Wᵀ + bias)[target]`` over the rows whose target is not -100, with label smoothing."""
+    logits = F.linear(hidden, weight, bias)
+    return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)

@@ -85,7 +85,9 @@ def eval_name(name: str) -> str:
 
 
 def drop_trainer(draft: Draft) -> None:
-    """The keys of TrainingArguments without an equivalent."""
+    """Label smoothing, and the keys of TrainingArguments without an equivalent; call it when the method is known."""
+    if draft.left.get("label_smoothing_factor") and draft.get("method.type") in ("sft", "pretrain"):
+        draft.move("label_smoothing_factor", "training.label_smoothing", number)
     draft.drop(trainer_keys.NONE)
     draft.drop(trainer_keys.CHANGED, "changed")
     draft.drop(trainer_keys.REFUSED, "refused")

@@ -3,6 +3,7 @@
 _SHARING = "distributed.strategy: auto shares the model by fsdp2 where it does not fit one device"
 _SHOWN = "nothing that is learned depends on it"
 NONE = {
+    "label_smoothing_factor": "answers are compared, not tokens",
     "do_train": "halftune train always trains",
     "do_eval": "there is evaluation where there is evaluation data",
     "do_predict": "halftune chat answers after training",
@@ -75,5 +76,4 @@ CHANGED = {
 }
 REFUSED = {
     "neftune_noise_alpha": "noise in the embeddings (NEFTune)",
-    "label_smoothing_factor": "label smoothing is not supported yet",
 }

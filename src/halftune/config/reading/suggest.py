@@ -25,6 +25,7 @@ _NAMES: dict[str, str] = {
     "training.adam_epsilon": "epsilon",
     "training.max_grad_norm": "grad_clip max_norm",
     "training.torch_compile": "compile",
+    "training.label_smoothing": "label_smoothing_factor",
     "training.load_best": "load_best_model_at_end",
     "training.metric_for_best": "metric_for_best_model",
     "training.resume": "resume_from_checkpoint",

@@ -158,6 +158,14 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Vi
         )
 
 
+@rule("config.no_effect", "training.label_smoothing", "method.type")
+def smoothing_is_of_tokens(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Only a cross-entropy of tokens has labels to smooth."""
+    if run.training.label_smoothing and run.method.type not in ("sft", "pretrain"):
+        what = f"has no effect with method: {run.method.type}"
+        yield Violation(("training", "label_smoothing"), what, "remove it, or use method: sft")
+
+
 @rule("config.no_effect", "training.optim", *(f"training.{key}" for key in OPTIMIZER_OPTIONS))
 def options_are_the_optimizers(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Options of an optimizer have no effect with others."""

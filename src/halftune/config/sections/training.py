@@ -185,6 +185,10 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
 
+    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Label smoothing (arXiv:1512.00567) of methods sft and pretrain: this share of each label is spread evenly over
+    the vocabulary. The evaluation loss is smoothed too, as in transformers."""
+
     neftune_alpha: Annotated[Number, Field(gt=0)] | None = None
     """NEFTune (arXiv:2310.05914): in training, add uniform noise in ± alpha / sqrt(length × hidden size) to the input
     embeddings, with the length of each sample, packed or not. Usual: 5."""
