@@ -101,6 +101,7 @@ class _CrossEntropySum(torch.autograd.Function):
             losses[index] = at_target.neg()
             if smoothing:
                 losses[index] = (smoothing - 1) * at_target - smoothing * chances.mean(1, keepdim=True)
+            del chances  # one chunk at a time
             log_sums[index] = chunk.gather(1, target).to(exact) - at_target
         ctx.save_for_backward(logits, targets, log_sums, kept)
         ctx.rows, ctx.overwrite, ctx.smoothing = rows, overwrite, smoothing
