@@ -472,6 +472,8 @@ LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_pr
         ("loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3", "same"),
         ("train_on_inputs: true", "approximate"),
         ("excess_length_strategy: truncate", "same"),
+        ("model_config: {output_router_logits: true}", "same"),
+        ("model_config: {rope_theta: 1000000}", "refused"),
         ("datasets: [{path: a/b, type: alpaca}]\ntrain_on_inputs: true\nchat_template: no_such", "same"),
         ("datasets: [{path: a/b, type: 'alpaca:chat'}]", "same"),
         ("datasets: [{path: a/b, type: gpteacher}]", "same"),
@@ -532,7 +534,7 @@ def test_the_status_says_whether_the_same_is_learned(more: str, status: str) -> 
     "more",
     ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_apollo: true",
      "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
-     "adapter_name_or_path: saves/x", "moe_aux_loss_coef: 0.1", "optim: ademamix"],
+     "adapter_name_or_path: saves/x", "optim: ademamix"],
 )  # fmt: skip
 def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
     Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + more + "\n")

@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halftune.core.errors import ModelError
 from halftune.data.batch import LABEL_POSITIONS
 from halftune.data.store import NO_LABEL
 from halftune.model.head import cross_entropy_sum, hidden_instead_of_logits
 from halftune.model.patch import registered_attention
-from halftune.model.policy import PolicyModel
+from halftune.model.policy import PolicyModel, check_router_loss
 
 N, V = 23, TOKENS
 
@@ -274,6 +275,25 @@ def test_the_auxiliary_loss_of_experts_trains_but_is_not_evaluated() -> None:
         outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     torch.testing.assert_close(without.double(), reference(model, batch), rtol=1e-6, atol=0)
     torch.testing.assert_close(with_it, without + 0.5 * outputs.aux_loss * count)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("model", 0.5), (0.125, 0.125), (0, 0), (None, 0)])
+def test_the_auxiliary_loss_of_experts_on_request(asked: Any, expected: float) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+    model, batch = a_model("qwen3_moe", **experts, router_aux_loss_coef=0.5), a_batch()
+    count = int((batch["labels"][:, 1:] != NO_LABEL).sum())
+    found = PolicyModel(model, router_loss=asked).nll_sum(batch_of(batch))
+    with torch.no_grad():
+        without = PolicyModel(model, router_loss=asked).nll_sum(batch_of(batch))
+        mask = batch["attention_mask"]
+        outputs = model(batch["input_ids"], attention_mask=mask, use_cache=False, output_router_logits=True)
+    torch.testing.assert_close(found, without + expected * outputs.aux_loss * count)
+
+
+def test_a_model_without_experts_has_no_auxiliary_loss() -> None:
+    with pytest.raises(ModelError) as refused:
+        check_router_loss(a_model())
+    assert refused.value.code == "model.no_router_loss"
 
 
 def test_under_autocast_the_sum_is_fp32() -> None:

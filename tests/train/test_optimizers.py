@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def training(name: str) -> TrainingSection:
     return TrainingSection(
-        output_dir="x", optim=name, weight_decay=0.1, learning_rate=1e-2, lr_scheduler_type="constant"
-    )  # type: ignore[arg-type]
+        output_dir="x", optim=cast("Optim", name), weight_decay=0.1, learning_rate=1e-2, lr_scheduler_type="constant"
+    )
 
 
 def trained(folder: Path, name: str, dtype: str, adapter: Any = ADAPTERS["full"], seed: int = 0) -> TrainState:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from halftune.core.errors import PlanError
+from halftune.core.errors import ModelError, PlanError
 from halftune.data.batch import LABEL_POSITIONS, Batch
 from halftune.data.store import NO_LABEL
 from halftune.model.head import (
@@ -46,18 +46,21 @@ class PolicyModel:
         model: the model.
         scale: factor of the loss before the backward pass; see ``linear_cross_entropy_sum``.
         label_smoothing: of :meth:`nll_sum`, from 0 to 1.
+        router_loss: coefficient of the auxiliary loss of experts, or ``model``: the one in the model's config; None: as
+            ``output_router_logits`` in the model's config says.
     """
 
     model: nn.Module
     scale: float = 1.0
     label_smoothing: float = 0.0
+    router_loss: float | Literal["model"] | None = None
 
     def nll_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the cross-entropy over labelled tokens in nats: an fp32 scalar (fp64 for fp64 models).
 
         For plain linear heads the logits are not materialised: loss and gradient are computed for a few rows at a time,
-        without calling the head. An auxiliary loss (mixture of experts with ``output_router_logits``) is added while
-        gradients are enabled, with the model's coefficient and weighted by the number of labels, as in transformers.
+        without calling the head. The auxiliary loss of a mixture of experts (see ``router_loss``) is added while
+        gradients are enabled, weighted by the number of labels, as in transformers.
         Without labels the sum is zero and still has a graph through every weight.
 
         With label smoothing the sum, divided by the number of labels, is ``F.cross_entropy(label_smoothing=ε)``, which
@@ -77,6 +80,8 @@ class PolicyModel:
         takes_positions = _takes_positions(type(base))
         if takes_positions:
             inputs["logits_to_keep"] = positions
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = self.router_loss != 0 and torch.is_grad_enabled()
         with nullcontext() if head is None else hidden_instead_of_logits(head):
             outputs = self.model(**inputs, use_cache=False)
         logits = outputs.logits if takes_positions else outputs.logits[:, positions]
@@ -88,7 +93,10 @@ class PolicyModel:
             loss = head_loss_sum(head, rows, flat, self.scale, **options)
         auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is not None and torch.is_grad_enabled():
-            loss = loss + base.config.get_text_config().router_aux_loss_coef * auxiliary * (targets != NO_LABEL).sum()
+            coefficient = self.router_loss
+            if coefficient is None or coefficient == "model":
+                coefficient = base.config.get_text_config().router_aux_loss_coef
+            loss = loss + coefficient * auxiliary * (targets != NO_LABEL).sum()
         return loss
 
     def token_logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
@@ -242,5 +250,18 @@ def _base(model: nn.Module) -> Any:
 
 
 @cache
+def check_router_loss(model: nn.Module) -> None:
+    """Check that a model has an auxiliary loss of experts.
+
+    Raises:
+        ModelError: it has none.
+    """
+    kind = type(_base(model))
+    if "output_router_logits" not in inspect.signature(kind.forward).parameters:
+        what = f"{kind.__name__} has no load-balancing loss"
+        where = "training.router_aux_loss_coef"
+        raise ModelError(what, where=where, remedy="remove the key", code="model.no_router_loss")
+
+
 def _takes_positions(kind: type[nn.Module]) -> bool:
     return "logits_to_keep" in inspect.signature(kind.forward).parameters

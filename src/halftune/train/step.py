@@ -282,7 +282,8 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
 
 
 def _policy(run: TrainState, model: torch.nn.Module, scale: float = 1.0) -> PolicyModel:
-    return PolicyModel(model, scale, run.config.training.label_smoothing)
+    training = run.config.training
+    return PolicyModel(model, scale, training.label_smoothing, training.router_aux_loss_coef)
 
 
 def _loss(run: TrainState, policy: PolicyModel, batch: Batch, reference: Reference | None) -> Loss:

@@ -114,6 +114,7 @@ def convert(draft: Draft, folder: Path) -> None:
     offload(draft, folder)
     remote_code(draft)
     _tokens(draft)
+    _model_config(draft)
     if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
         for key in ("model_quantization_config", "model_quantization_config_kwargs"):
             draft.none(key, "weights are widened on load")
@@ -138,6 +139,19 @@ def _tokens(draft: Draft) -> None:
     if isinstance(draft.left.get("tokens"), list) and accepts("model.tokens.add"):
         why = "with LoRA, the embedding and the output layer are trained in full"
         draft.changed("tokens", "model.tokens.add", draft.take("tokens"), why)
+
+
+def _model_config(draft: Draft) -> None:
+    """Changes of config.json: the loss of experts' routers, and nothing else."""
+    changes = draft.left.get("model_config")
+    if is_off(changes):
+        return
+    asked = isinstance(changes, dict) and changes.get("output_router_logits")
+    if not asked or changes.keys() - {"output_router_logits", "router_aux_loss_coef"}:
+        draft.refused("model_config", keys.OTHER_MODEL)
+    else:
+        coefficient = changes.get("router_aux_loss_coef", "model")
+        draft.translated("model_config", "training.router_aux_loss_coef", coefficient)
 
 
 def _plugins(draft: Draft) -> None:

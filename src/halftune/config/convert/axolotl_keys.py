@@ -11,7 +11,7 @@ _EAFT = "the EAFT loss is not supported yet"
 _RESTART, _RATES = "restarts of the schedule are not supported yet", "learning rates by module are not supported yet"
 _INIT, _LAYERS = "another initialisation of the adapter is not supported yet", "LoRA by layers is not supported yet"
 _NEW = "add tokens to the tokenizer and name it in model.tokenizer"
-_SIZE = "the model's own settings hold: another model would be trained"
+OTHER_MODEL = "the model's own settings hold: another model would be trained"
 _QUANT = "a base quantised in this way is not supported yet"
 _RL = "halftune has supervised fine-tuning and pre-training today"
 NONE = {
@@ -203,10 +203,9 @@ REFUSED = {
     "noisy_embedding_alpha": "noise in the embeddings (NEFTune)",
     "s2_attention": "shifted sparse attention is not supported yet",
     "use_pose": "positions that skip (PoSE) are not supported yet",
-    "rope_scaling": _SIZE,
-    "model_config": _SIZE,
-    "overrides_of_model_config": _SIZE,
-    "overrides_of_model_kwargs": _SIZE,
+    "rope_scaling": OTHER_MODEL,
+    "overrides_of_model_config": OTHER_MODEL,
+    "overrides_of_model_kwargs": OTHER_MODEL,
     "reinit_weights": "training begins from the checkpoint's weights, never from random ones",
     "tokens": _NEW,
     "added_tokens_overrides": _NEW,

@@ -13,7 +13,7 @@ from halftune.config.convert import preference
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.templates import llamafactory_template
-from halftune.config.convert.trainer import convert_trainer, eval_name, grouping, lora_plus, periods
+from halftune.config.convert.trainer import convert_trainer, eval_name, grouping, lora_plus, number, periods
 from halftune.core.files import read_limited
 
 MODEL = {
@@ -158,6 +158,7 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     draft.move("val_size", "data.eval_split")
     _packing(draft)
     _length(draft, stage)
+    draft.move("moe_aux_loss_coef", "training.router_aux_loss_coef", number)
     grouping(draft)
     llamafactory_template(draft)
     if draft.left.get("enable_thinking") is False:

@@ -110,7 +110,6 @@ REFUSED = {
     "use_asft_loss": "the ASFT loss is not supported yet",
     "use_eaft_loss": "the EAFT loss is not supported yet",
     "mixture_of_depths": "mixture of depths is not supported yet",
-    "moe_aux_loss_coef": "an auxiliary loss of the router is not supported yet",
     "use_galore": _OPTIMIZER,
     "use_apollo": _OPTIMIZER,
     "use_badam": _OPTIMIZER,

@@ -158,12 +158,15 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Vi
         )
 
 
-@rule("config.no_effect", "training.label_smoothing", "method.type")
-def smoothing_is_of_tokens(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Only a cross-entropy of tokens has labels to smooth."""
-    if run.training.label_smoothing and run.method.type not in ("sft", "pretrain"):
-        what = f"has no effect with method: {run.method.type}"
-        yield Violation(("training", "label_smoothing"), what, "remove it, or use method: sft")
+@rule("config.no_effect", "training.label_smoothing", "training.router_aux_loss_coef", "method.type")
+def parts_of_the_cross_entropy(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Only the cross-entropy of tokens has labels to smooth, and the routers' loss beside it."""
+    if run.method.type in ("sft", "pretrain"):
+        return
+    for key in ("label_smoothing", "router_aux_loss_coef"):
+        if getattr(run.training, key):
+            what = f"has no effect with method: {run.method.type}"
+            yield Violation(("training", key), what, "remove it, or use method: sft")
 
 
 @rule("config.no_effect", "training.optim", *(f"training.{key}" for key in OPTIMIZER_OPTIONS))

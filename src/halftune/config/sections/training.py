@@ -189,6 +189,10 @@ class TrainingSection(Section):
     """Label smoothing (arXiv:1512.00567) of methods sft and pretrain: this share of each label is spread evenly over
     the vocabulary. The evaluation loss is smoothed too, as in transformers."""
 
+    router_aux_loss_coef: Annotated[Number, Field(ge=0)] | Literal["model"] | None = None
+    """Coefficient of the load-balancing loss of a mixture of experts, with methods sft and pretrain. `model`: the
+    coefficient in config.json; 0: no such loss; null: as `output_router_logits` in config.json says."""
+
     neftune_alpha: Annotated[Number, Field(gt=0)] | None = None
     """NEFTune (arXiv:2310.05914): in training, add uniform noise in ± alpha / sqrt(length × hidden size) to the input
     embeddings, with the length of each sample, packed or not. Usual: 5."""

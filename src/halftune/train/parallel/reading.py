@@ -18,6 +18,7 @@ from halftune.core.log import get_logger
 from halftune.model.adapters import attach_adapter
 from halftune.model.lazy_weights import CPU, META, LazyWeights, why_not
 from halftune.model.load import load_model
+from halftune.model.policy import check_router_loss
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.train.parallel.shards import own_rows
@@ -138,6 +139,8 @@ def _attached(
     config: RunConfig, plan: Plan, lazy: LazyWeights | None, initial: Mapping[str, torch.Tensor] | None
 ) -> nn.Module:
     loaded = load_model(config.model, plan, lazy=lazy, seed=config.training.seed)
+    if config.training.router_aux_loss_coef:
+        check_router_loss(loaded)
     there = insert_zero_weights(loaded) if lazy is not None and config.adapter.type != "none" else {}
     seed, revision = config.training.seed, config.model.revision
     model = attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
