@@ -238,6 +238,8 @@ def test_a_method_that_does_not_exist_here_is_refused(framework: str, change: st
         ("LLaMA-Factory", "stage: dpo\npref_beta: 0.3\npref_loss: sigmoid", ("dpo", 0.3, "auto")),
         ("LLaMA-Factory", "stage: kto\nkto_chosen_weight: 0.2", ("kto", 0.1, "auto")),
         ("LLaMA-Factory", "stage: rm", ("reward",)),
+        ("axolotl", "rl: ipo\nrl_beta: 0.2", ("dpo", 0.2, "auto")),
+        ("TRL", "loss_type: [robust]\nlabel_smoothing: 0.1", ("dpo", 0.1, "auto")),
         ("TRL", "loss_type: sigmoid\nbeta: 0.05", ("dpo", 0.05, "auto")),
         ("TRL", "loss_type: kto\ndesirable_weight: 0.2", ("kto", 0.1, "auto")),
         ("TRL", "center_rewards_coefficient: 0.01", ("reward",)),
@@ -259,10 +261,11 @@ def test_preference_methods(framework: str, old: str, method: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("framework", "old"),
     [
-        ("axolotl", "rl: dpo\ndpo_label_smoothing: 0.1"),
-        ("LLaMA-Factory", "stage: dpo\npref_loss: orpo"),
-        ("LLaMA-Factory", "stage: dpo\npref_ftx: 0.5"),
-        ("TRL", "loss_type: [sigmoid, sft]\nlabel_smoothing: 0.1"),
+        ("axolotl", "rl: dpo\ndpo_use_weighting: true"),
+        ("LLaMA-Factory", "stage: dpo\npref_loss: kto_pair"),
+        ("LLaMA-Factory", "stage: dpo\npref_loss: hinge\ndpo_label_smoothing: 0.1"),
+        ("LLaMA-Factory", "stage: dpo\npref_loss: orpo\npref_ftx: 0.5"),
+        ("TRL", "discopop_tau: 0.1\nloss_type: [sigmoid, aot]"),
     ],
 )
 def test_parts_of_a_loss_that_are_not_here_are_refused(framework: str, old: str) -> None:
@@ -270,6 +273,36 @@ def test_parts_of_a_loss_that_are_not_here_are_refused(framework: str, old: str)
     lines = [line for line in OLD[framework].split("\n") if line.split(":")[0] not in keys]
     Path("old.yaml").write_text("\n".join([*lines, old]))
     assert keys[-1] in {note.key for note in convert_file(Path("old.yaml")).of("refused")}
+
+
+@pytest.mark.parametrize(
+    ("framework", "old", "method"),
+    [
+        ("LLaMA-Factory", "stage: dpo\npref_loss: orpo\npref_beta: 0.2", {"type": "orpo", "beta": 0.2}),
+        ("LLaMA-Factory", "stage: dpo\npref_loss: simpo", {"type": "simpo", "beta": 0.1, "gamma": 0.5}),
+        (
+            "LLaMA-Factory",
+            "stage: dpo\npref_loss: sigmoid\npref_ftx: 0.5\ndpo_label_smoothing: 0.1",
+            {"type": "dpo", "loss": "sigmoid", "sft_weight": 0.5, "label_smoothing": 0.1},
+        ),
+        ("axolotl", "rl: orpo\norpo_alpha: 0.2", {"type": "orpo", "beta": 0.2}),
+        ("axolotl", "rl: simpo\nsimpo_gamma: 0.7", {"type": "simpo", "beta": 0.1, "gamma": 0.7, "sft_weight": 1.0}),
+        ("axolotl", "rl: dpo\ndpo_loss_type: [exo_pair]\ndpo_label_smoothing: 0.1",
+         {"type": "dpo", "loss": "exo_pair", "label_smoothing": 0.1}),
+        ("TRL", "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.3]",
+         {"type": "dpo", "loss": "sigmoid", "sft_weight": 0.3}),
+    ],
+)  # fmt: skip
+def test_losses_on_pairs(framework: str, old: str, method: dict[str, Any]) -> None:
+    keys = {line.split(":")[0] for line in old.split("\n")}
+    lines = [line for line in OLD[framework].split("\n") if line.split(":")[0] not in keys]
+    Path("old.yaml").write_text("\n".join([*lines, old]))
+    found = convert_file(Path("old.yaml"))
+    assert not keys & {note.key for note in found.of("refused")}
+    found = convert_file(Path("old.yaml"), accepted=[note.key for note in found.of("refused")])
+    assert found.values["method"].items() >= method.items()
+    Path("new.yaml").write_text(found.yaml)
+    load_config("new.yaml", look_at_files=False)
 
 
 def test_evaluation_sets_keep_their_names() -> None:

@@ -94,6 +94,9 @@ METHODS: dict[str, str] = {
     "dpo": "halftune.methods.dpo:Dpo",
     "kto": "halftune.methods.kto:Kto",
     "reward": "halftune.methods.reward:Reward",
+    "simpo": "halftune.methods.reference_free:Simpo",
+    "orpo": "halftune.methods.reference_free:Orpo",
+    "cpo": "halftune.methods.reference_free:Cpo",
 }
 
 __all__ = ["METHODS", "AdapterOff", "Loss", "Method", "Reference", "make_method"]

@@ -118,13 +118,14 @@ class PolicyModel:
         """
         labels = labels_of(batch)
         values, places = self._logprobs(batch, labels, 1.0)
-        if "seq_idx" in batch.tokens:  # packed: the label of position t is at t + 1
-            owners = batch.tokens["seq_idx"][0, labels.positions[places] + 1].long()
-        else:
-            owners = places // labels.positions.numel()
-        wide = torch.float32 if values.device.type == "mps" else torch.float64
-        sums = torch.zeros(len(batch.segment_of_example), dtype=wide, device=values.device)
-        return sums.index_add(0, owners, values.to(wide))
+        return _sums_of_segments(batch, labels, places, values)
+
+    @staticmethod
+    def label_counts(batch: Batch) -> torch.Tensor:
+        """Number of labels per segment: fp64 ``[S]`` (fp32 on MPS)."""
+        labels = labels_of(batch)
+        places = labels.places()
+        return _sums_of_segments(batch, labels, places, torch.ones_like(places))
 
     def scores(self, batch: Batch) -> torch.Tensor:
         """Scores of a reward model per segment: fp32 ``[S]`` (fp64 for an fp64 model).
@@ -249,7 +250,17 @@ def _base(model: nn.Module) -> Any:
     return unwrap() if unwrap is not None else model
 
 
-@cache
+def _sums_of_segments(batch: Batch, labels: Labels, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Sum of the values ``[K]`` at K places among the B·P targets, per segment: fp64 ``[S]`` (fp32 on MPS)."""
+    if "seq_idx" in batch.tokens:  # packed: the label of position t is at t + 1
+        owners = batch.tokens["seq_idx"][0, labels.positions[places] + 1].long()
+    else:
+        owners = places // labels.positions.numel()
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    sums = torch.zeros(len(batch.segment_of_example), dtype=wide, device=values.device)
+    return sums.index_add(0, owners, values.to(wide))
+
+
 def check_router_loss(model: nn.Module) -> None:
     """Check that a model has an auxiliary loss of experts.
 
@@ -263,5 +274,6 @@ def check_router_loss(model: nn.Module) -> None:
         raise ModelError(what, where=where, remedy="remove the key", code="model.no_router_loss")
 
 
+@cache
 def _takes_positions(kind: type[nn.Module]) -> bool:
     return "logits_to_keep" in inspect.signature(kind.forward).parameters

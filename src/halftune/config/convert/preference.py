@@ -1,13 +1,17 @@
-"""Preference methods of the other frameworks: DPO, KTO and reward models, their keys and their rows."""
+"""Preference methods and reward models of the other frameworks: their keys and their rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from halftune.config.convert.draft import Draft, is_off
+from halftune.config.sections.method import DpoLoss
 
 METHODS = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
-FORMATS = {"dpo": "preference", "kto": "rated", "reward": "preference"}
+FORMATS = {"kto": "rated", **dict.fromkeys(("dpo", "reward", "simpo", "orpo"), "preference")}
+LOSSES = set(get_args(DpoLoss))  # DPO's losses, with TRL's names
+_SMOOTHED = ("robust", "exo_pair")
+_MEAN = "the chosen answer's cross-entropy is a mean per answer; there, per token of a micro-batch"
 _PART = "this part of the loss is not supported yet"
 _DROPOUT = "dropout is off in this method there"
 # axolotl: what follows the dot in the type of a data set → columns with other names than ours.
@@ -23,6 +27,7 @@ COLUMNS: dict[str, dict[str, dict[str, str]]] = {
     "kto": {"argilla": {"prompt": "instruction"}, "intel": {"prompt": "question"}, "prompt_pairs": {}, "ultra": {}},
     "reward": {"chat_template": {"prompt": "input"}},
 }
+COLUMNS["simpo"], COLUMNS["orpo"] = COLUMNS["dpo"], {"argilla": {}, "chat_template": {}}
 # LLaMA-Factory: columns of dataset_info.json → ours.
 LISTED = {"messages": "messages", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label", "system": "system"}
 LISTED_ALPACA = {
@@ -42,7 +47,7 @@ TRL_KEYS = {
     "use_weighting": "dpo",
     "ld_alpha": "dpo",
 }
-TRL_LOSSES = {"sigmoid": "dpo", "kto": "kto", "apo_zero_unpaired": "kto"}
+TRL_LOSSES = {**dict.fromkeys(LOSSES, "dpo"), "kto": "kto", "apo_zero_unpaired": "kto"}
 TRL_RATES = {"dpo": 1.0e-6, "kto": 1.0e-6, "reward": 1.0e-4}
 
 
@@ -60,16 +65,27 @@ def of_axolotl(draft: Draft) -> str:
         return "reward"
     draft.unsupported(("reward_model",), "")
     kind = str(draft.left.get("rl") or "").lower()
-    if kind not in ("dpo", "kto"):
-        draft.unsupported(("rl",), "not supported yet: of preference methods there are dpo, kto and reward models")
+    if kind not in ("dpo", "ipo", "kto", "simpo", "orpo"):
+        draft.unsupported(("rl",), "reinforcement learning is not supported yet")
         return ""
+    if kind == "ipo":
+        draft.put("method.loss", kind)
+        kind = "dpo"
     draft.translated("rl", "method.type", kind)
     draft.move("rl_beta", "method.beta", float)
+    if kind == "orpo":
+        draft.move("orpo_alpha", "method.beta", float)
+        draft.changed("rl", "method.type", kind, "answers have labels; there, prompts of chosen answers have them, too")
+    if kind == "simpo":
+        _simpo(draft, "rl_beta")
+        draft.changed("cpo_alpha", "method.sft_weight", float(draft.take("cpo_alpha") or 1.0), _MEAN)
     draft.move("kto_desirable_weight", "method.desirable_weight", lambda given: float(given or 1))
     draft.move("kto_undesirable_weight", "method.undesirable_weight", lambda given: float(given or 1))
     _precomputed(draft)
-    _loss(draft, "dpo_loss_type")
-    names = ("dpo_use_weighting", "dpo_norm_loss", "dpo_label_smoothing", "dpo_loss_weights")
+    if kind == "dpo":
+        _losses(draft, "dpo_loss_type", "dpo_loss_weights")
+        _smoothing(draft, "dpo_label_smoothing")
+    names = ("dpo_loss_type", "dpo_use_weighting", "dpo_norm_loss", "dpo_label_smoothing", "dpo_loss_weights")
     draft.drop(dict.fromkeys(names, _PART), "refused")
     return kind
 
@@ -95,14 +111,23 @@ def of_llamafactory(draft: Draft, stage: str) -> None:
         why = "there, the score head has a bias and dropout, and is saved in a file of its own"
         draft.changed("stage", "method.type", method, why)
     else:
+        loss = draft.left.get("pref_loss")
+        method = loss if method == "dpo" and loss in ("simpo", "orpo") else method
         draft.translated("stage", "method.type", method)
         draft.move("pref_beta", "method.beta", float)
         draft.drop({"ref_model": "the reference is the model before training"}, "refused")
     if method == "kto":
         draft.move("kto_chosen_weight", "method.desirable_weight", float)
         draft.move("kto_rejected_weight", "method.undesirable_weight", float)
+    if method == "simpo":
+        _simpo(draft, "pref_beta")
     if method == "dpo":
-        _loss(draft, "pref_loss")
+        _losses(draft, "pref_loss")
+        draft.drop({"pref_loss": "this loss is not supported"}, "refused")
+        if draft.get("method.loss") in (None, "sigmoid"):
+            draft.move("dpo_label_smoothing", "method.label_smoothing", float)
+    if method in ("dpo", "simpo"):
+        draft.move("pref_ftx", "method.sft_weight", float)
     draft.drop(dict.fromkeys(("pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "ld_alpha"), _PART), "refused")
     other = ("pref_beta", "pref_loss", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model")
     draft.drop(dict.fromkeys(other, f"stage is {stage}"))
@@ -125,7 +150,7 @@ def listed_columns(entry: dict[str, Any], stage: str) -> dict[str, Any]:
 def of_trl(draft: Draft) -> str:
     """Type of the method whose config this is, or ""; the trainer is named on TRL's command line, not here."""
     losses = draft.left.get("loss_type")
-    alone = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+    alone = losses[0] if isinstance(losses, list) and losses else losses
     found = {method for key, method in TRL_KEYS.items() if key in draft.left}
     found |= {TRL_LOSSES[alone]} if isinstance(alone, str) and alone in TRL_LOSSES else set()
     if len(found) != 1:
@@ -135,13 +160,15 @@ def of_trl(draft: Draft) -> str:
     draft.move("beta", "method.beta", float)
     if method == "kto":
         draft.move("loss_type", "method.loss", lambda _: alone)
-    _loss(draft, "loss_type")
+    if method == "dpo":
+        _losses(draft, "loss_type", "loss_weights")
+        _smoothing(draft, "label_smoothing")
     draft.move("desirable_weight", "method.desirable_weight", float)
     draft.move("undesirable_weight", "method.undesirable_weight", float)
     draft.move("center_rewards_coefficient", "method.center_coefficient", float)
     _precomputed(draft)
     draft.drop({"precompute_ref_batch_size": "per_device_eval_batch_size"})
-    names = ("label_smoothing", "loss_weights", "use_weighting", "ld_alpha", "sync_ref_model")
+    names = ("loss_type", "label_smoothing", "loss_weights", "use_weighting", "ld_alpha", "sync_ref_model")
     draft.drop(dict.fromkeys(names, _PART), "refused")
     if draft.left.get("f_divergence_type") == "reverse_kl":
         draft.none("f_divergence_type", "the reverse KL divergence always")
@@ -151,12 +178,35 @@ def of_trl(draft: Draft) -> str:
     return method
 
 
-def _loss(draft: Draft, key: str) -> None:
-    """DPO's loss; a list of one is that one."""
+def _losses(draft: Draft, key: str, weights: str = "") -> None:
+    """DPO's loss; of a list, the first one, and ``sft`` as its second. Others stay for a refusal."""
     given = draft.left.get(key)
-    if given in ("sigmoid", ["sigmoid"]):
-        draft.none(key, "sigmoid is DPO's loss here")
-    draft.drop({key: f"{given} is not supported yet; accepted, sigmoid takes its place"}, "refused")
+    names = given if isinstance(given, list) else [given] if given else []
+    shares = draft.left.get(weights) or [1.0] * len(names)
+    if not names or names[0] not in LOSSES or names[1:] not in ([], ["sft"]) or len(shares) != len(names):
+        return
+    if shares[0] != 1:  # a factor of everything
+        return
+    draft.take(weights)
+    draft.move(key, "method.loss", lambda _: names[0])
+    if names[1:]:
+        draft.changed(f"{key}: sft", "method.sft_weight", float(shares[1]), _MEAN)
+
+
+def _smoothing(draft: Draft, key: str) -> None:
+    """Label smoothing of TRL, which has it in some losses only."""
+    if draft.get("method.loss") in _SMOOTHED:
+        draft.move(key, "method.label_smoothing", float)
+    else:
+        draft.drop({key: "TRL does not smooth this loss"})
+
+
+def _simpo(draft: Draft, beta: str) -> None:
+    """SimPO with the defaults of TRL and LLaMA-Factory."""
+    draft.take("pref_loss")
+    draft.move("simpo_gamma", "method.gamma", float)
+    draft.default("method.beta", 0.1, beta)
+    draft.default("method.gamma", 0.5, "simpo_gamma")
 
 
 def _precomputed(draft: Draft) -> None:

@@ -56,7 +56,7 @@ def convert(draft: Draft, folder: Path) -> None:
     """
     for key in ("num_generations", "reward_model_path", "reward_funcs"):
         if draft.has(key):
-            raise draft.refuse(key, "not supported yet: of preference methods there are dpo, kto and reward models")
+            raise draft.refuse(key, "reinforcement learning is not supported yet")
     method = preference.of_trl(draft)
     if draft.has("beta"):  # also 0, which is GRPO's usual beta
         raise draft.refuse("beta", "the trainer is not named: add loss_type, sigmoid for DPO or kto for KTO")

@@ -122,7 +122,7 @@ WORDS = {
 # Words and keys of unsupported features, by a word of the list in which they are looked up.
 _LATER = "it is not supported yet"
 _QUANTISE = "write model.quantization: nf4 (4 bit) or int8"
-_PREFERENCE = "of preference methods only dpo, reward and kto are supported yet, and no reinforcement learning"
+_REWARDS = "reinforcement learning is not supported yet"
 _THEIRS = {
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
@@ -131,9 +131,9 @@ _THEIRS = {
 LATER: dict[str, dict[str, str]] = {
     "lora": {
         "qlora": "write adapter.type: lora and model.quantization: nf4",
-        **dict.fromkeys(("oft", "ia3", "prefix_tuning", "prompt_tuning", "freeze", "vera", "loha", "lokr"), _LATER),
+        **dict.fromkeys(("prefix_tuning", "prompt_tuning"), _LATER),
     },
-    "sft": dict.fromkeys(("orpo", "simpo", "grpo", "ppo", "rloo", "cpo"), _PREFERENCE),
+    "sft": dict.fromkeys(("grpo", "ppo", "rloo"), _REWARDS),
     "reward": {"rm": "did you mean reward?"},
     "adamw": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "did you mean adamw?"),
@@ -144,7 +144,9 @@ LATER: dict[str, dict[str, str]] = {
 }
 KEYS_LATER: dict[str, str] = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_config"), _QUANTISE),
-    **dict.fromkeys(("rl", "grpo", "pref_loss", "reward_model"), _PREFERENCE),
+    **dict.fromkeys(("rl", "grpo"), "did you mean method.type? Reinforcement learning is not supported yet"),
+    "pref_loss": "did you mean method.loss?",
+    "reward_model": "did you mean method: reward?",
     "dpo": "did you mean method: dpo?",
 }
 

@@ -9,7 +9,7 @@ from halftune.config.facts.folder import COMMIT
 from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
-from halftune.config.sections.method import PretrainMethod
+from halftune.config.sections.method import DpoMethod, PretrainMethod
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.config.sections.training import FsdpSection
 from halftune.core.optional import extra_line, version_of
@@ -167,6 +167,19 @@ def parts_of_the_cross_entropy(run: RunConfig, context: Context) -> Iterator[Vio
         if getattr(run.training, key):
             what = f"has no effect with method: {run.method.type}"
             yield Violation(("training", key), what, "remove it, or use method: sft")
+
+
+@rule("config.no_effect", "method.type", "method.loss", "method.label_smoothing")
+def smoothing_fits_the_loss(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Label smoothing is a part of three of DPO's losses, and exo_pair does not exist without it."""
+    if not isinstance(run.method, DpoMethod):
+        return
+    key, loss, smoothing = ("method", "label_smoothing"), run.method.loss, run.method.label_smoothing
+    if smoothing and loss not in ("sigmoid", "robust", "exo_pair"):
+        yield Violation(key, f"has no effect with loss: {loss}", "remove it")
+    if not smoothing and loss == "exo_pair":
+        what = "must be above 0 with loss: exo_pair"
+        yield Violation(key, what, "set it to 0.001", code="config.invalid_value")
 
 
 @rule("config.no_effect", "training.optim", *(f"training.{key}" for key in OPTIMIZER_OPTIONS))

@@ -87,13 +87,22 @@ class ReferenceMethod(Method):
     one pass over all examples before training. `auto` is `adapter_off` where the adapter starts as the base model."""
 
 
-class DpoMethod(ReferenceMethod):
-    """Direct preference optimisation (arXiv:2305.18290) on pairs of answers."""
+class PairMethod(Method):
+    """A method on pairs of answers."""
 
-    title: ClassVar[str] = "Preference optimisation (DPO)"
     learns: ClassVar[str] = "pairs of a chosen and a rejected answer, both in one forward pass"
     records: ClassVar[tuple[RecordName, ...]] = ("preference",)
     segments: ClassVar[int] = 2
+
+
+DpoLoss = Literal["sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
+                  "apo_down", "sigmoid_norm"]  # fmt: skip
+
+
+class DpoMethod(PairMethod, ReferenceMethod):
+    """Direct preference optimisation (arXiv:2305.18290) on pairs of answers."""
+
+    title: ClassVar[str] = "Preference optimisation (DPO)"
 
     type: Literal["dpo"]
     """Direct preference optimisation: the model before training is the reference, and `data.max_length` limits each of
@@ -102,14 +111,69 @@ class DpoMethod(ReferenceMethod):
     beta: Annotated[Number, Field(gt=0)] = 0.1
     """Strength of the constraint to the reference model; larger values keep the model closer to it."""
 
+    loss: DpoLoss = "sigmoid"
+    """Loss of a pair. `sigmoid` is that of the paper; docs/how-to/preference.md has the formulas."""
 
-class RewardMethod(Method):
+    label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed share of pairs in the wrong order, for the losses sigmoid, robust and exo_pair."""
+
+    sft_weight: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the chosen answer's cross-entropy, averaged over its tokens, beside the loss of the pair."""
+
+
+class SimpoMethod(PairMethod):
+    """SimPO (arXiv:2405.14734) on pairs of answers: no reference model, log-probabilities per token."""
+
+    title: ClassVar[str] = "Preference optimisation (SimPO)"
+
+    type: Literal["simpo"]
+    """Preference optimisation without a reference model; `data.max_length` limits each of the two answers with its
+    prompt."""
+
+    beta: Annotated[Number, Field(gt=0)] = 2.0
+    """Factor of the log-probability per token."""
+
+    gamma: Annotated[Number, Field(ge=0)] = 1.0
+    """Margin by which the chosen answer's reward is to exceed that of the rejected one."""
+
+    sft_weight: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the chosen answer's cross-entropy, averaged over its tokens, beside the loss of the pair."""
+
+
+class OrpoMethod(PairMethod):
+    """ORPO (arXiv:2403.07691) on pairs of answers: fine-tuning on the chosen answer, and its odds over the other."""
+
+    title: ClassVar[str] = "Preference optimisation (ORPO)"
+
+    type: Literal["orpo"]
+    """Supervised fine-tuning on the chosen answer, with the odds ratio to the rejected one; no reference model.
+    `data.max_length` limits each of the two answers with its prompt."""
+
+    beta: Annotated[Number, Field(gt=0)] = 0.1
+    """Weight of the odds ratio (λ in the paper)."""
+
+
+class CpoMethod(PairMethod):
+    """CPO (arXiv:2401.08417) on pairs of answers: no reference model."""
+
+    title: ClassVar[str] = "Preference optimisation (CPO)"
+
+    type: Literal["cpo"]
+    """Preference optimisation without a reference model; `data.max_length` limits each of the two answers with its
+    prompt."""
+
+    beta: Annotated[Number, Field(gt=0)] = 0.1
+    """Factor of the difference of the log-probabilities."""
+
+    sft_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """Weight of the chosen answer's cross-entropy, averaged over its tokens, beside the loss of the pair."""
+
+
+class RewardMethod(PairMethod):
     """A reward model on pairs of answers: one score per conversation (Bradley-Terry)."""
 
     title: ClassVar[str] = "Reward model"
     learns: ClassVar[str] = "scores of pairs of a chosen and a rejected answer, both in one forward pass"
-    records: ClassVar[tuple[RecordName, ...]] = ("preference",)
-    segments: ClassVar[int] = 2
     head: ClassVar[Literal["tokens", "score"]] = "score"
 
     type: Literal["reward"]
@@ -162,7 +226,9 @@ class KtoMethod(ReferenceMethod):
 
 
 MethodSection = Annotated[
-    SftMethod | PretrainMethod | DpoMethod | RewardMethod | KtoMethod, Field(discriminator="type"), TYPED
+    SftMethod | PretrainMethod | DpoMethod | RewardMethod | KtoMethod | SimpoMethod | OrpoMethod | CpoMethod,
+    Field(discriminator="type"),
+    TYPED,
 ]
 
 METHOD_SECTIONS: dict[str, type[Method]] = {
