@@ -6,6 +6,7 @@ train --config x.yaml --print-config        print the resolved configuration wit
 train --config x.yaml --profile             profile a few steps: a trace, and tables of time per operator
 train --config x.yaml distributed.num_processes=2      number of processes; default one per visible device
 train --rerun runs/my-run training.output_dir=runs/again
+train --config x.yaml --sweep sweep.yaml    several values of some keys, one run after the other
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
 from halftune.config.render import resolved_yaml
 from halftune.core import log
+from halftune.core.errors import ConfigError
 from halftune.core.optional import quick_imports
 from halftune.core.process import ignored, this_process
 from halftune.hardware import Hardware
@@ -43,11 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help=f"profile some steps with torch.profiler (logging.profile={PROFILED})"
     )
+    parser.add_argument("--sweep", metavar="YAML", help="values of keys to try; one run for each combination")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, plan and train; prints the plan first and the locations of results at the end."""
+    if args.sweep is not None:
+        return _sweep(args)
     if args.profile:
         args.set.append(f"logging.profile={PROFILED}")
     loaded = load_from(args)
@@ -66,6 +71,24 @@ def run(args: argparse.Namespace) -> int:
 
         part()
     return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    """Train every trial of a sweep.
+
+    Raises:
+        ConfigError: options that do not go with it.
+    """
+    from halftune.cli import sweep
+
+    for name in ("rerun", "profile", "print_config"):
+        if vars(args)[name]:
+            what = f"--sweep and --{name.replace('_', '-')} are mutually exclusive"
+            raise ConfigError(what, remedy="remove one of them", code="cli.option_conflict")
+    if this_process().launched:
+        what = "--sweep starts the processes of each run itself"
+        raise ConfigError(what, remedy="start it by halftune train", code="cli.option_conflict")
+    return sweep.run(args)
 
 
 def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:

@@ -1,0 +1,129 @@
+"""`train --sweep`: values of trials, what is refused, and a sweep that is stopped and goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halftune.cli import train_main
+from halftune.cli.sweep import TABLE, _values
+from halftune.config.reading.yaml_source import parse
+from halftune.core.errors import ConfigError
+
+RECIPE = {
+    "model": {"name_or_path": "builtin:qwen2-tiny"},
+    "data": {"train": "builtin:number-formats", "max_length": 64},
+    "training": {"output_dir": "all", "max_steps": 2, "per_device_train_batch_size": 1, "save_steps": 1},
+}
+
+
+def values(text: str) -> list[dict[str, Any]]:
+    return _values(parse(text, "sweep.yaml"))
+
+
+def test_a_grid_holds_every_combination() -> None:
+    found = values("keys: {adapter.rank: [4, 8], precision: [bf16, fp32, auto]}")
+    assert len({json.dumps(one) for one in found}) == len(found) == 6
+
+
+def test_random_values_are_in_range_and_the_same_for_a_seed() -> None:
+    text = "keys: {a: {min: 1.0e-5, max: 1.0e-1, log: true}, b: {min: 2, max: 64, log: true}, "
+    text += "c: {min: 0, max: 3}, d: [x, y]}"
+    found = values(f"samples: 200\nseed: 3\n{text}")
+    assert found == values(f"samples: 200\nseed: 3\n{text}") != values(f"samples: 200\nseed: 4\n{text}")
+    below = [one["a"] < 1e-3 for one in found]  # the middle of the logarithms
+    assert 60 < sum(below) < 140
+    assert all(1e-5 <= one["a"] <= 1e-1 and isinstance(one["b"], int) and 2 <= one["b"] <= 64 for one in found)
+    assert {one["c"] for one in found} == {0, 1, 2, 3}
+    assert {one["d"] for one in found} == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "samples: 3",
+        "keys: {}",
+        "keys: [a]",
+        "keys: {a: 1}",
+        "keys: {a: []}",
+        "keys: {a: {min: 1, max: 2}}",
+        "samples: 2\nkeys: {a: {min: 2, max: 1}}",
+        "samples: 2\nkeys: {a: {min: 0, max: 1, log: true}}",
+        "samples: 2\nkeys: {a: {min: x, max: y}}",
+        "samples: 0\nkeys: {a: [1]}",
+        "samples: true\nkeys: {a: [1]}",
+        "seeds: 1\nkeys: {a: [1]}",
+        f"keys: {{a: {list(range(40))}, b: {list(range(40))}}}",
+    ],
+)
+def test_what_is_no_sweep(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        values(text)
+    assert refused.value.code == "config.bad_sweep"
+
+
+@pytest.mark.parametrize(
+    ("sweep", "more", "code"),
+    [
+        ("keys: {adapter.bogus: [1]}", (), "config.unknown_key"),
+        ("keys: {training.learning_rate: [1.0e-3, fast]}", (), "config.invalid_value"),
+        ("keys: {adapter.rank: [4]}", ("--print-config",), "cli.option_conflict"),
+    ],
+)
+def test_nothing_begins_if_a_trial_cannot(
+    sweep: str, more: tuple[str, ...], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(json.dumps(RECIPE))
+    Path("sweep.yaml").write_text(sweep)
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "recipe.yaml", "--sweep", "sweep.yaml", *more])
+    with pytest.raises(SystemExit) as ended:
+        train_main()
+    assert ended.value.code == 2
+    assert f"[{code}]" in capsys.readouterr().err
+    assert not Path("all").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    training = {**RECIPE["training"], "max_steps": 40, "save_steps": 20, "logging_steps": 1}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({**RECIPE, "training": training}))
+    (tmp_path / "sweep.yaml").write_text("keys: {training.learning_rate: [1.0e-3, 1.0e-30]}")
+    command = [sys.executable, "-m", "halftune", "train", "--config", "recipe.yaml", "--sweep", "sweep.yaml"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    first = tmp_path / "all" / "trial-001"
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    until = time.monotonic() + 120
+    while not steps(first) and time.monotonic() < until:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 128 + signal.SIGTERM
+    assert states(tmp_path) == {"trial-001": "stopped", "trial-002": "waiting"}
+    assert 0 < len(steps(first)) < 40
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert list(states(tmp_path).items()) == [("trial-001", "finished"), ("trial-002", "finished")]  # the better first
+    assert steps(first) == list(range(1, 41))
+    written = (first / "final" / "adapter_model.safetensors").stat().st_mtime_ns
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert (first / "final" / "adapter_model.safetensors").stat().st_mtime_ns == written
+    (tmp_path / "sweep.yaml").write_text("keys: {training.learning_rate: [1.0e-3]}")
+    assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == 2  # another sweep
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def states(folder: Path) -> dict[str, str]:
+    with (folder / "all" / TABLE).open() as table:
+        return {row["trial"]: row["state"] for row in csv.DictReader(table)}
