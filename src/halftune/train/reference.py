@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def precompute(run: TrainState, feed: Feed) -> Precomputed:
         feed: batches of the split.
     """
     shape = (len(feed.split), run.config.method.segments)
-    path = cache_dir() / "reference" / f"{_key(run, feed.split)}.npy"
+    path = cache_dir() / "reference" / f"{_key(run, feed.split)}.npz"
     known = _read(path, shape) if run.config.data.cache else None
     if sum_over_processes(run.accelerator, [float(known is not None)])[0] == run.processes:
         assert known is not None
@@ -111,10 +112,11 @@ def _key(run: TrainState, split: TokenizedSplit) -> str:
 def _read(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """The values of an earlier run; None without them, or where they are corrupt."""
     try:
-        values = np.load(path, allow_pickle=False)
+        with np.load(path, allow_pickle=False) as archive:
+            values = archive["values"]  # the zip format has a checksum, which is compared here
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
         log.warning("corrupt log-probabilities in %s (%s): computing them again", path, error)
         return None
     return values if values.shape == shape and values.dtype == np.float64 else None
@@ -124,6 +126,6 @@ def _write(path: Path, values: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as beside, beside.open("wb") as file:
-            np.save(file, values, allow_pickle=False)
+            np.savez(file, values=values)
     except OSError as error:
         log.warning("log-probabilities of the reference are not kept: %s: %s", path.parent, error.strerror)
