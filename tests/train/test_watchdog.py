@@ -158,7 +158,7 @@ def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: 
     monkeypatch.setattr(cli, "train_one", lambda _: join("cpu", LONG))
 
     def work(rank: int) -> None:
-        assert cli.run(Namespace(profile=False, print_config=False)) == 0
+        assert cli.run(Namespace(profile=False, print_config=False, sweep=None)) == 0
         assert not dist.is_initialized()
 
     assert in_processes(2, work) == [0, 0]
