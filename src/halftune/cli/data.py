@@ -38,10 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
     from halftune.data.pipeline import prepare
     from halftune.data.preview import as_data, counts, listed_rows, pick, preview
+    from halftune.model.locate import images_of
     from halftune.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(section)
-    prepared = prepare(config, tokenizer)
+    prepared = prepare(config, tokenizer, images=images_of(config))
     shown = pick(prepared.train, tokenizer, args.samples, seed=args.shuffle, text=args.find)
     if args.json:
         samples = [

@@ -241,7 +241,7 @@ def _inputs(tree: Tree) -> Iterator[tuple[Any, str]]:
     """The places of input paths in the tree, as (section, key)."""
     data, model = child(tree.values, "data"), child(tree.values, "model")
     yield from _paths((model, key) for key in PATHS_IN_MODEL)
-    yield from _paths([(child(tree.values, "adapter"), "name_or_path")])
+    yield from _paths([(child(tree.values, "adapter"), "name_or_path"), (data, "media_folder")])
     for part in ("train", "eval"):
         sources = child(data, part)
         yield from _paths((source, "path") for source in (sources if isinstance(sources, list) else ()))

@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from halftune.core.errors import DataError
 from halftune.core.time_limit import Limits, OutOfTime
-from halftune.data.control_tokens import CLOSE, OPEN, ControlTokens, special_tokens
+from halftune.data.control_tokens import CLOSE, IMAGE, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.preflight import no_chat_template
 from halftune.data.template_features import REASONING_KEYS, TOOL, TemplateFeatures, probe_features
@@ -69,6 +69,7 @@ class ChatTemplate:
         tokenizer: a tokenizer with a chat template.
         variables: further variables of the template, e.g. ``{"enable_thinking": False}``.
         day: the date for templates that print today's date; None for the current date.
+        images: give the template an image part for every ``IMAGE`` in a text.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template exceeds the time or memory limit.
@@ -79,10 +80,12 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         variables: Mapping[str, Any] | None = None,
         day: date | None = None,
+        *,
+        images: bool = False,
     ) -> None:
         if not tokenizer.chat_template:
             raise no_chat_template(str(tokenizer.name_or_path))
-        self._tokenizer = tokenizer
+        self._tokenizer, self._images = tokenizer, images
         self._variables, self._day = dict(variables or {}), day
         self._fixed = _fixed_variables(tokenizer, self._variables)
         try:
@@ -181,6 +184,8 @@ class ChatTemplate:
         try:
             with conversation_limits():
                 made = [[features.of_message(message) for message in messages] for messages in conversations]
+                if self._images:
+                    made = [[_with_images(message) for message in messages] for messages in made]
                 if self._fixed is not None and tools is None and all(map(_is_plain, made)):
                     template = _compiled(options.get("chat_template") or self.source(None))
                     given = {**self._fixed, "add_generation_prompt": prompt}
@@ -290,6 +295,17 @@ def _compiled(source: str) -> Template:
     template = environment.from_string(source)
     template.globals = dict(template.globals)  # a ChainMap, which each rendering copies
     return template
+
+
+def _with_images(message: dict[str, Any]) -> dict[str, Any]:
+    """The message; one with ``IMAGE`` in its text has a list of image and text parts."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    if IMAGE not in text:
+        return message
+    pieces = re.split(f"({IMAGE})", text)
+    parts = [{"type": "image"} if one == IMAGE else {"type": "text", "text": one} for one in pieces if one]
+    return {**message, "content": parts}
 
 
 def _is_plain(messages: Messages) -> bool:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 FIRST_ALIAS = 0xF5000  # above what icon fonts use
 BREAK = "\U000ff000"
+IMAGE = "\U000fe000"  # an image in a text, until the chat template writes the model's placeholder
 OPEN, CLOSE = "\U000ff001", "\U000ff002"  # start and end of a `{% generation %}` block
 # Words in the names of added tokens that are content rather than turn delimiters.
 _CONTENT = re.compile("think|reason|thought|tool|call|function", re.IGNORECASE)

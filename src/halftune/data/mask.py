@@ -34,6 +34,7 @@ class Rendering:
         tools: the rendered tools, with marks.
         notes: changes that the report counts.
         untrained: character ranges without labels under ``train_on: all``: non-assistant texts that the row marks.
+        media: references of its images, as ``Segment.media``.
         split: where tokens must end, the end of a prompt without chat template; 0: tokens may be anywhere.
     """
 
@@ -44,6 +45,7 @@ class Rendering:
     notes: tuple[str, ...]
     untrained: tuple[tuple[int, int], ...] = ()
     split: int = 0
+    media: bytes = b""
 
     @property
     def pieces(self) -> tuple[str, ...]:

@@ -18,16 +18,22 @@ from typing import Any
 import numpy as np
 
 from halftune.data.chat import ChatTemplate
-from halftune.data.control_tokens import BREAK
+from halftune.data.control_tokens import BREAK, IMAGE
 from halftune.data.conversation import RowDropped
 
 FIRST, NAMES = 0x100000, 0x108000  # the second private-use plane; control_tokens.py uses the first
 PLACEHOLDER = re.compile("[\U00100000-\U0010ffff]")
 # White space is trimmed by templates; quotes, backslashes and control characters are escaped by ``tojson``.
 _VISIBLE = np.ones(sys.maxunicode + 1, dtype=bool)
-_VISIBLE[[*range(0x21), *map(ord, '"\\\x7f'), ord(BREAK), *(code for code in range(0x3001) if chr(code).isspace())]] = (
-    False
-)
+_VISIBLE[
+    [
+        *range(0x21),
+        *map(ord, '"\\\x7f'),
+        ord(BREAK),
+        ord(IMAGE),
+        *(code for code in range(0x3001) if chr(code).isspace()),
+    ]
+] = False
 _TEXTS = ("content", "reasoning_content")
 
 Messages = Sequence[Mapping[str, Any]]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from halftune.data.conversation import RowDropped
-from halftune.data.store import TokenTurn, WholeSample
+from halftune.data.store import Segment, TokenTurn, WholeSample
 
 TAIL = "turns after the last answer dropped"
 SHORTENED = "question or tool result shortened"
@@ -147,3 +147,14 @@ def _cut_answer(sample: WholeSample, chosen: int, limit: int) -> tuple[np.ndarra
         raise RowDropped("longer than max_length: the prompt leaves no room for the answer")
     keep[cut:] = False
     return keep, done
+
+
+def same_prompt(segments: list[Segment]) -> list[Segment]:
+    """Give all segments the shortest of their truncated prompts."""
+    starts = [int(one.loss_mask.argmax()) for one in segments]
+    shortest = min(range(len(segments)), key=starts.__getitem__)
+    ids, mask = segments[shortest].input_ids[: starts[shortest]], segments[shortest].loss_mask[: starts[shortest]]
+    return [
+        Segment(np.concatenate([ids, one.input_ids[start:]]), np.concatenate([mask, one.loss_mask[start:]]))
+        for one, start in zip(segments, starts, strict=True)
+    ]

@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,7 @@ from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
 
 if TYPE_CHECKING:
     from halftune.data.groups import Grouper
+    from halftune.data.media.processor import ImageSettings
 
 WRITTEN = 4096  # examples written at a time
 LOST = 0.01  # share of characters without a token at which a source is refused
@@ -77,11 +78,11 @@ def code_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def cached(key: str, make: Make) -> Tokenised:
+def cached(key: str, make: Make, valid: Callable[[TokenStore], bool] | None = None) -> Tokenised:
     """Return the cached result of ``make``, which writes into the cache.
 
     Concurrent processes wait for the one that builds it. A corrupt entry is rebuilt. If the cache cannot be written,
-    a warning is logged and the result is kept in memory.
+    a warning is logged and the result is kept in memory. An entry for which ``valid`` is false is rebuilt.
     """
     folder = cache_dir() / "data" / key
     try:
@@ -93,6 +94,9 @@ def cached(key: str, make: Make) -> Tokenised:
         return make(None)
     try:
         found = _load(folder)
+        if found is not None and valid is not None and not valid(found[0]):
+            log.info("files that the token cache refers to changed: rebuilding")
+            found = None
         if found is None:
             _save(folder, make)
             found = _load(folder)
@@ -146,13 +150,19 @@ class PreparedData:
     day: str | None = None
 
 
-def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> PreparedData:
+def prepare(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    day: str | None = None,
+    images: ImageSettings | None = None,
+) -> PreparedData:
     """Read, tokenise and mix the sources of a run; tokenised sources are cached.
 
     Args:
         config: reads data, method, seed and chat-template variables.
         tokenizer: a fast tokenizer; conversations also need its chat template.
         day: ISO date for chat templates that print the date, from the resumed run; default today.
+        images: how images become tokens, with ``data.images``.
 
     Raises:
         ConfigError: both ``eval`` and ``eval_split`` are set.
@@ -163,7 +173,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, day: str | No
         raise ConfigError(
             "mutually exclusive", where="data.eval, data.eval_split", remedy="remove one", code="config.keys_conflict"
         )
-    settings = _settings(config, _day_written(tokenizer, day))
+    settings = replace(_settings(config, _day_written(tokenizer, day)), images=images)
     train_stores, train_reports, train_prints = _sources(data.train, config, tokenizer, settings)
     ranges = _ranges(train_stores)
     evaluation: TokenizedSplit | None = None
@@ -214,6 +224,8 @@ def _source(
     source: Source, config: RunConfig, tokenizer: PreTrainedTokenizerBase, settings: Settings
 ) -> tuple[TokenStore, SourceReport]:
     section, seed = source.section, config.training.seed
+    if settings.images is not None:
+        settings = replace(settings, images=settings.images.of_source(section.path, config.data.media_folder))
 
     def make(folder: Path | None) -> Tokenised:
         rows = source.read()
@@ -232,7 +244,9 @@ def _source(
             "reading": section.model_dump(exclude={"weight", "name"}),
             "seed": seed if section.samples is not None else None,
         }
-        store, values = cached(cache_key(tokenizer, parts), make)
+        store, values = cached(
+            cache_key(tokenizer, parts), make, None if settings.images is None else settings.images.unchanged
+        )
     report = SourceReport.from_dict(values)
     log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
     _warn(report, config.data.max_length)

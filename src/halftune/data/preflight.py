@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halftune.config.facts.folder import fitting_template, has_chat_template
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import DataError
-from halftune.data.conversation import RowDropped, RowError
+from halftune.data.conversation import Record, RowDropped, RowError
 from halftune.data.detect import Reading, detect_for
 from halftune.data.files import FileRows, ending, first_lines, read_file
 from halftune.data.formats.fields import with_nulls
@@ -89,24 +90,35 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[byt
     everything = rows.all()
     reading = detect_for(config.method, [everything[index] for index in chosen], section)
     _check_template(reading.format.name, config.model)
-    kept, dropped = _read(rows, chosen, reading)
+    kept, dropped = _read(rows, chosen, _reader(reading, config))
     if found.whole and not kept:
         raise nothing_left(section.path, dropped)
     return kept if found.whole else None
 
 
-def _read(rows: Rows, chosen: Sequence[int], reading: Reading) -> tuple[list[bytes], dict[str, Count]]:
+def _reader(reading: Reading, config: RunConfig) -> Callable[[Mapping[str, Any]], Record]:
+    """Reads a row as training does."""
+    if not config.data.images:
+        return lambda row: reading.format.read(with_nulls(reading.rename(row)))
+    from halftune.data.media.rows import read_row  # few runs have images
+
+    return lambda row: read_row(reading, with_nulls(reading.rename(row)))
+
+
+def _read(
+    rows: Rows, chosen: Sequence[int], reader: Callable[[Mapping[str, Any]], Record]
+) -> tuple[list[bytes], dict[str, Count]]:
     """A digest of each row that can be read, and the reasons for which others are dropped."""
     everything, kept, dropped = rows.all(), list[bytes](), dict[str, Count]()
     for index in chosen:
         try:
-            read = reading.format.read(with_nulls(reading.rename(everything[index])))
+            read = reader(everything[index])
             kept.append(hashlib.blake2b(repr(read).encode(errors="replace"), digest_size=16).digest())
         except RowDropped as reason:
             dropped.setdefault(reason.reason, Count()).add(rows.place(index))
         except RowError as error:
             what = error.what
-            raise DataError(what, where=rows.where(index), remedy=error.remedy, code="data.malformed_row") from error
+            raise DataError(what, where=rows.where(index), remedy=error.remedy, code=error.code) from error
     return kept, dropped
 
 

@@ -32,8 +32,8 @@ def contents(stores: Sequence[TokenStore]) -> np.ndarray:
     numbers: dict[bytes, int] = {}
     found = []
     for store in stores:
-        for start, end in pairwise(store.offsets[store.firsts].tolist()):
-            digest = hashlib.blake2b(store.ids[start:end].tobytes(), digest_size=16).digest()
+        for place, (start, end) in enumerate(pairwise(store.offsets[store.firsts].tolist())):
+            digest = hashlib.blake2b(store.ids[start:end].tobytes() + store.digests(place), digest_size=16).digest()
             found.append(numbers.setdefault(digest, len(numbers)))
     return np.array(found, dtype=np.int64)
 
@@ -164,6 +164,11 @@ class TokenizedSplit:
         store, place = self._find(index)
         return store.example(place)
 
+    def digests(self, index: int) -> bytes:
+        """The digests of the images of the example at an index."""
+        store, place = self._find(index)
+        return store.digests(place)
+
     def where(self, indices: Iterable[int]) -> str:
         """The source rows of examples, for messages: ``a.jsonl line 3, 17; b.csv line 5``."""
         rows: dict[tuple[str, str], set[int]] = {}
@@ -185,7 +190,7 @@ class TokenizedSplit:
         if others:
             return whole
         part = slice(span.start, span.stop)
-        return Example((Segment(first.input_ids[part], first.loss_mask[part]),), whole.columns)
+        return Example((Segment(first.input_ids[part], first.loss_mask[part], first.media),), whole.columns)
 
 
 def _listed(numbers: list[int]) -> str:

@@ -22,10 +22,12 @@ class Segment:
     Attributes:
         input_ids: int32[T].
         loss_mask: bool[T], tokens with a label. The first token's label is ignored: nothing predicts it.
+        media: references of its images as ``media.reference.pack`` writes them; empty for text.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    media: bytes = b""
 
     @property
     def labels(self) -> np.ndarray:
@@ -78,6 +80,7 @@ class WholeSample:
 
 _ARRAYS = ("ids", "labelled", "offsets", "firsts", "trained", "origins")
 _COLUMNS = "columns"
+_MEDIA = ("media", "media_at")
 _REST = "store.json"
 
 
@@ -93,6 +96,8 @@ class TokenStore:
         trained: int32[N], labelled tokens per example.
         origins: int32[N, 2], index into ``files`` and row number of each example.
         columns: fp64[N, C], numeric columns of the examples.
+        media: uint8[M], references of images, those of one segment after the other.
+        media_at: int64[I, 3], for each segment with images its number and its start and end in ``media``.
         names: names of the columns.
         files: (path, unit), as in ``files.FileRows``.
         highest: highest token id in ``ids``.
@@ -109,6 +114,8 @@ class TokenStore:
     names: tuple[str, ...]
     files: tuple[tuple[str, str], ...]
     highest: int
+    media: np.ndarray
+    media_at: np.ndarray
     mapped: tuple[tuple[Path, int, int], ...] = ()
 
     def __len__(self) -> int:
@@ -149,7 +156,21 @@ class TokenStore:
         ids = np.array(self.ids[start:end])
         if ids.min() < 0 or ids.max() > self.highest:
             raise ValueError(f"token ids {ids.min()} to {ids.max()} are out of range (0 to {self.highest})")
-        return Segment(ids, np.array(self.labelled[start:end]))
+        return Segment(ids, np.array(self.labelled[start:end]), self.media_of(number))
+
+    def media_of(self, number: int) -> bytes:
+        """The references of a segment's images; empty for text."""
+        place = int(np.searchsorted(self.media_at[:, 0], number))
+        if place == len(self.media_at) or self.media_at[place, 0] != number:
+            return b""
+        return self.media[self.media_at[place, 1] : self.media_at[place, 2]].tobytes()
+
+    def digests(self, index: int) -> bytes:
+        """The digests of an example's images, in order; empty for text."""
+        if not len(self.media_at):
+            return b""
+        stored = map(self.media_of, range(self.firsts[index], self.firsts[index + 1]))
+        return "".join(ref["digest"] for one in stored if one for ref in json.loads(one)).encode()
 
     def _check_length(self) -> None:
         """Check that no mapped file was truncated: reading beyond its end kills the process with SIGBUS."""
@@ -184,7 +205,12 @@ def build_store(
     columns = np.array([[one.columns[name] for name in names] for one in examples], dtype=np.float64)
     columns = columns.reshape(len(examples), len(names))
     highest = int(ids.max(initial=0))
-    return TokenStore(ids, labelled, offsets, firsts, trained, places, columns, names, tuple(files), highest)
+    media = np.frombuffer(b"".join(one.media for one in segments), dtype=np.uint8)
+    ends, numbers = _starts([len(one.media) for one in segments]), np.arange(len(segments))
+    media_at = np.stack([numbers, ends[:-1], ends[1:]], axis=1)[np.diff(ends) > 0]
+    return TokenStore(
+        ids, labelled, offsets, firsts, trained, places, columns, names, tuple(files), highest, media, media_at
+    )
 
 
 def _starts(sizes: Sequence[int]) -> np.ndarray:
@@ -215,7 +241,8 @@ class StoreWriter:
         part = build_store(examples, origins, self._files)
         first = not self._arrays
         tokens, segments = (0, 0) if first else (self._arrays["ids"].count, self._arrays["offsets"].count - 1)
-        values = {name: vars(part)[name] for name in (*_ARRAYS, _COLUMNS)}
+        values = {name: vars(part)[name] for name in (*_ARRAYS, _COLUMNS, *_MEDIA)}
+        values["media_at"] = values["media_at"] + [segments, self._media_bytes(), self._media_bytes()]
         for name, start in (("offsets", tokens), ("firsts", segments)):
             values[name] = values[name][0 if first else 1 :] + start
         for name, array in values.items():
@@ -225,6 +252,9 @@ class StoreWriter:
             self._arrays[name].extend(array)
         self._names = part.names
         self._highest = max(self._highest, part.highest)
+
+    def _media_bytes(self) -> int:
+        return self._arrays["media"].count if self._arrays else 0
 
     def finish(self) -> TokenStore:
         """The store, memory-mapped if it is in a folder.
@@ -277,7 +307,7 @@ class _GrowingArray:
 
 def save_store(store: TokenStore, folder: Path) -> None:
     """Write the arrays as .npy files, and the rest as JSON."""
-    for name in (*_ARRAYS, _COLUMNS):
+    for name in (*_ARRAYS, _COLUMNS, *_MEDIA):
         np.save(folder / f"{name}.npy", vars(store)[name], allow_pickle=False)
     _save_rest(folder, store.files, store.highest, store.names)
 
@@ -296,7 +326,8 @@ def load_store(folder: Path) -> TokenStore:
     ids, labelled, offsets, firsts, trained, origins = (
         np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
     )
-    columns = np.load(folder / f"{_COLUMNS}.npy", allow_pickle=False)  # empty arrays cannot be memory-mapped
+    # empty arrays cannot be memory-mapped
+    columns, media, media_at = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in (_COLUMNS, *_MEDIA))
     whole = len(ids) == len(labelled) == offsets[-1] and firsts[-1] == len(offsets) - 1
     if not whole or not len(trained) == len(origins) == len(columns) == len(firsts) - 1:
         raise ValueError("arrays of different lengths")
@@ -305,4 +336,18 @@ def load_store(folder: Path) -> TokenStore:
     paths = [folder / f"{name}.npy" for name in _ARRAYS]
     mapped = tuple((path, path.stat().st_ino, path.stat().st_size) for path in paths)
     names = tuple(rest["names"])
-    return TokenStore(ids, labelled, offsets, firsts, trained, origins, columns, names, files, rest["highest"], mapped)
+    return TokenStore(
+        ids,
+        labelled,
+        offsets,
+        firsts,
+        trained,
+        origins,
+        columns,
+        names,
+        files,
+        rest["highest"],
+        media,
+        media_at,
+        mapped,
+    )

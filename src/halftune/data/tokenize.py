@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,9 @@ from halftune.data.offset_tokenizer import Encoded, OffsetTokenizer
 from halftune.data.store import Example, Segment, TokenTurn, WholeSample
 from halftune.data.template_features import NO_SYSTEM, merge_system
 from halftune.hardware.probe import cpu_cores
+
+if TYPE_CHECKING:
+    from halftune.data.media.processor import ImageSettings
 
 CHUNK = 512  # rows tokenised at a time
 _AHEAD = 4  # chunks per worker that are waiting or done
@@ -129,6 +132,7 @@ class Settings:
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
         train_line_break, group: as ``method.train_line_break`` and ``method.rows``.
+        images: how images become tokens; None: rows with images are dropped.
     """
 
     method: str
@@ -141,6 +145,7 @@ class Settings:
     day: str | None = None
     train_line_break: bool = False
     group: int = 1
+    images: ImageSettings | None = None
 
 
 @dataclass
@@ -192,10 +197,16 @@ class RowTokenizer:
         plain = reading.format.name in ("text", "prompted")
         if not plain:
             day = date.fromisoformat(settings.day) if settings.day else None
-            self._template = ChatTemplate(tokenizer, settings.template_variables, day)
+            images = settings.images is not None
+            self._template = ChatTemplate(tokenizer, settings.template_variables, day, images=images)
         control = self._template.control if self._template else ControlTokens(special_tokens(tokenizer))
         self._control, self._exact = control, OffsetTokenizer(tokenizer, control)
         self._around = _document_ends(tokenizer) if plain else ([], [])
+        self._images = None
+        if settings.images is not None:
+            from halftune.data.media.placeholders import Placeholders  # few runs have images
+
+            self._images = Placeholders(settings.images, tokenizer, control)
 
     def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """Tokenise rows.
@@ -237,7 +248,8 @@ class RowTokenizer:
         """One rendering per segment of the example; the columns are set in the outcome."""
         renamed = self._reading.rename(row)
         missing = holds_missing(renamed)
-        made = self._reading.format.read(with_nulls(renamed) if missing else renamed)
+        renamed = with_nulls(renamed) if missing else renamed
+        made = self._reading.format.read(renamed) if self._images is None else self._images.read(self._reading, renamed)
         if isinstance(made, str):
             found = (self._render_document(made),)
         elif isinstance(made, Prompted):
@@ -251,6 +263,8 @@ class RowTokenizer:
             found, outcome.columns = (self._render_turns(made.conversation),), {"label": float(made.good)}
         else:
             found = (self._render_turns(made),)
+            if made.images and self._images is not None:
+                found = (self._images.expand(found[0], made.images),)
         return tuple(replace(one, notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found
 
     def _render_document(self, text: str) -> Rendering:
@@ -290,19 +304,23 @@ class RowTokenizer:
             return
         try:
             masked = map(self._mask, renderings, tokens, [outcome] * len(tokens))
-            segments = [self._fit(index, one, outcome) for one in masked]
+            segments = [
+                self._fit(index, one, outcome, each.media) for one, each in zip(masked, renderings, strict=True)
+            ]
             cut = len(segments) > 1 and outcome.truncated
-            outcome.examples = [Example(tuple(_same_prompt(segments) if cut else segments), outcome.columns)]
+            outcome.examples = [Example(tuple(overlong.same_prompt(segments) if cut else segments), outcome.columns)]
         except RowDropped as reason:
             outcome.dropped, outcome.notes, outcome.truncated, outcome.answers_lost = reason.reason, (), (), 0
 
-    def _fit(self, index: int, sample: WholeSample, outcome: Outcome) -> Segment:
+    def _fit(self, index: int, sample: WholeSample, outcome: Outcome, media: bytes) -> Segment:
         """The segment, truncated if needed; cuts are added to the outcome."""
         limit = self._settings.max_length
         if not sample.trained.any():
             raise RowDropped("no trained answer")
         if len(sample.ids) <= limit:
-            return Segment(sample.ids, sample.trained)
+            return Segment(sample.ids, sample.trained, media)
+        if media and self._settings.overlong != "error":
+            raise RowDropped(f"longer than max_length {limit}; rows with images are not cut")
         if self._settings.overlong not in ("drop", "error"):
             keep, done = overlong.cut(self._settings.overlong, sample, limit)
             outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
@@ -371,17 +389,6 @@ class RowTokenizer:
                 remedy="report this tokenizer: training on different ids than inference uses would be wrong",
                 code="model.tokenizer_inconsistent",
             )
-
-
-def _same_prompt(segments: list[Segment]) -> list[Segment]:
-    """Give all segments the shortest of their truncated prompts."""
-    starts = [int(one.loss_mask.argmax()) for one in segments]
-    shortest = min(range(len(segments)), key=starts.__getitem__)
-    ids, mask = segments[shortest].input_ids[: starts[shortest]], segments[shortest].loss_mask[: starts[shortest]]
-    return [
-        Segment(np.concatenate([ids, one.input_ids[start:]]), np.concatenate([mask, one.loss_mask[start:]]))
-        for one, start in zip(segments, starts, strict=True)
-    ]
 
 
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -313,16 +313,18 @@ def _returns_what_its_head_returns(model: Any, head: nn.Linear, inputs: Mapping[
 
 
 def _few_tokens(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The first tokens of the first row; a packed row becomes one sample."""
-    few = {}
-    tokens = min(_PROBE, inputs["input_ids"].shape[1])
+    """The first tokens of the first row, without images; a packed row becomes one sample."""
+    few, shape = {}, inputs["input_ids"].shape
+    tokens = min(_PROBE, shape[1])
     for name, value in inputs.items():
         if name.startswith("cu_seq_lens"):
             few[name] = torch.tensor([0, tokens], dtype=value.dtype, device=value.device)
         elif name.startswith("max_length"):
             few[name] = tokens
-        else:
+        elif value.shape[:2] == shape:
             few[name] = value[:1, :tokens]
+            if name.endswith("token_type_ids"):  # image tokens without their image are text
+                few[name] = torch.zeros_like(few[name])
     if "position_ids" in few:
         few["position_ids"] = torch.arange(tokens, device=few["position_ids"].device)[None]
     return few

@@ -126,7 +126,8 @@ def _load(
         }
     _check_complete(info, folder, multimodal=multimodal)
     if config is not None and files is not None:
-        detach_towers(loaded, towers_called_for_text(config), files)
+        used = plan.towers is not None and plan.towers.value == "used"
+        detach_towers(loaded, None if used else towers_called_for_text(config), files)
     if quantisation(folder) is None:
         if plan.weights.origin == "checkpoint":
             weights.log_rounding(loaded, plan)

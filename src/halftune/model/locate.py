@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -18,10 +19,14 @@ from huggingface_hub.errors import (
 
 from halftune.config.facts.config_file import hub_answers
 from halftune.config.facts.folder import check_code, check_weights
+from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.builtin import materialize
+
+if TYPE_CHECKING:
+    from halftune.data.media.processor import ImageSettings
 
 log = get_logger(__name__)
 
@@ -148,3 +153,16 @@ def _checked(folder: Path, model: ModelSection) -> Path:
 def _warn_remote_code(folder: str, files: tuple[str, ...]) -> None:
     """Warn once about a checkpoint's remote code."""
     log.warning("model.trust_remote_code: executing Python from %s: %s", folder, ", ".join(files))
+
+
+def images_of(config: RunConfig) -> ImageSettings | None:
+    """How images of a run become tokens; None without ``data.images``.
+
+    Raises:
+        DataError: the model has no image processor.
+    """
+    if not config.data.images:
+        return None
+    from halftune.data.media.processor import image_settings  # few runs have images
+
+    return image_settings(config, locate(config.model))

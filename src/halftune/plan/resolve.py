@@ -127,7 +127,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         PlanError: this machine or model cannot honour what was asked; says why and what could be done, of everything
             that it cannot.
     """
-    added = None
+    config, added = _with_images(config, facts), None
     if config.model.tokens.add:
         from halftune.plan.added_tokens import with_added_tokens  # few runs add tokens
 
@@ -173,6 +173,14 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     )
 
 
+def _with_images(config: RunConfig, facts: ModelFacts) -> RunConfig:
+    if not config.data.images:
+        return config
+    from halftune.plan.images import with_images  # few runs have images
+
+    return with_images(config, facts)
+
+
 def _trained(config: RunConfig, facts: ModelFacts) -> tuple[str, ...] | None:
     if not isinstance(config.adapter, NoAdapter) or not config.adapter.is_partial:
         return None
@@ -182,8 +190,12 @@ def _trained(config: RunConfig, facts: ModelFacts) -> tuple[str, ...] | None:
 
 
 def _towers(config: RunConfig, facts: ModelFacts) -> Choice[str] | None:
-    """What becomes of the towers of a multimodal checkpoint in a run on text."""
+    """What becomes of the towers of a multimodal checkpoint."""
     count = f"; {facts.tower_parameters:,} parameters" if facts.tower_parameters else ""
+    if config.data.images:
+        from halftune.plan.images import towers_used
+
+        return towers_used(facts)
     if facts.multimodal:
         return Choice("kept", f"frozen, loaded only where text needs them, saved as they came{count}")
     if config.model.parts == "text" and isinstance((facts.raw or {}).get("text_config"), dict):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from halftune.data.pipeline import TokenizedSplit
 from halftune.data.store import NO_LABEL, Example
 from halftune.methods import Method
 from halftune.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from halftune.data.media.processor import ImageProcessor
 
 T = TypeVar("T")
 _END = object()
@@ -100,6 +103,7 @@ class Feed:
         device: a GPU that batches are made ahead for and copied to; None makes them when they are asked for.
         evaluation: no random order, the longest samples first.
         samples: int64, the samples of an evaluation set; None for the whole split.
+        images: makes the model's inputs from images; None for text.
     """
 
     split: TokenizedSplit
@@ -112,6 +116,7 @@ class Feed:
     device: torch.device | None = None
     evaluation: bool = False
     samples: np.ndarray | None = field(default=None, repr=False, compare=False)
+    images: ImageProcessor | None = None
     _known: dict[int, BatchOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -176,6 +181,7 @@ class Feed:
         for index in range(0, len(self.split), max(1, len(self.split) // 64)):
             for segment in self.split.example(index).segments:
                 digest.update(segment.input_ids.tobytes())
+            digest.update(self.split.digests(index))
         return digest.hexdigest()
 
     def steps_in(self, epoch: int) -> int:
@@ -242,7 +248,7 @@ class Feed:
     def _collate(self, rows: list[Row], *, blank: bool = False) -> Batch:
         spans = [span for row in rows for span in row]
         examples = [self._part(span) for span in spans]
-        made = collate(examples, self.pad_token_id, packed=self.packing)
+        made = self._with_images(collate(examples, self.pad_token_id, packed=self.packing), spans, examples)
         labels = made.tokens["labels"]
         weights = [0.0 if blank else self.method.weight(example) for example in examples]
         names = examples[0].columns
@@ -263,6 +269,19 @@ class Feed:
             trained=int(predicted.sum()),
             examples=tuple(span.sample for span in spans),
         )
+
+    def _with_images(self, made: Batch, spans: list[Span], examples: list[Example]) -> Batch:
+        """The batch with the images of its segments, in the order of their placeholders.
+
+        Raises:
+            DataError: an image is damaged, or changed since it was tokenised; names the rows.
+        """
+        if self.images is None:
+            return made
+        from halftune.data.media.inputs import add_images  # few runs have images
+
+        rows = self.split.where(span.sample for span in spans)
+        return add_images(made, [one for example in examples for one in example.segments], self.images, rows)
 
     def where(self, batches: Sequence[Batch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""

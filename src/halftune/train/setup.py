@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +21,7 @@ from halftune.data.pipeline import PreparedData, prepare
 from halftune.methods import make_method
 from halftune.model.architectures import is_multimodal, read_config
 from halftune.model.fused import fuse
-from halftune.model.locate import locate
+from halftune.model.locate import images_of, locate
 from halftune.model.packing_check import packing_verdict
 from halftune.model.tokenizer import load_tokenizer
 from halftune.model.towers import small_multimodal_copy
@@ -43,6 +44,9 @@ from halftune.train.run_inputs import UNCHANGED, check_same_inputs, contents, ru
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 
+if TYPE_CHECKING:
+    from halftune.data.media.processor import ImageProcessor
+
 log = get_logger(__name__)
 
 
@@ -63,7 +67,7 @@ def build(
     phase("tokenising")
     check_weights(config)
     tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from))
+    data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from), images_of(config))
     phase("loading")
     accelerator = make_accelerator(plan)
     inputs = run_inputs(config.model, config.adapter, tokenizer, data)
@@ -75,7 +79,7 @@ def build(
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
-    feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer))
+    feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer), image_inputs(config, tokenizer))
     check_agreed(accelerator, "training data", feed.fingerprint())
     total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision, config.adapter)
     run = TrainState(
@@ -163,7 +167,24 @@ def place_model(
     return strategy, model, strategy.wrap(model, lazy)
 
 
-def make_feed(config: RunConfig, plan: Plan, accelerator: Accelerator, data: PreparedData, pad_token_id: int) -> Feed:
+def image_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """What makes the model's inputs from images; None without ``data.images``."""
+    settings = images_of(config)
+    if settings is None:
+        return None
+    from halftune.data.media.processor import ImageProcessor  # few runs have images
+
+    return ImageProcessor(settings, tokenizer)
+
+
+def make_feed(
+    config: RunConfig,
+    plan: Plan,
+    accelerator: Accelerator,
+    data: PreparedData,
+    pad_token_id: int,
+    images: ImageProcessor | None = None,
+) -> Feed:
     """The batches of this process.
 
     Raises:
@@ -172,7 +193,7 @@ def make_feed(config: RunConfig, plan: Plan, accelerator: Accelerator, data: Pre
     device = accelerator.device if accelerator.device.type == "cuda" else None
     rank, processes = accelerator.process_index, accelerator.num_processes
     method = make_method(config.method)
-    feed = Feed(data.train, config, plan.batch, method, pad_token_id, rank, processes, device)
+    feed = Feed(data.train, config, plan.batch, method, pad_token_id, rank, processes, device, images=images)
     if feed.total_steps() == 0 or feed.steps_in(0) == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`", code="data.nothing_left")
     return feed

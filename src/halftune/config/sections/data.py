@@ -109,6 +109,22 @@ class DataSection(Section):
     """If the chat template does not support system messages (Gemma 1 and 2), prepend it to the first user message.
     Otherwise such rows, or their system messages, are dropped, depending on the template."""
 
+    images: Flag = False
+    """Train on the images of rows, with the frozen towers of a multimodal model. Without it, rows with images are
+    dropped."""
+
+    media_folder: str | None = None
+    """Folder where paths of images begin, and which they may not leave; by default the folder of the data file."""
+
+    image_max_pixels: Annotated[Int, Field(ge=1)] | None = None
+    """Scale larger images down to this many pixels (width × height) before the model's own processor."""
+
+    image_min_pixels: Annotated[Int, Field(ge=1)] | None = None
+    """Scale smaller images up to this many pixels."""
+
+    on_bad_media: Literal["error", "drop"] = "error"
+    """A missing, broken or too large image stops the run (`error`), or its row is dropped and counted (`drop`)."""
+
     num_workers: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tokeniser processes; `auto`: one per core for large data sets, none for small ones."""
 

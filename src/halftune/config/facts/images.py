@@ -1,0 +1,40 @@
+"""Model types that are trained on images, one row each: their processor, and what their forward pass takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How a model type takes images.
+
+    Attributes:
+        processor: name of its class in ``transformers.models.<type>.processing_<type>``.
+        expansion: what stands for an image in the text. ``count``: its token, repeated as the processor counts for the
+            size; ``fixed``: one text for all sizes; ``size``: the text that the processor gives for a blank image.
+        inputs: results of the image processor that the forward pass takes.
+        token_types: argument of the forward pass that marks image tokens; empty if there is none.
+        nested: the image processor takes a list of images for each sample.
+    """
+
+    processor: str
+    expansion: Literal["count", "fixed", "size"]
+    inputs: tuple[str, ...]
+    token_types: str = ""
+    nested: bool = False
+
+
+_QWEN = ("pixel_values", "image_grid_thw")
+IMAGE_FAMILIES = {
+    "qwen2_vl": ImageFamily("Qwen2VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "qwen2_5_vl": ImageFamily("Qwen2_5_VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "qwen3_vl": ImageFamily("Qwen3VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids"),
+    "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
+    "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),
+    "idefics3": ImageFamily(
+        "Idefics3Processor", "size", ("pixel_values", "pixel_attention_mask"), nested=True
+    ),
+}  # fmt: skip

@@ -1,0 +1,45 @@
+"""The plan of a run with images: what is supported, and what becomes of the towers."""
+
+from __future__ import annotations
+
+from halftune.config.facts.images import IMAGE_FAMILIES
+from halftune.config.facts.model import ModelFacts
+from halftune.config.run import RunConfig
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+
+USED = "used"
+
+
+def with_images(config: RunConfig, facts: ModelFacts) -> RunConfig:
+    """The config of a run with images, without packing and with one whole model per process.
+
+    Raises:
+        PlanError: the model type, the method, packing or sharding is not supported with images.
+    """
+    if not facts.multimodal or facts.model_type not in IMAGE_FAMILIES:
+        known = ", ".join(IMAGE_FAMILIES)
+        what = f"model type {facts.model_type} is not trained on images"
+        if facts.model_type in IMAGE_FAMILIES:
+            what = "model.parts: text loads the model without its towers"
+        remedy = f"set data.images: false, or use model.parts: all with one of {known}"
+        raise PlanError(what, where="data.images", remedy=remedy, code="plan.images_unsupported")
+    if config.method.type != "sft":
+        what, remedy = f"method: {config.method.type} trains no images", "set method: sft, or data.images: false"
+        raise PlanError(what, where="data.images", remedy=remedy, code="plan.images_unsupported")
+    if config.data.packing.enabled is True:
+        what, remedy = "rows with images are not packed", "set data.packing: auto, or data.images: false"
+        raise PlanError(what, where="data.packing", remedy=remedy, code="plan.images_unsupported")
+    asked = config.distributed.strategy
+    if asked not in ("auto", "ddp"):
+        what, remedy = f"strategy: {asked} is not supported with images", "set distributed.strategy: ddp"
+        raise PlanError(what, where="distributed.strategy", remedy=remedy, code="plan.images_unsupported")
+    data = config.data.model_copy(update={"packing": config.data.packing.model_copy(update={"enabled": False})})
+    whole = config.distributed.model_copy(update={"strategy": "ddp"})
+    return config.model_copy(update={"data": data, "distributed": whole})
+
+
+def towers_used(facts: ModelFacts) -> Choice[str]:
+    """The towers of a run with images."""
+    count = f"; {facts.tower_parameters:,} parameters" if facts.tower_parameters else ""
+    return Choice(USED, f"frozen; they encode the images (data.images), and are saved as they came{count}")

@@ -1,0 +1,159 @@
+"""Tiny models that see: random weights, a processor without torchvision, a tokenizer trained here, and images."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from halftune.model.architectures import no_progress_bars
+
+_QWEN_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 64 * 16},
+}  # fmt: skip
+_TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+_QWEN_TOWER = {"depth": 1, "num_heads": 2, "patch_size": 4, "intermediate_size": 24}
+_CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# kind: config, image processor, processor, placeholder in the template, named tokens
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict[str, str]]] = {
+    **{
+        kind: (
+            {"text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": tower},
+            _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>", {"image_token": "<|image_pad|>"},
+        )
+        for kind, tower in {
+            "qwen2_vl": {"depth": 1, "num_heads": 2, "patch_size": 4, "embed_dim": 16, "hidden_size": 32},
+            "qwen2_5_vl": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "window_size": 16},
+            "qwen3_vl": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16,
+                         "deepstack_visual_indexes": [0]},
+        }.items()
+    },
+    "gemma3": (
+        {"text_config": {**_TEXT, "num_key_value_heads": 1}, "mm_tokens_per_image": 4, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 7}},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
+        {"image_seq_length": 4}, "<start_of_image>",
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    ),
+    "llava": (
+        {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -1},
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
+         "crop_size": {"height": 28, "width": 28}},
+        _LLAVA, "<image>", {"image_token": "<image>"},
+    ),
+    "llava_next": (
+        {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -1,
+         "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]},
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28},
+         "crop_size": {"height": 28, "width": 28}, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]},
+        _LLAVA, "<image>", {"image_token": "<image>"},
+    ),
+    "idefics3": (
+        {"text_config": {**_TEXT, "model_type": "llama"}, "scale_factor": 2, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 7, "max_image_size": {"longest_edge": 28}}},
+        {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 56},
+         "max_image_size": {"longest_edge": 28}},
+        {"image_seq_len": 4}, "<image>", {"image_token": "<image>"},
+    ),
+}  # fmt: skip
+_SPECIAL = (
+    "<|pad|>", "<s>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>",
+    "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)),
+)  # fmt: skip
+_IDS = {
+    "image_token_id": "image_token", "image_token_index": "image_token", "boi_token_index": "boi_token",
+    "eoi_token_index": "eoi_token",
+}  # fmt: skip
+
+
+@cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(_SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["What is in the picture? A red square and a blue circle.\n\n"] * 3, trainer)
+    return tokenizer.to_str()
+
+
+def image_model(folder: Path, kind: str) -> Path:
+    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor."""
+    options, images, processor, placeholder, named = KINDS[kind]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained()), pad_token="<|pad|>", bos_token="<s>", eos_token="<|im_end|>",
+        extra_special_tokens=named, chat_template=_CHATML.replace("IMAGE", placeholder),
+    )  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(named[token]) for name, token in _IDS.items() if token in named}
+    for name in ("vision_start", "vision_end"):
+        ids[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+    ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    config = AutoConfig.for_model(kind, **options, **ids)
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape)
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def write_image(path: Path, width: int, height: int) -> Path:
+    """Writes a PNG of random pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(path)
+    return path
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Writes ``rows.jsonl``, and the images that its columns name: ``images/<width>x<height>.png``."""
+    for row in rows:
+        for name in row.get("images", ()):
+            width, height = Path(name).stem.split("-")[0].split("x")
+            write_image(folder / name, int(width), int(height))
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(*questions: str, images: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A row of questions, each answered, and its images."""
+    turns = [turn for text in questions for turn in ({"role": "user", "content": text}, ANSWER)]
+    return {"messages": turns, "images": list(images)}
+
+
+ANSWER = {"role": "assistant", "content": "A red square."}
+ROWS = [
+    asked("<image>What is in the picture?", "And <image> here?", images=("images/60x40.png", "images/24x80.png")),
+    asked("What is this?\n<image>", images=("images/33x47.png",)),
+    asked("What is red?"),
+]
