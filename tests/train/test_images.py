@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tiny_images import KINDS, ROWS, image_model, write_rows
+from tiny_images import KINDS, ROWS, asked, image_model, write_image, write_rows
 from transformers import AutoModelForImageTextToText
 
 from halftune.config.facts.images import IMAGE_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
+from halftune.core.errors import DataError
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
 from halftune.hardware.catalogue import lookup
@@ -27,6 +28,7 @@ from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
 from halftune.train.feed import Feed
 from halftune.train.setup import image_inputs
+from halftune.train.trainer import train
 
 
 def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
@@ -124,3 +126,88 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, tmp_path: 
     for name, one in model.named_parameters():
         if name in ours:
             assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(ours[name].norm()) + 1e-8, name
+
+
+BAD = {
+    "missing": ("gone.png", "data.bad_media"),
+    "outside": ("../secret.png", "data.bad_media"),
+    "link": ("link.png", "data.bad_media"),
+    "address": ("https://example.org/a.png", "data.bad_media"),
+    "text": ("rows.jsonl", "data.bad_media"),
+    "bomb": ("bomb.bmp", "data.bad_media"),
+    "two": (["ok.png", "ok.png"], "data.image_count"),
+    "audio": ({"audios": ["a.wav"]}, "data.media_unsupported"),
+}
+
+
+def hostile(folder: Path, name: str) -> str:
+    """Rows with one good and one bad image; returns the code of its error."""
+    inside, given, code = folder / "data", *BAD[name]
+    write_image(inside / "ok.png", 30, 20)
+    write_image(folder / "secret.png", 30, 20)
+    (inside / "link.png").symlink_to(folder / "secret.png")
+    size = (40_000).to_bytes(4, "little")  # of a header alone: 1.6 billion pixels
+    (inside / "bomb.bmp").write_bytes(
+        b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + size + size + b"\x01\0\x18\0" + bytes(24)
+    )
+    good = asked("<image>What?", images=("ok.png",))
+    bad = {**good, **(given if isinstance(given, dict) else {"images": given if isinstance(given, list) else [given]})}
+    rows = [{**row, "audios": row.get("audios", [])} for row in (good, bad)]
+    (folder / "rows.jsonl").write_text("")
+    (inside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return code
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_names_its_row(name: str, tmp_path: Path) -> None:
+    code = hostile(tmp_path, name)
+    loaded, plan = recipe(tmp_path, "qwen2_5_vl", data={"train": str(tmp_path / "data" / "rows.jsonl")})
+    with pytest.raises(DataError) as error:
+        fed(loaded, plan)
+    assert error.value.code == code
+    assert str(error.value.where).endswith("rows.jsonl line 2")
+
+
+def test_bad_images_are_dropped_if_asked_and_counted(tmp_path: Path) -> None:
+    hostile(tmp_path, "outside")
+    data = {"train": str(tmp_path / "data" / "rows.jsonl"), "on_bad_media": "drop"}
+    loaded, _ = recipe(tmp_path, "llava", data=data)
+    made = prepare(loaded.run, load_tokenizer(loaded.run.model), images=images_of(loaded.run))
+    (report,) = made.report.train
+    assert report.kept == 1
+    assert [count.count for count in report.dropped.values()] == [1]
+    loaded, _ = recipe(tmp_path, "llava", data={**data, "media_folder": str(tmp_path)})
+    with pytest.raises(DataError):  # ok.png is not in that folder, ../secret.png is outside
+        prepare(loaded.run, load_tokenizer(loaded.run.model), images=images_of(loaded.run))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_trains_on_images_resumes_and_sees_a_changed_file(tmp_path: Path) -> None:
+    def losses(*, steps: int, output: str) -> dict[int, float]:
+        loaded, plan = recipe(
+            tmp_path,
+            "qwen2_5_vl",
+            training={
+                "output_dir": str(tmp_path / output),
+                "max_steps": steps,
+                "lr_scheduler_type": "constant",
+                "per_device_train_batch_size": 2,
+                "save_steps": 2,
+                "resume": "auto",
+            },
+        )
+        train(loaded, plan)
+        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    whole = losses(steps=4, output="whole")
+    losses(steps=2, output="parts")
+    assert losses(steps=4, output="parts") == whole
+    before = prepared_ids(tmp_path)
+    write_image(tmp_path / ROWS[1]["images"][0], 80, 80)
+    assert prepared_ids(tmp_path) != before
+
+
+def prepared_ids(folder: Path) -> list[int]:
+    feed, _ = fed(*recipe(folder, "qwen2_5_vl"))
+    return [len(feed.split.example(index).segments[0].input_ids) for index in range(len(ROWS))]
