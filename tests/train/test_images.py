@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,16 @@ def test_a_run_trains_on_images_resumes_and_sees_a_changed_file(tmp_path: Path) 
 def prepared_ids(folder: Path) -> list[int]:
     feed, _ = fed(*recipe(folder, "qwen2_5_vl"))
     return [len(feed.split.example(index).segments[0].input_ids) for index in range(len(ROWS))]
+
+
+def test_the_real_set_becomes_tokens(shared_data: Path, tmp_path: Path) -> None:
+    if not (shared_data / "mllm_demo.json").exists():
+        pytest.skip("mllm_demo is not in ../shared/data")
+    shutil.copy(shared_data / "mllm_demo.json", tmp_path)
+    shutil.copytree(shared_data / "mllm", tmp_path / "mllm_demo_data")
+    changes = {"train": str(tmp_path / "mllm_demo.json"), "image_max_pixels": 40_000}
+    feed, images = fed(*recipe(tmp_path, "qwen2_vl", data=changes))
+    (batch,) = feed.micro_batches(feed.rows(0)[:3])
+    placeholders = int((batch.tokens["input_ids"] == images._own.image_token_id).sum())
+    assert len(feed.split) == 6
+    assert placeholders == int(batch.extras["image_grid_thw"].prod(-1).sum()) // 4 > 0
