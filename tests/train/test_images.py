@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from halftune.config.facts.images import IMAGE_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.core.errors import DataError
+from halftune.core.errors import DataError, PlanError
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
 from halftune.hardware.catalogue import lookup
@@ -225,3 +225,32 @@ def test_the_real_set_becomes_tokens(shared_data: Path, tmp_path: Path) -> None:
     placeholders = int((batch.tokens["input_ids"] == images._own.image_token_id).sum())
     assert len(feed.split) == 6
     assert placeholders == int(batch.extras["image_grid_thw"].prod(-1).sum()) // 4 > 0
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "packing": {"data": {"packing": True}},
+    "sharding": {"distributed": {"strategy": "fsdp2"}},
+    "no mask": {"attention": "fa2", "precision": "bf16"},
+    "method": {"method": "pretrain"},
+}
+
+
+@pytest.mark.parametrize("asked", REFUSED)
+def test_what_images_do_not_go_with_is_refused(asked: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as error:
+        recipe(tmp_path, "gemma3", **REFUSED[asked])
+    assert error.value.code == "plan.images_unsupported"
+
+
+def test_a_model_type_outside_the_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(IMAGE_FAMILIES, "llava")
+    with pytest.raises(PlanError) as error:
+        recipe(tmp_path, "llava")
+    assert error.value.code == "plan.images_unsupported"
+
+
+def test_image_tokens_that_see_each_other_get_a_backend_with_a_mask(tmp_path: Path) -> None:
+    loaded, _ = recipe(tmp_path, "gemma3")
+    plan = resolve(loaded.run, lookup("a100"), read_model_facts(loaded.run.model))
+    assert plan.attention.softmax.value == "sdpa"
+    assert not plan.batch.packing.value

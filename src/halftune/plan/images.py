@@ -34,9 +34,17 @@ def with_images(config: RunConfig, facts: ModelFacts) -> RunConfig:
     if asked not in ("auto", "ddp"):
         what, remedy = f"strategy: {asked} is not supported with images", "set distributed.strategy: ddp"
         raise PlanError(what, where="distributed.strategy", remedy=remedy, code="plan.images_unsupported")
+    attention = config.attention
+    if IMAGE_FAMILIES[facts.model_type].two_way:
+        if attention.backend not in ("auto", "sdpa", "eager"):
+            what = f"attention: {attention.backend} has no mask, which image tokens of {facts.model_type} need"
+            remedy = "set attention: sdpa"
+            raise PlanError(what, where="attention.backend", remedy=remedy, code="plan.images_unsupported")
+        if attention.backend == "auto":
+            attention = attention.model_copy(update={"backend": "sdpa"})
     data = config.data.model_copy(update={"packing": config.data.packing.model_copy(update={"enabled": False})})
     whole = config.distributed.model_copy(update={"strategy": "ddp"})
-    return config.model_copy(update={"data": data, "distributed": whole})
+    return config.model_copy(update={"data": data, "distributed": whole, "attention": attention})
 
 
 def towers_used(facts: ModelFacts) -> Choice[str]:

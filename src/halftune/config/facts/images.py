@@ -17,6 +17,7 @@ class ImageFamily:
         inputs: results of the image processor that the forward pass takes.
         token_types: argument of the forward pass that marks image tokens; empty if there is none.
         nested: the image processor takes a list of images for each sample.
+        two_way: tokens of an image attend to later ones too, which attention backends without a mask cannot compute.
     """
 
     processor: str
@@ -24,6 +25,7 @@ class ImageFamily:
     inputs: tuple[str, ...]
     token_types: str = ""
     nested: bool = False
+    two_way: bool = False
 
 
 _QWEN = ("pixel_values", "image_grid_thw")
@@ -31,7 +33,7 @@ IMAGE_FAMILIES = {
     "qwen2_vl": ImageFamily("Qwen2VLProcessor", "count", _QWEN, "mm_token_type_ids"),
     "qwen2_5_vl": ImageFamily("Qwen2_5_VLProcessor", "count", _QWEN, "mm_token_type_ids"),
     "qwen3_vl": ImageFamily("Qwen3VLProcessor", "count", _QWEN, "mm_token_type_ids"),
-    "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids"),
+    "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids", two_way=True),
     "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
     "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),
     "idefics3": ImageFamily(

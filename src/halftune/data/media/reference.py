@@ -22,6 +22,7 @@ from halftune.data.store import TokenStore
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # what PIL may try: fewer decoders that read foreign files
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: these exchange width and height
+_LARGEST = 1 << 28  # bytes of a file
 _SAMPLE = 1 << 16  # bytes at the start and at the end of a file that its digest reads
 
 
@@ -136,8 +137,11 @@ def _inside(given: str, folder: Path | None) -> Path:
 
 def _read(file: Path) -> bytes:
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise BadImage(f"{file}: not a file")
+        if found.st_size > _LARGEST:
+            raise BadImage(f"{file}: {found.st_size:,} bytes, more than {_LARGEST:,}")
         return file.read_bytes()
     except OSError as error:
         raise BadImage(f"{file}: {(error.strerror or 'cannot be read').lower()}") from error
