@@ -81,6 +81,24 @@ def test_ids_are_the_processors(kind: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_placeholders_have_no_labels(kind: str, tmp_path: Path) -> None:
+    feed, images = fed(*recipe(tmp_path, kind, method={"type": "sft", "train_on": "all"}))
+    for index in range(len(ROWS)):
+        segment = feed.split.example(index).segments[0]
+        placeholder = segment.input_ids == images._own.image_token_id
+        assert not segment.loss_mask[placeholder].any()
+        assert segment.loss_mask[~placeholder].mean() > 0.5
+
+
+def test_another_processor_than_the_types_is_refused(tmp_path: Path) -> None:
+    loaded, _ = recipe(tmp_path, "llava")
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": "PixtralProcessor"}))
+    with pytest.raises(DataError) as error:
+        images_of(loaded.run)
+    assert error.value.code == "model.no_image_processor"
+
+
 def parts(content: str) -> list[dict[str, str]]:
     pieces = content.replace("<image>", "\0<image>\0").split("\0")
     return [{"type": "image"} if one == "<image>" else {"type": "text", "text": one} for one in pieces if one]

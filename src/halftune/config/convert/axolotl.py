@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.convert import axolotl_keys as keys
-from halftune.config.convert import preference
+from halftune.config.convert import images, preference
 from halftune.config.convert.axolotl_adapter import adapter, quantised_experts
 from halftune.config.convert.draft import Draft, is_off, misspelt
 from halftune.config.convert.formats import attention, precision, quantization
@@ -107,6 +107,7 @@ def convert(draft: Draft, folder: Path) -> None:
     quantization(draft, "base_model")
     quantised_experts(draft)
     _plugins(draft)
+    images.of_axolotl(draft, method)
     _data(draft, method)
     _training(draft)
     preference.finish(draft, method)
@@ -185,6 +186,9 @@ def _data(draft: Draft, method: str) -> None:
         draft.drop({"train_on_inputs": "answers are compared"})
     else:
         _learned(draft, sources, pretrain=pretrain)
+    if draft.get("data.images"):
+        images.labels(draft)
+        images.length(draft)
     axolotl_template(draft)
     draft.move("sample_packing", "data.packing", bool)
     draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "rows that are too long are dropped")

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from halftune.config.convert import images, preference
 from halftune.config.convert import llamafactory_keys as keys
-from halftune.config.convert import preference
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.templates import llamafactory_template
@@ -32,14 +32,17 @@ LORA = {
 # Formats, and columns as dataset_info.json calls them → ours.
 COLUMNS = {
     "alpaca": {
+        "images": "images",
         **{"prompt": "instruction", "query": "input", "response": "output"},
         **{"system": "system", "history": "history"},
     },
-    "sharegpt": {"messages": "conversations", "system": "system", "tools": "tools"},
-    "messages": {"messages": "messages", "system": "system", "tools": "tools"},
+    "sharegpt": {"messages": "conversations", "system": "system", "tools": "tools", "images": "images"},
+    "messages": {"messages": "messages", "system": "system", "tools": "tools", "images": "images"},
 }
-MEDIA = "images, video and audio are not supported yet: only texts would be trained"
-MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni")  # of the data sets that LLaMA-Factory brings
+MEDIA = "video, audio, and images of this model or method are not supported yet: only texts would be trained"
+# Names of the data sets that LLaMA-Factory brings: with images, and with video or audio.
+MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni|rlhf_v")
+_SOUND = re.compile(r"video|audio|omni|multimodal")
 ONLINE = Path("ONLINE")  # as dataset_dir: names are ids of the hub, and no dataset_info.json lists them
 METHODS = {"sft": "sft", "pt": "pretrain"}
 
@@ -160,6 +163,8 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     _length(draft, stage)
     draft.move("moe_aux_loss_coef", "training.router_aux_loss_coef", number)
     grouping(draft)
+    if draft.get("data.images"):
+        images.pixels(draft)
     llamafactory_template(draft)
     if draft.left.get("enable_thinking") is False:
         draft.translated("enable_thinking", "model.chat_template_kwargs", {"enable_thinking": False})
@@ -177,6 +182,9 @@ def _length(draft: Draft, stage: str) -> None:
     draft.put("data.overlong", "proportional")
     if stage not in METHODS and draft.has("cutoff_len"):
         why = "each answer is cut with its prompt; there, prompts are cut for the longer of two answers"
+        draft.changed("cutoff_len", "data.max_length", int(draft.take("cutoff_len")), why)
+    if draft.get("data.images") and draft.has("cutoff_len"):
+        why = "longer rows with images are dropped; there, they are cut"
         draft.changed("cutoff_len", "data.max_length", int(draft.take("cutoff_len")), why)
     draft.move("cutoff_len", "data.max_length", lambda length: int(length) - shorter)
     draft.default("data.max_length", 2048 - shorter, "cutoff_len")
@@ -204,11 +212,16 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
         if len({source["name"] for source in named}) == len(named):
             sources = named
             draft.translated("eval_on_each_dataset", ours, sources)
-    if media := [name for name in names if _has_media(name, known.get(name))]:
+    media = {name: found for name in names if (found := _media(name, known.get(name)))}
+    if _trains(draft, media, stage):
+        draft.put("data.images", True)
+    if media and not draft.get("data.images"):
         draft.put(ours, sources)
         draft.refused(key, f"{', '.join(media)}: {MEDIA}")
     elif base or where == ONLINE:
         draft.translated(key, ours, sources)
+        if all(name in known for name in names) and not draft.get("data.images"):
+            draft.drop(dict.fromkeys(("image_max_pixels", "image_min_pixels"), "no source has images"))
     else:
         draft.changed(key, ours, sources, "dataset_info.json was not found: check these paths")
 
@@ -252,9 +265,19 @@ def _listed_sets(dataset_dir: Path, folder: Path) -> tuple[dict[str, Any], Path 
     return {}, None
 
 
-def _has_media(name: str, entry: Any) -> bool:
+def _media(name: str, entry: Any) -> set[str]:
+    """The columns of a data set that hold media."""
     columns = entry.get("columns") or {} if isinstance(entry, dict) else {}
-    return bool({"images", "videos", "audios"} & columns.keys()) or bool(MEDIA_NAMES.search(name))
+    found = {"images", "videos", "audios"} & columns.keys()
+    if not found and MEDIA_NAMES.search(name):
+        return {"videos"} if _SOUND.search(name) else {"images"}
+    return found
+
+
+def _trains(draft: Draft, media: dict[str, set[str]], stage: str) -> bool:
+    """Whether the sources have images, and no other media, and the model is trained on them."""
+    known = stage == "sft" and images.find_family(draft.get("model.name_or_path")) is not None
+    return known and bool(media) and all(found == {"images"} for found in media.values())
 
 
 def _source(name: str, entry: Any, base: Path, stage: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from halftune.config.chat_templates import TemplateRow, find_template
+from halftune.config.convert import images
 from halftune.config.convert.draft import Draft
 
 # Names in axolotl whose Jinja renders the text of ours for system, user and assistant turns.
@@ -41,7 +42,9 @@ def axolotl_template(draft: Draft) -> None:
     """``chat_template`` and ``eot_tokens`` of a recipe whose sources are known."""
     key, asked = "chat_template", str(draft.take("chat_template") or "tokenizer_default")
     renders = any(isinstance(one, dict) and _renders(one) for one in draft.get("data.train") or ())
-    if not renders or draft.get("method.type") == "pretrain":
+    if draft.get("data.images"):
+        images.axolotl_template(draft, key, asked)
+    elif not renders or draft.get("method.type") == "pretrain":
         if key in draft.source:
             draft.none(key, "no source is rendered by a chat template")
     elif _OWN.fullmatch(asked):
@@ -97,6 +100,9 @@ def llamafactory_template(draft: Draft, key: str = "template") -> None:
     row = find_template(str(asked))
     if asked is None:
         return
+    if draft.get("data.images"):
+        _with_images(draft, key, str(asked), row)
+        return
     if row is None or asked not in LLAMA_FACTORY:
         _nearest(draft, key, str(asked))
         return
@@ -109,6 +115,16 @@ def llamafactory_template(draft: Draft, key: str = "template") -> None:
         draft.changed(key, "model.chat_template", asked, why)
     else:
         draft.translated(key, "model.chat_template", asked)
+
+
+def _with_images(draft: Draft, key: str, asked: str, row: TemplateRow | None) -> None:
+    """The model's own template writes the placeholders of images; the table says how its answers end."""
+    if row is None or asked not in LLAMA_FACTORY or row.trim:
+        draft.changed(key, "", None, "the model's own chat template renders conversations")
+        return
+    if _line_break(row):
+        draft.put("method.train_line_break", True)
+    draft.none(key, "the model's own chat template")
 
 
 def _line_break(row: TemplateRow) -> bool:

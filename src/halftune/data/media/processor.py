@@ -83,7 +83,7 @@ def image_settings(config: RunConfig, folder: Path) -> ImageSettings:
         folder: the model's folder.
 
     Raises:
-        DataError: it has no processor.
+        DataError: it has no processor, or another one than its type has.
     """
     files = [folder / name for name in _FILES if (folder / name).is_file()]
     if not files:
@@ -93,8 +93,16 @@ def image_settings(config: RunConfig, folder: Path) -> ImageSettings:
             remedy="download the whole checkpoint",
             code="model.no_image_processor",
         )
-    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    named = {str(json.loads(path.read_text(encoding="utf-8")).get("processor_class") or "") for path in files} - {""}
+    if named - {IMAGE_FAMILIES[kind].processor}:
+        raise DataError(
+            f"model type {kind} with a {', '.join(sorted(named))} is not supported",
+            where=str(folder),
+            remedy=f"use a checkpoint with a {IMAGE_FAMILIES[kind].processor}",
+            code="model.no_image_processor",
+        )
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
     data = config.data
     return ImageSettings(str(folder), kind, digest, data.image_min_pixels, data.image_max_pixels, data.on_bad_media)
 
@@ -193,7 +201,7 @@ def _build(settings: ImageSettings, family: ImageFamily, tokenizer: PreTrainedTo
 def expand(
     rendering: Rendering, control: ControlTokens, token: str, texts: Sequence[str], media: bytes
 ) -> Rendering | None:
-    """The rendering with each image's placeholder replaced by its text; turns move along.
+    """The rendering with each image's placeholder replaced by its text, which has no labels; turns move along.
 
     None if the chat template did not write one placeholder for each image.
 
@@ -208,17 +216,18 @@ def expand(
     pieces = rendering.text.split(alias) if alias else [rendering.text]
     if len(pieces) != len(texts) + 1:
         return None
-    places, moved, text = [], [0], pieces[0]
+    places, moved, inside, text = [], [0], [], pieces[0]
     for piece, inserted in zip(pieces[1:], (control.alias(one) for one in texts), strict=True):
         places.append(len(text) - moved[-1])  # in the rendering as it was
         moved.append(moved[-1] + len(inserted) - len(alias))
+        inside.append((len(text), len(text) + len(inserted)))
         text += inserted + piece
 
     def now(place: int) -> int:
         return place + moved[sum(place > before for before in places)]
 
     turns = tuple(_moved(turn, now) for turn in rendering.turns)
-    untrained = tuple((now(start), now(end)) for start, end in rendering.untrained)
+    untrained = (*((now(start), now(end)) for start, end in rendering.untrained), *inside)
     return replace(rendering, text=text, turns=turns, untrained=untrained, media=media)
 
 

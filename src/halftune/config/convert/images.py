@@ -1,0 +1,89 @@
+"""Recipes with images: which models are known by name, and what is the same there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from halftune.config.convert.draft import Draft, is_off
+from halftune.config.facts.images import IMAGE_FAMILIES, ImageFamily
+
+_TYPES = (
+    (r"qwen-?2-?vl", "qwen2_vl"),
+    (r"qwen-?2[._]5-?vl", "qwen2_5_vl"),
+    (r"qwen-?3-?vl.*-a\d+b", "qwen3_vl_moe"),
+    (r"qwen-?3-?vl", "qwen3_vl"),
+    (r"gemma-?3-(4|12|27)b", "gemma3"),
+    (r"llava-?1[._]5", "llava"),
+    (r"llava-?(v?1[._]6|next)", "llava_next"),
+    (r"idefics-?3", "idefics3"),
+)
+# Names of chat templates in axolotl that train the tokens of some roles only; with others, all texts have labels.
+_MASKED = {
+    "qwen2_vl", "qwen3_5", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama3_2_vision", "llama4", "pixtral",
+    "mistral_v7_tekken",
+}  # fmt: skip
+# Of them, those that render the text of the model's own template.
+OWN = {"qwen2_vl", "gemma3"}
+
+
+def find_family(model: Any) -> ImageFamily | None:
+    """How a model with this name takes images; None where its images are not trained, or the name is not known."""
+    found = (kind for pattern, kind in _TYPES if re.search(pattern, str(model), re.IGNORECASE))
+    return IMAGE_FAMILIES.get(next(found, ""))
+
+
+def of_axolotl(draft: Draft, method: str) -> None:
+    """``processor_type``: rows with images. Towers are frozen here, and there only with LoRA on the language model."""
+    key = "processor_type"
+    family = find_family(draft.get("model.name_or_path"))
+    if is_off(draft.left.get(key)) or method or family is None:
+        return
+    targets, whole = draft.get("adapter.target_modules"), draft.get("adapter.type") == "none"
+    frozen = draft.left.get("freeze_mm_modules") if whole else re.search("language_model|text_model", str(targets))
+    if whole and not frozen:
+        draft.refused(key, "the vision tower is trained there: training a tower is not supported yet")
+    elif frozen:
+        draft.translated(key, "data.images", True)
+    else:
+        why = "layers of the vision tower stay as they are; there, those with the same names are adapted"
+        draft.changed(key, "data.images", True, why)
+    draft.drop({"skip_prepare_dataset": "rows with images are tokenised before training, too"})
+    if family.two_way and draft.get("attention.backend") == "fa2":
+        key = next(note.key for note in draft.notes if note.ours == "attention.backend")
+        draft.notes[:] = [note for note in draft.notes if note.key != key]
+        why = "tokens of an image attend to later ones, which FlashAttention 2 does not compute"
+        draft.changed(key, "attention.backend", "sdpa", why)
+    if draft.left.get("image_size"):
+        why = "the model's own processor decides sizes; there, images are first resized to one size"
+        draft.changed("image_size", "", None, why)
+
+
+def length(draft: Draft) -> None:
+    """Rows with images are never cut or dropped there."""
+    why = "a longer row stops the run: then raise data.max_length; there, the length is not looked at"
+    draft.translated("excess_length_strategy", "data.overlong", "error", why)
+
+
+def labels(draft: Draft) -> None:
+    """Which texts have labels, by the name of the chat template."""
+    if str(draft.source.get("chat_template")) not in _MASKED:
+        draft.values.setdefault("method", {}).pop("train_on", None)
+        draft.default("method.train_on", "all", "labels (of all texts, with this chat template)")
+
+
+def axolotl_template(draft: Draft, key: str, asked: str) -> None:
+    """The model's own template writes the placeholders of images."""
+    if asked in OWN or asked == "tokenizer_default":
+        draft.none(key, "the model's own chat template")
+    else:
+        draft.changed(key, "", None, "the model's own chat template renders conversations")
+
+
+def pixels(draft: Draft) -> None:
+    """LLaMA-Factory's bounds of an image's size."""
+    draft.move("image_max_pixels", "data.image_max_pixels", int)
+    draft.default("data.image_max_pixels", 768 * 768, "image_max_pixels")
+    draft.move("image_min_pixels", "data.image_min_pixels", int)
+    draft.default("data.image_min_pixels", 32 * 32, "image_min_pixels")
+    draft.move("media_dir", "data.media_folder", str)
