@@ -584,6 +584,16 @@ def test_muon_keeps_its_name() -> None:
     assert convert_file(Path("old.yaml"), "axolotl").values["training"]["optim"] == "muon"
 
 
+@pytest.mark.parametrize(("written", "norm"), [("0", 0), ("null", 0), ("0.3", 0.3)])
+def test_clipping_can_be_off(written: str, norm: float) -> None:
+    """In axolotl, null leaves the Trainer's default, 1.0, which is ours."""
+    Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + f"max_grad_norm: {written}\n")
+    assert convert_file(Path("old.yaml")).values["training"]["max_grad_norm"] == norm
+    Path("old.yaml").write_text(SAME + f"max_grad_norm: {written}\n")
+    training = convert_file(Path("old.yaml"), "axolotl").values["training"]
+    assert training.get("max_grad_norm") == (None if written == "null" else norm)
+
+
 @pytest.mark.parametrize("more", ["do_train: false", "do_predict: true"])
 def test_a_config_of_llamafactory_that_trains_nothing_is_refused(more: str) -> None:
     Path("old.yaml").write_text(LLAMAFACTORY.replace("do_train: true\n", "") + more + "\n")

@@ -40,6 +40,8 @@ _ADAMW = re.compile(r"(paged_|ao_)?adamw(_bnb|_torch)?(_8bit|_4bit|_32bit|_fp8|_
 
 def convert_trainer(draft: Draft, folder: Path) -> None:
     """Everything that TrainingArguments says, defaults included (transformers 5)."""
+    if "max_grad_norm" in draft.left and not draft.has("max_grad_norm"):
+        draft.translated("max_grad_norm", "training.max_grad_norm", 0, "null: transformers 4 does not clip then")
     draft.rename(RENAMED)
     draft.move("learning_rate", "training.learning_rate", number)
     steps = draft.take("max_steps")
