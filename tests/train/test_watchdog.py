@@ -153,6 +153,32 @@ def test_processes_meet_without_the_store_which_ends_with_the_launcher() -> None
     assert in_processes(2, loses_the_store) == [0, 0]
 
 
+def passes_and_fails(rank: int) -> None:
+    """Rank 0 looks for failures while rank 1 comes to the barrier, passes and fails."""
+    join("cpu", LONG)
+    store = join_rendezvous().store
+    looks = barriers._PeerMonitor.check
+
+    def looks_late(monitor: barriers._PeerMonitor) -> None:
+        store.set("rank 0 waits", "")
+        store.wait([watchdog.FAILED])
+        monitor.asked = 0.0
+        looks(monitor)
+
+    with Watchdog(join_rendezvous(), LONG) as watch:
+        if rank == 0:
+            barriers._PeerMonitor.check = looks_late  # pyright: ignore[reportAttributeAccessIssue]
+            barrier(2)
+        else:
+            store.wait(["rank 0 waits"])
+            barrier(2)
+            watch.report_failure(OSError("the disk is full"))
+
+
+def test_who_fails_behind_a_barrier_has_passed_it() -> None:
+    assert in_processes(2, passes_and_fails) == [0, 0]
+
+
 def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "load_from", lambda _: None)
     monkeypatch.setattr(cli, "train_one", lambda _: join("cpu", LONG))

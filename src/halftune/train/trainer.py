@@ -138,7 +138,8 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            failure = with_failed_rank(error)
+            # all processes stop together: nobody failed
+            failure = error if isinstance(error, Interrupted) else with_failed_rank(error)
             ours = isinstance(failure, HalftuneError)
             log.error("%s", failure if ours else "ended by", exc_info=error if not ours else None, extra=FILE_ONLY)
             if failure is not error:

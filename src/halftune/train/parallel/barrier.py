@@ -11,6 +11,7 @@ import time
 import torch.distributed as dist
 
 from halftune.core import heartbeat
+from halftune.core.failures import PeerLost
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.rendezvous import Rendezvous, join_rendezvous
 from halftune.train.parallel.watchdog import FAILED, Watchdog
@@ -53,7 +54,12 @@ def _wait(processes: int, watch: Watchdog) -> None:
     pause = _POLL[0]
     while not rendezvous.store.check([f"{key}/all"]):
         heartbeat.wait()
-        others.check()
+        try:
+            others.check()
+        except PeerLost:
+            if rendezvous.store.check([f"{key}/all"]):  # it came here, and ended afterwards
+                break
+            raise
         time.sleep(pause)
         pause = min(2 * pause, _POLL[1])
     heartbeat.beat()
