@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +95,21 @@ def test_nothing_begins_if_a_trial_cannot(
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     training = {**RECIPE["training"], "max_steps": 40, "save_steps": 20, "logging_steps": 1}
     (tmp_path / "recipe.yaml").write_text(json.dumps({**RECIPE, "training": training}))
     (tmp_path / "sweep.yaml").write_text("keys: {training.learning_rate: [1.0e-3, 1.0e-30]}")
     command = [sys.executable, "-m", "halftune", "train", "--config", "recipe.yaml", "--sweep", "sweep.yaml"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     first = tmp_path / "all" / "trial-001"
-    child = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    catch = partial(signal.signal, number, signal.SIG_DFL)  # a shell's background jobs ignore SIGINT
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=catch)
     until = time.monotonic() + 120
     while not steps(first) and time.monotonic() < until:
         time.sleep(0.05)
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 128 + signal.SIGTERM
+    child.send_signal(number)
+    assert child.wait(60) == 128 + number
     assert states(tmp_path) == {"trial-001": "stopped", "trial-002": "waiting"}
     assert 0 < len(steps(first)) < 40
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -213,12 +213,13 @@ def _check(trial: Trial) -> None:
 
 def _train(trial: Trial) -> int:
     """Train in a process of its own; its exit code. A signal to this process ends the run with a checkpoint."""
-    child = subprocess.Popen([sys.executable, "-m", "halftune", "train", *trial.words])
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child, too
-    for kind in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(kind, lambda number, _: child.send_signal(number))
+    # in a session of its own: a terminal's Ctrl-C comes to it once, from here
+    child = subprocess.Popen([sys.executable, "-m", "halftune", "train", *trial.words], start_new_session=True)
+    before = {
+        kind: signal.signal(kind, lambda number, _: child.send_signal(number))
+        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(kind) != signal.SIG_IGN
+    }
     try:
         code = child.wait()
     finally:
