@@ -25,6 +25,14 @@ _TEXT = {
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
 _QWEN_TOWER = {"depth": 1, "num_heads": 2, "patch_size": 4, "intermediate_size": 24}
+_QWEN3_TOWER = {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4,
+                        "partial_rotary_factor": 0.25, "mrope_interleaved": True},
+}  # fmt: skip
 _CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
@@ -39,16 +47,35 @@ _CHATML = (
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict[str, str]]] = {
     **{
         kind: (
-            {"text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": tower},
+            {"text_config": {**_TEXT, "rope_parameters": _ROPE, **text}, "vision_config": tower},
             _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>", {"image_token": "<|image_pad|>"},
         )
-        for kind, tower in {
-            "qwen2_vl": {"depth": 1, "num_heads": 2, "patch_size": 4, "embed_dim": 16, "hidden_size": 32},
-            "qwen2_5_vl": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "window_size": 16},
-            "qwen3_vl": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16,
-                         "deepstack_visual_indexes": [0]},
-        }.items()
+        for kind, tower, text in (
+            ("qwen2_vl", {"depth": 1, "num_heads": 2, "patch_size": 4, "embed_dim": 16, "hidden_size": 32}, {}),
+            ("qwen2_5_vl", {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "window_size": 16}, {}),
+            ("qwen3_vl", {**_QWEN3_TOWER, "deepstack_visual_indexes": [0]}, {}),
+            ("qwen3_vl_moe", {**_QWEN3_TOWER, "deepstack_visual_indexes": [0]}, _EXPERTS),
+            ("qwen3_5", _QWEN3_TOWER, _HYBRID),
+            ("qwen3_5_moe", _QWEN3_TOWER, {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 16}),
+        )
     },
+    **{
+        kind: (
+            {"text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": {
+                **_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "image_size": 16}},
+            {**_QWEN_IMAGES, "image_processor_type": images}, {}, "<|vision_start|><|image_pad|><|vision_end|>",
+            {"image_token": "<|image_pad|>"},
+        )
+        for kind, images in (("glm4v", "Glm4vImageProcessor"), ("glm46v", "Glm46VImageProcessor"))
+    },
+    "paddleocr_vl": (
+        {"text_config": {**_TEXT, "rope_parameters": _ROPE, "tie_word_embeddings": False}, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 4}},
+        {"image_processor_type": "PaddleOCRVLImageProcessor", "patch_size": 4, "merge_size": 2,
+         "temporal_patch_size": 1, "size": {"shortest_edge": 64, "longest_edge": 64 * 16}}, {},
+        "<|vision_start|><|image_pad|><|vision_end|>", {"image_token": "<|image_pad|>"},
+    ),
     "gemma3": (
         {"text_config": {**_TEXT, "num_key_value_heads": 1}, "mm_tokens_per_image": 4, "vision_config": {
             "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -112,6 +139,7 @@ def image_model(folder: Path, kind: str) -> Path:
     ids = {name: tokenizer.convert_tokens_to_ids(named[token]) for name, token in _IDS.items() if token in named}
     for name in ("vision_start", "vision_end"):
         ids[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        ids[f"{name.replace('vision', 'image')}_token_id"] = ids[f"{name}_token_id"]
     ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
     config = AutoConfig.for_model(kind, **options, **ids)
     with torch.random.fork_rng(devices=[]), no_progress_bars():

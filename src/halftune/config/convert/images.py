@@ -13,6 +13,11 @@ _TYPES = (
     (r"qwen-?2[._]5-?vl", "qwen2_5_vl"),
     (r"qwen-?3-?vl.*-a\d+b", "qwen3_vl_moe"),
     (r"qwen-?3-?vl", "qwen3_vl"),
+    (r"qwen-?3[._][56].*-a\d+b", "qwen3_5_moe"),
+    (r"qwen-?3[._][56]", "qwen3_5"),
+    (r"glm-?4[._]6v-flash", "glm46v"),
+    (r"glm-?4[._]1v-9b", "glm4v"),
+    (r"paddleocr-?vl", "paddleocr_vl"),
     (r"gemma-?3-(4|12|27)b", "gemma3"),
     (r"llava-?1[._]5", "llava"),
     (r"llava-?(v?1[._]6|next)", "llava_next"),
@@ -40,7 +45,7 @@ def of_axolotl(draft: Draft, method: str) -> None:
     if is_off(draft.left.get(key)) or method or family is None:
         return
     targets, whole = draft.get("adapter.target_modules"), draft.get("adapter.type") == "none"
-    frozen = draft.left.get("freeze_mm_modules") if whole else re.search("language_model|text_model", str(targets))
+    frozen = draft.left.get("freeze_mm_modules") if whole else _of_language(str(targets))
     if whole and not frozen:
         draft.refused(key, "the vision tower is trained there: training a tower is not supported yet")
     elif frozen:
@@ -57,6 +62,11 @@ def of_axolotl(draft: Draft, method: str) -> None:
     if draft.left.get("image_size"):
         why = "the model's own processor decides sizes; there, images are first resized to one size"
         draft.changed("image_size", "", None, why)
+
+
+def _of_language(targets: str) -> bool:
+    """Whether a regular expression names layers of the language model, and of no tower."""
+    return bool(re.search("language_model|text_model", targets)) and not re.search("vis(ion|ual)|projector", targets)
 
 
 def length(draft: Draft) -> None:

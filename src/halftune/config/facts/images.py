@@ -11,7 +11,7 @@ class ImageFamily:
     """How a model type takes images.
 
     Attributes:
-        processor: name of its class in ``transformers.models.<type>.processing_<type>``.
+        processor: name of its class in transformers.
         expansion: what stands for an image in the text. ``count``: its token, repeated as the processor counts for the
             size; ``fixed``: one text for all sizes; ``size``: the text that the processor gives for a blank image.
         inputs: results of the image processor that the forward pass takes.
@@ -32,7 +32,13 @@ _QWEN = ("pixel_values", "image_grid_thw")
 IMAGE_FAMILIES = {
     "qwen2_vl": ImageFamily("Qwen2VLProcessor", "count", _QWEN, "mm_token_type_ids"),
     "qwen2_5_vl": ImageFamily("Qwen2_5_VLProcessor", "count", _QWEN, "mm_token_type_ids"),
-    "qwen3_vl": ImageFamily("Qwen3VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        ImageFamily("Qwen3VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    ),
+    "glm4v": ImageFamily("Glm4vProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "glm46v": ImageFamily("Glm46VProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "paddleocr_vl": ImageFamily("PaddleOCRVLProcessor", "size", _QWEN, "mm_token_type_ids"),
     "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids", two_way=True),
     "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
     "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),

@@ -6,7 +6,6 @@ torchvision is not needed: image processors are loaded in their PIL form, which 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import processor_class_from_name
 
 from halftune.config.facts.images import IMAGE_FAMILIES, ImageFamily
 from halftune.config.run import RunConfig
@@ -184,8 +184,10 @@ class ImageProcessor:
 
 
 def _build(settings: ImageSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:
-    kind, folder = settings.model_type, Path(settings.model)
-    base = getattr(importlib.import_module(f"transformers.models.{kind}.processing_{kind}"), family.processor)
+    folder = Path(settings.model)
+    base = processor_class_from_name(family.processor)
+    if base is None:
+        raise ValueError(f"transformers has no {family.processor}")
     # its check of the arguments' classes needs torchvision, for the video processor
     own = type(family.processor, (base,), {"check_argument_for_proper_class": lambda *_: None})
     file = folder / "processor_config.json"
