@@ -11,7 +11,7 @@ import pytest
 from halftune.core.errors import DataError
 from halftune.data.batch import collate
 from halftune.data.order import Span, best_fit_decreasing, epoch_rows
-from halftune.data.split import TokenizedSplit, choose_rows, hold_out, weigh
+from halftune.data.split import TokenizedSplit, choose_rows, hold_out, weigh, without_copies
 from halftune.data.store import NO_LABEL, Example, Segment, build_store
 
 
@@ -183,3 +183,15 @@ def test_a_packed_row_without_a_tail():
     batch = collate([sample(*range(8))], 99, packed=True).extras
     assert batch["cu_seq_lens_q"].tolist() == [0, 8]
     assert batch["max_length_q"] == 8
+
+
+def test_copies_are_left_out_across_sources():
+    def one(ids, label, **columns):
+        return Example((Segment(np.array(ids, np.int32), np.array([False, label])),), columns)
+
+    first = [one([1, 2], True), one([1, 2], True), one([3, 4], True)]
+    second = [one([3, 4], True), one([3, 4], False), one([5, 6], True)]
+    places = [np.zeros((3, 2), np.int32)] * 2
+    stores = [build_store(part, at, ()) for part, at in zip((first, second), places, strict=True)]
+    ranges = without_copies(stores, [np.arange(3), np.arange(3, 6)])
+    assert [part.tolist() for part in ranges] == [[0, 2], [4, 5]]

@@ -177,6 +177,18 @@ def test_a_system_message_that_is_refused_can_be_merged(train):
     assert MERGED_SYSTEM not in train("GEMMA", FOUR, family="gemma", merge_system=True)[2].notes
 
 
+def test_system_messages_of_a_source_are_left_out(make_tokenizer, make_config, write):
+    path = write([{"messages": [SYSTEM, *FOUR]}, {"messages": FOUR}])
+    tokenizer = make_tokenizer("qwen2")
+    for system in (None, "Be long."):
+        config = make_config({"path": str(path), "drop_system": True}, system=system, deduplicate=True)
+        train = prepare(config, tokenizer).train
+        text = tokenizer.decode(train.example(0).segments[0].input_ids)
+        assert len(train) == 1, "without their system messages, the rows are copies"
+        assert ("Be long." in text) == (system is not None)
+        assert "brief" not in text
+
+
 def test_what_a_template_leaves_out_is_named(train):
     _, whole, report = train("PLAIN_USERS", [SYSTEM, *FOUR], family="qwen2")
     assert "brief" not in whole

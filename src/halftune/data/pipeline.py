@@ -35,7 +35,7 @@ from halftune.data.detect import detect_for
 from halftune.data.offset_tokenizer import backend_json
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
 from halftune.data.sources import Rows, Source, TakenRows, open_source
-from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh
+from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
 from halftune.data.store import Example, StoreWriter, TokenStore, load_store
 from halftune.data.template_features import NO_SYSTEM
 from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
@@ -176,9 +176,9 @@ def prepare(
     settings = replace(_settings(config, _day_written(tokenizer, day)), images=images)
     train_stores, train_reports, train_prints = _sources(data.train, config, tokenizer, settings)
     ranges = _ranges(train_stores)
+    ranges = without_copies(train_stores, ranges) if data.deduplicate else ranges
     evaluation: TokenizedSplit | None = None
-    eval_reports: list[SourceReport] = []
-    eval_prints: list[str] = []
+    eval_reports, eval_prints = list[SourceReport](), list[str]()
     if data.eval_split:
         kept, out = _hold_out(train_stores, data.eval_split, seed)
         ranges = [np.intersect1d(places, kept) for places in ranges]
@@ -224,12 +224,13 @@ def _source(
     source: Source, config: RunConfig, tokenizer: PreTrainedTokenizerBase, settings: Settings
 ) -> tuple[TokenStore, SourceReport]:
     section, seed = source.section, config.training.seed
+    settings = replace(settings, drop_system=section.drop_system)
     if settings.images is not None:
         settings = replace(settings, images=settings.images.of_source(section.path, config.data.media_folder))
 
     def make(folder: Path | None) -> Tokenised:
         rows = source.read()
-        if section.samples is not None and section.samples > len(rows):
+        if (section.samples or 0) > len(rows):
             log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
         chosen = choose_rows(len(rows), section.samples, seed=seed, first=section.sampling == "first")
         store, report = _tokenize(rows, chosen, section, config, tokenizer, settings, folder)
@@ -244,9 +245,8 @@ def _source(
             "reading": section.model_dump(exclude={"weight", "name"}),
             "seed": seed if section.samples is not None else None,
         }
-        store, values = cached(
-            cache_key(tokenizer, parts), make, None if settings.images is None else settings.images.unchanged
-        )
+        valid = settings.images.unchanged if settings.images else None
+        store, values = cached(cache_key(tokenizer, parts), make, valid)
     report = SourceReport.from_dict(values)
     log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
     _warn(report, config.data.max_length)

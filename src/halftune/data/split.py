@@ -10,10 +10,13 @@ import numpy as np
 
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
+from halftune.core.log import get_logger
 from halftune.data.order import BatchRule, Span, epoch_rows, ordered, padded_batches, padded_tokens
 from halftune.data.report import Efficiency
 from halftune.data.store import Example, Segment, TokenStore
 from halftune.plan.tree import batch_size
+
+log = get_logger(__name__)
 
 _CHOOSE, _HOLD_OUT, _WEIGH = 1, 2, 3  # independent random streams of one seed
 
@@ -36,6 +39,27 @@ def contents(stores: Sequence[TokenStore]) -> np.ndarray:
             digest = hashlib.blake2b(store.ids[start:end].tobytes() + store.digests(place), digest_size=16).digest()
             found.append(numbers.setdefault(digest, len(numbers)))
     return np.array(found, dtype=np.int64)
+
+
+def without_copies(stores: Sequence[TokenStore], ranges: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The positions of ``ranges`` without samples whose tokens, labels and columns an earlier one has.
+
+    Args:
+        stores: tokenised sources.
+        ranges: int64, positions in the concatenated stores, one array for each.
+    """
+    seen, firsts, start = set[bytes](), list[int](), 0
+    for store in stores:
+        for place, (first, last) in enumerate(pairwise(store.offsets[store.firsts].tolist())):
+            parts = (store.ids[first:last], store.labelled[first:last], store.columns[place])
+            content = b"".join(part.tobytes() for part in parts) + store.digests(place)
+            digest = hashlib.blake2b(content, digest_size=16).digest()
+            if digest not in seen:
+                seen.add(digest)
+                firsts.append(start + place)
+        start += len(store)
+    log.info("data.deduplicate: %s of %s samples are copies", start - len(firsts), start)
+    return [np.intersect1d(places, firsts) for places in ranges]
 
 
 def hold_out(content: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -154,17 +154,35 @@ def _tool_conversation(*ids: str) -> list[Message]:
     return [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *results, _ANSWER]
 
 
-def merge_system(made: Conversation) -> Conversation:
-    """Merge the system message into the first user message.
+def without_system(made: Conversation) -> Conversation:
+    """Leave out the system message."""
+    if made.messages[0]["role"] != "system" or len(made.messages) == 1:
+        return made
+    return replace(made, messages=made.messages[1:], train=made.train[1:])
+
+
+def fit_system(made: Conversation, features: TemplateFeatures, *, merge: bool) -> Conversation:
+    """The conversation as a template with these features can render it.
+
+    Args:
+        made: a conversation.
+        features: of the chat template.
+        merge: put a system message that is not supported before the first user message.
 
     Raises:
-        RowDropped: no user message follows.
+        RowDropped: the template refuses system messages; or no user message follows.
     """
+    if made.messages[0]["role"] != "system" or features.system:
+        return made
+    if not merge and features.system_rejected:
+        raise RowDropped(NO_SYSTEM)
+    if not merge:
+        return made
     first, *others = made.messages
     if not others or others[0]["role"] != "user":
         raise RowDropped(f"{NO_SYSTEM}, and no user message follows")
     question = {**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}
-    return Conversation([question, *others[1:]], made.tools, made.train[1:], (*made.notes, MERGED_SYSTEM))
+    return replace(made, messages=[question, *others[1:]], train=made.train[1:], notes=(*made.notes, MERGED_SYSTEM))
 
 
 def _with_ids(made: Conversation, *, short: bool) -> Conversation:

@@ -28,7 +28,7 @@ from halftune.data.mask import NEUTRALISED, Rendering, render_turns
 from halftune.data.message_placeholders import text_ranges
 from halftune.data.offset_tokenizer import Encoded, OffsetTokenizer
 from halftune.data.store import Example, Segment, TokenTurn, WholeSample
-from halftune.data.template_features import NO_SYSTEM, merge_system
+from halftune.data.template_features import fit_system, without_system
 from halftune.hardware.probe import cpu_cores
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class Settings:
     Attributes:
         method, train_on: as ``method.type`` and ``method.train_on``.
         max_length, overlong: as ``data.max_length`` (in tokens) and ``data.overlong``.
-        system: system message for conversations without one; None for none.
-        merge_system: merge unsupported system messages into the first user message.
+        system, merge_system: as in ``data``.
+        drop_system: as in the source.
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
         train_line_break, group: as ``method.train_line_break`` and ``method.rows``.
@@ -143,6 +143,7 @@ class Settings:
     merge_system: bool = False
     template_variables: dict[str, Any] = field(default_factory=dict)
     day: str | None = None
+    drop_system: bool = False
     train_line_break: bool = False
     group: int = 1
     images: ImageSettings | None = None
@@ -247,8 +248,8 @@ class RowTokenizer:
     def _render(self, row: Mapping[str, Any], outcome: Outcome) -> tuple[Rendering, ...]:
         """One rendering per segment of the example; the columns are set in the outcome."""
         renamed = self._reading.rename(row)
-        missing = holds_missing(renamed)
-        renamed = with_nulls(renamed) if missing else renamed
+        if missing := holds_missing(renamed):
+            renamed = with_nulls(renamed)
         made = self._reading.format.read(renamed) if self._images is None else self._images.read(self._reading, renamed)
         if isinstance(made, str):
             found = (self._render_document(made),)
@@ -285,16 +286,13 @@ class RowTokenizer:
 
     def _with_system(self, made: Conversation) -> Conversation:
         assert self._template is not None
-        system, features = self._settings.system, self._template.features
-        if system and made.messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *made.messages]
-            made = Conversation(messages, made.tools, (None, *made.train), made.notes)
-        if made.messages[0]["role"] == "system" and not features.system:
-            if self._settings.merge_system:
-                return merge_system(made)
-            if features.system_rejected:
-                raise RowDropped(NO_SYSTEM)
-        return made
+        settings = self._settings
+        if settings.drop_system:
+            made = without_system(made)
+        if settings.system and made.messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": settings.system}, *made.messages]
+            made = replace(made, messages=messages, train=(None, *made.train))
+        return fit_system(made, self._template.features, merge=settings.merge_system)
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
         outcome.characters, outcome.lost = sum(len(one.text) for one in renderings), "".join(one.lost for one in tokens)
@@ -304,9 +302,7 @@ class RowTokenizer:
             return
         try:
             masked = map(self._mask, renderings, tokens, [outcome] * len(tokens))
-            segments = [
-                self._fit(index, one, outcome, each.media) for one, each in zip(masked, renderings, strict=True)
-            ]
+            segments = [self._fit(index, one, outcome, of.media) for one, of in zip(masked, renderings, strict=True)]
             cut = len(segments) > 1 and outcome.truncated
             outcome.examples = [Example(tuple(overlong.same_prompt(segments) if cut else segments), outcome.columns)]
         except RowDropped as reason:

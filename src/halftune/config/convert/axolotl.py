@@ -68,7 +68,7 @@ FLAGS = {
 }
 # What is read of an entry of `datasets`; each other key of it is named in the report.
 READ = {
-    *("shards_idx", "preprocess_shards", "field_chosen", "field_rejected"),
+    *("drop_system_message", "shards_idx", "preprocess_shards", "field_chosen", "field_rejected"),
     *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "field_tools"),
     *("message_property_mappings", "message_field_role", "message_field_content", *keys.LABELS),
 }
@@ -190,6 +190,7 @@ def _data(draft: Draft, method: str) -> None:
         images.labels(draft)
         images.length(draft)
     axolotl_template(draft)
+    draft.move("dataset_exact_deduplication", "data.deduplicate", bool)
     draft.move("sample_packing", "data.packing", bool)
     draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "rows that are too long are dropped")
     draft.default("data.overlong", "drop", "excess_length_strategy")
@@ -264,6 +265,7 @@ def _source(entry: Any, method: str) -> tuple[dict[str, Any], str]:
         "format": form,
         "prompt": prompt,
         "columns": _columns(entry, kind),
+        "drop_system": bool(entry.get("drop_system_message")),
     }
     if method:
         source, change = preference.axolotl_source(entry, source, method)

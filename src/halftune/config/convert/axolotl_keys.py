@@ -144,7 +144,6 @@ CHANGED = {
     "curriculum_sampling": "data is shuffled every epoch",
     "shuffle_before_merging_datasets": "data is shuffled every epoch",
     "skip_prepare_dataset": "data is always tokenised beforehand",
-    "dataset_exact_deduplication": "equal rows are kept",
     "min_sample_len": "short rows are kept",
     "special_tokens": "the tokenizer's own hold: change them there",
     "tokenizer_use_mistral_common": "the tokenizer of transformers is used",
@@ -222,7 +221,6 @@ LABELS = {
     "message_field_training": (("train",), _MARKS),
     "message_field_training_detail": ((), "parts of a message cannot be marked"),
     "shards": ((1,), _SHARD),
-    "drop_system_message": ((False,), "system messages are kept: remove them from the data"),
     "split_thinking": ((False,), "thinking inside an answer stays there, unless the chat template parts it"),
 }
 # Plugins whose loss changes nothing that is learned; each other one may.

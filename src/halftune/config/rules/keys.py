@@ -327,6 +327,14 @@ def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]
         )
 
 
+@rule("config.keys_conflict", "data.deduplicate", "method.type")
+def copies_are_of_rows(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Copies are found among examples; those of some methods are groups of rows."""
+    if run.data.deduplicate and run.method.rows > 1:
+        what = f"is not supported with method: {run.method.type}, whose examples are groups of rows"
+        yield Violation(("data", "deduplicate"), what, "remove the copies from the file")
+
+
 @rule("config.no_effect", "data.packing", "method.type")
 def packing_split_needs_packing(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Splitting requires packing, and examples with one segment."""

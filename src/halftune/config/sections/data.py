@@ -49,6 +49,9 @@ class SourceSection(Section):
     sampling: Literal["random", "first"] = "random"
     """Which rows `samples` takes: `random` ones, chosen by `training.seed`, or the `first` ones."""
 
+    drop_system: Flag = False
+    """Leave out the rows' system messages; `data.system` may add another one."""
+
     weight: Annotated[Number, Field(gt=0)] = 1.0
     """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
 
@@ -84,6 +87,9 @@ class DataSection(Section):
 
     eval: Annotated[tuple[EvalSourceSection, ...], LISTED] = ()
     """Evaluation sources, like `train`; each may have a name."""
+
+    deduplicate: Flag = False
+    """Train each sample once: of those with equal tokens and labels, the first one is kept."""
 
     eval_split: Annotated[Number, Field(ge=0)] = 0.0
     """Without `eval`: hold out this share (below 1) or this many (1 and above) of the training samples."""
