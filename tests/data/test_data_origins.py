@@ -94,7 +94,7 @@ def test_a_saved_store_is_the_same(store: TokenStore, tmp_path: Path) -> None:
     np.save(tmp_path / "origins.npy", store.origins[:1])
     with pytest.raises(ValueError, match="different lengths"):
         load_store(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.npy")} == {*stores._ARRAYS, stores._COLUMNS}
+    assert {path.stem for path in tmp_path.glob("*.npy")} == {*stores._ARRAYS, stores._COLUMNS, *stores._MEDIA}
 
 
 def test_a_file_that_is_cut_under_the_run_is_said(store: TokenStore, tmp_path: Path) -> None:
