@@ -56,6 +56,17 @@ class Rated:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """Messages that the model is to answer in training.
+
+    Attributes:
+        conversation: the last message is not the assistant's.
+    """
+
+    conversation: Conversation
+
+
+@dataclass(frozen=True)
 class Prompted:
     """An answer to a prompt that no chat template renders.
 
@@ -70,7 +81,7 @@ class Prompted:
     answer: str
 
 
-Record = Conversation | Preference | Rated | Prompted | str  # a string is a document
+Record = Conversation | Preference | Rated | Prompt | Prompted | str  # a string is a document
 
 
 class RowError(Exception):
@@ -79,6 +90,15 @@ class RowError(Exception):
     def __init__(self, what: str, remedy: str = "correct or remove the row", code: str = "data.malformed_row") -> None:
         super().__init__(what, remedy)
         self.what, self.remedy, self.code = what, remedy, code
+
+
+class BadRow(Exception):
+    """A row that stops training; ``args`` are its index in the batch, the message, the remedy and the error code."""
+
+    @property
+    def code(self) -> str:
+        """The error code."""
+        return self.args[3]
 
 
 class RowDropped(Exception):

@@ -182,6 +182,8 @@ def detect_for(method: Method, rows: Collection[Mapping[str, Any]], section: Sou
         section = section.model_copy(update={"columns": {**section.columns, "label": "kto_tag"}})
     if method.records[0] in ("preference", "rated"):
         return detect(rows, section, section.path, method.records)
+    if method.generates:
+        return detect(rows, section, section.path, method.records)
     reading = detect(rows, section, section.path)
     if reading.format.record not in method.records:
         raise DataError(

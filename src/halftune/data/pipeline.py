@@ -31,6 +31,7 @@ from halftune.core.files import cache_dir
 from halftune.core.log import get_logger
 from halftune.core.manifest import MANIFEST, damage, seal
 from halftune.data.chat import writes_date
+from halftune.data.conversation import BadRow
 from halftune.data.detect import detect_for
 from halftune.data.offset_tokenizer import backend_json
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
@@ -38,7 +39,7 @@ from halftune.data.sources import Rows, Source, TakenRows, open_source
 from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
 from halftune.data.store import Example, StoreWriter, TokenStore, load_store
 from halftune.data.template_features import NO_SYSTEM
-from halftune.data.tokenize import BadRow, Outcome, Settings, tokenize_rows
+from halftune.data.tokenize import Outcome, Settings, tokenize_rows
 
 if TYPE_CHECKING:
     from halftune.data.groups import Grouper
@@ -81,8 +82,8 @@ def code_of(folder: Path) -> str:
 def cached(key: str, make: Make, valid: Callable[[TokenStore], bool] | None = None) -> Tokenised:
     """Return the cached result of ``make``, which writes into the cache.
 
-    Concurrent processes wait for the one that builds it. A corrupt entry is rebuilt. If the cache cannot be written,
-    a warning is logged and the result is kept in memory. An entry for which ``valid`` is false is rebuilt.
+    Concurrent processes wait for the one that builds it. An entry that is corrupt or not ``valid`` is rebuilt. If the
+    cache cannot be written, a warning is logged and the result is kept in memory.
     """
     folder = cache_dir() / "data" / key
     try:
@@ -185,9 +186,8 @@ def prepare(
         evaluation = TokenizedSplit(train_stores, out)
     elif data.eval:
         stores, eval_reports, eval_prints = _sources(data.eval, config, tokenizer, settings)
-        weights = [section.weight for section in data.eval]
-        shown, names = weigh(_ranges(stores), weights, seed=seed), [section.name for section in data.eval]
-        evaluation = TokenizedSplit(stores, shown, names)
+        shown = weigh(_ranges(stores), [section.weight for section in data.eval], seed=seed)
+        evaluation = TokenizedSplit(stores, shown, [section.name for section in data.eval])
     train = TokenizedSplit(train_stores, weigh(ranges, [section.weight for section in data.train], seed=seed))
     report = DataReport(
         train=train_reports,
@@ -281,7 +281,7 @@ def _settings(config: RunConfig, day: str | None) -> Settings:
     return Settings(
         method=method.type,
         train_on=_train_on(method),
-        max_length=config.data.max_length,
+        max_length=config.data.max_length - method.answer_tokens,
         overlong=config.data.overlong,
         system=config.data.system,
         merge_system=config.data.merge_system,

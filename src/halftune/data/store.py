@@ -22,7 +22,8 @@ class Segment:
     Attributes:
         input_ids: int32[T].
         loss_mask: bool[T], tokens with a label. The first token's label is ignored: nothing predicts it.
-        media: references of its images as ``media.reference.pack`` writes them; empty for text.
+        media: references of its images as ``media.reference.pack`` writes them, or the row of a prompt as JSON;
+            empty for text.
     """
 
     input_ids: np.ndarray
@@ -166,10 +167,12 @@ class TokenStore:
         return self.media[self.media_at[place, 1] : self.media_at[place, 2]].tobytes()
 
     def digests(self, index: int) -> bytes:
-        """The digests of an example's images, in order; empty for text."""
+        """The digests of an example's images in order, or the row of a prompt; empty for text."""
         if not len(self.media_at):
             return b""
-        stored = map(self.media_of, range(self.firsts[index], self.firsts[index + 1]))
+        stored = [self.media_of(number) for number in range(self.firsts[index], self.firsts[index + 1])]
+        if stored[0].startswith(b"{"):
+            return stored[0]
         return "".join(ref["digest"] for one in stored if one for ref in json.loads(one)).encode()
 
     def _check_length(self) -> None:

@@ -21,7 +21,7 @@ from halftune.core.time_limit import OutOfTime
 from halftune.data import overlong
 from halftune.data.chat import ChatTemplate, conversation_limits, too_much
 from halftune.data.control_tokens import ControlTokens, special_tokens
-from halftune.data.conversation import Conversation, Preference, Prompted, Rated, RowDropped, RowError
+from halftune.data.conversation import BadRow, Conversation, Preference, Prompted, Rated, RowDropped, RowError
 from halftune.data.detect import Reading
 from halftune.data.formats.fields import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
@@ -54,7 +54,7 @@ def tokenize_rows(
         BadRow: with the row's index.
         DataError: the tokenizer is not supported, or a worker was killed.
     """
-    row_tokenizer = RowTokenizer(tokenizer, reading, settings)  # also with workers, to raise errors here
+    row_tokenizer = _make(tokenizer, reading, settings)  # also with workers, to raise errors here
     remaining = iter(rows)
     chunks = iter(lambda: list(islice(remaining, CHUNK)), [])
     count = min(_count(num_workers, len(rows)), -(-len(rows) // CHUNK))
@@ -106,7 +106,7 @@ def _tokenize(row_tokenizer: RowTokenizer, rows: Sequence[Mapping[str, Any]]) ->
 def _start(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> None:
     global _row_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
-    _row_tokenizer = RowTokenizer(tokenizer, reading, settings)
+    _row_tokenizer = _make(tokenizer, reading, settings)
 
 
 def _work(rows: Sequence[Mapping[str, Any]]) -> list[Outcome] | BadRow:
@@ -171,13 +171,12 @@ class Outcome:
     columns: dict[str, float] = field(default_factory=dict)
 
 
-class BadRow(Exception):
-    """A row that stops training; ``args`` are its index in the batch, the message, the remedy and the error code."""
+def _make(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> RowTokenizer:
+    if settings.method != "grpo":
+        return RowTokenizer(tokenizer, reading, settings)
+    from halftune.data.prompts import PromptTokenizer  # few runs answer prompts
 
-    @property
-    def code(self) -> str:
-        """The error code."""
-        return self.args[3]
+    return PromptTokenizer(tokenizer, reading, settings)
 
 
 class RowTokenizer:

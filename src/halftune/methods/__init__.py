@@ -59,6 +59,15 @@ class AdapterOff:
         with torch.no_grad(), self.policy.without_adapter():
             return self.policy.sequence_logprobs(batch)
 
+    def token_logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """The labels' log-probabilities ``[K]`` of the model without its adapter; see ``PolicyModel.token_logprobs``.
+
+        Raises:
+            PlanError: the model has no adapter.
+        """
+        with torch.no_grad(), self.policy.without_adapter():
+            return self.policy.token_logprobs(batch, temperature)
+
 
 class Method(Protocol):
     """A training method. Its section (``config.sections.method``) says which records it reads.
@@ -97,6 +106,7 @@ METHODS: dict[str, str] = {
     "simpo": "halftune.methods.reference_free:Simpo",
     "orpo": "halftune.methods.reference_free:Orpo",
     "cpo": "halftune.methods.reference_free:Cpo",
+    "grpo": "halftune.methods.grpo:Grpo",
 }
 
 __all__ = ["METHODS", "AdapterOff", "Loss", "Method", "Reference", "make_method"]

@@ -72,7 +72,7 @@ def generate_reply(
     pieces = _Pieces(tokenizer, length, on_text)
     # weights gathered in inference mode cannot be trained afterwards
     without_graph = torch.inference_mode() if sharded is None else torch.no_grad()
-    with _inference_mode(causal, settings), without_graph, autocast(plan.precision, device):
+    with decoding(causal, settings), without_graph, autocast(plan.precision, device):
         answer_1S = causal.generate(
             prompt_1T,
             attention_mask=torch.ones_like(prompt_1T),
@@ -102,11 +102,16 @@ def _prompt(
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def ending_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig) -> list[int]:
+    """Tokens that end an answer: those of the checkpoint's generation config, and the template's ends of turns."""
+    stops = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    return sorted({token for token in (*stops, *end_of_turn_ids(tokenizer)) if token is not None})
+
+
 def _settings(
     generation: GenerationSection, tokenizer: PreTrainedTokenizerBase, own: GenerationConfig, room: int
 ) -> GenerationConfig:
-    stops = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    ends = sorted({token for token in (*stops, *end_of_turn_ids(tokenizer)) if token is not None})
+    ends = ending_ids(tokenizer, own)
     sampling: dict[str, Any] = {}
     if generation.temperature > 0:
         sampling = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k}
@@ -122,7 +127,7 @@ def _settings(
 
 
 @contextmanager
-def _inference_mode(model: Any, settings: GenerationConfig) -> Iterator[None]:
+def decoding(model: Any, settings: GenerationConfig) -> Iterator[None]:
     """Inside, evaluation mode and our decoding settings; the checkpoint's would fill in unset ones."""
     training, own = [module for module in model.modules() if module.training], model.generation_config
     model.eval()

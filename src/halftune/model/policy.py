@@ -121,6 +121,12 @@ class PolicyModel:
         return _sums_of_segments(batch, labels, places, values)
 
     @staticmethod
+    def label_segments(batch: Batch) -> torch.Tensor:
+        """The segment of each label, in the order of :meth:`token_logprobs`: int64 ``[K]``."""
+        labels = labels_of(batch)
+        return _owners(batch, labels, labels.places())
+
+    @staticmethod
     def label_counts(batch: Batch) -> torch.Tensor:
         """Number of labels per segment: fp64 ``[S]`` (fp32 on MPS)."""
         labels = labels_of(batch)
@@ -252,13 +258,17 @@ def _base(model: nn.Module) -> Any:
 
 def _sums_of_segments(batch: Batch, labels: Labels, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Sum of the values ``[K]`` at K places among the B·P targets, per segment: fp64 ``[S]`` (fp32 on MPS)."""
-    if "seq_idx" in batch.tokens:  # packed: the label of position t is at t + 1
-        owners = batch.tokens["seq_idx"][0, labels.positions[places] + 1].long()
-    else:
-        owners = places // labels.positions.numel()
+    owners = _owners(batch, labels, places)
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     sums = torch.zeros(len(batch.segment_of_example), dtype=wide, device=values.device)
     return sums.index_add(0, owners, values.to(wide))
+
+
+def _owners(batch: Batch, labels: Labels, places: torch.Tensor) -> torch.Tensor:
+    """The segment of each of K places among the B·P targets: int64 ``[K]``."""
+    if "seq_idx" in batch.tokens:  # packed: the label of position t is at t + 1
+        return batch.tokens["seq_idx"][0, labels.positions[places] + 1].long()
+    return places // labels.positions.numel()
 
 
 def check_router_loss(model: nn.Module) -> None:

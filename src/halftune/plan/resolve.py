@@ -8,7 +8,7 @@ from halftune.config.facts.families import other_class
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
-from halftune.config.sections.method import ReferenceMethod
+from halftune.config.sections.method import GrpoMethod, ReferenceMethod
 from halftune.config.sections.model import LoraAdapter, ModelSection, NoAdapter
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.choice import Choice
@@ -72,6 +72,12 @@ def plan_method(config: RunConfig, facts: ModelFacts) -> MethodPlan:
         from halftune.plan.score_head import score_head  # few runs train a reward model
 
         return MethodPlan(name, NO_REFERENCE, score_head(facts))
+    if method.generates and config.distributed.strategy not in ("auto", "ddp"):
+        what = f"strategy: {config.distributed.strategy} is not supported with method: {method.type}"
+        where, remedy = "distributed.strategy", "set distributed.strategy: ddp"
+        raise PlanError(what, where=where, remedy=remedy, code="plan.generation_needs_whole_model")
+    if isinstance(method, GrpoMethod) and method.beta:
+        method = ReferenceMethod(reference="adapter_off")
     if not isinstance(method, ReferenceMethod):
         return MethodPlan(name, NO_REFERENCE)
     lora = adapter if isinstance(adapter, LoraAdapter) else None
@@ -127,7 +133,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         PlanError: this machine or model cannot honour what was asked; says why and what could be done, of everything
             that it cannot.
     """
-    config, added = _with_images(config, facts), None
+    config, added = _with_images(_whole_where_generating(config), facts), None
     if config.model.tokens.add:
         from halftune.plan.added_tokens import with_added_tokens  # few runs add tokens
 
@@ -171,6 +177,13 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         added_tokens=added,
         train_only=_trained(config, facts),
     )
+
+
+def _whole_where_generating(config: RunConfig) -> RunConfig:
+    """A model that answers prompts in training is whole on each device."""
+    if not config.method.generates or config.distributed.strategy != "auto":
+        return config
+    return config.model_copy(update={"distributed": config.distributed.model_copy(update={"strategy": "ddp"})})
 
 
 def _with_images(config: RunConfig, facts: ModelFacts) -> RunConfig:

@@ -122,8 +122,8 @@ class Feed:
 
     @property
     def packing(self) -> bool:
-        """Whether rows are packed."""
-        return self.batch.packing.value
+        """Whether rows are packed; prompts are not, but answers to them may be."""
+        return self.batch.packing.value and not self.config.method.generates
 
     def for_evaluation(self, split: TokenizedSplit, rows: int | None) -> Feed:
         """A feed of an evaluation split; ``rows`` of a forward pass, or as in training."""

@@ -114,6 +114,10 @@ def build(
 
 def with_reference(run: TrainState) -> TrainState:
     """The run, with the log-probabilities of the model before training where the plan says so."""
+    if run.config.method.generates:
+        from halftune.train.rollout import Rollouts  # few runs answer prompts
+
+        run.rollouts = Rollouts(run)
     if run.plan.method.reference.value != "precomputed":
         return run
     from halftune.train.reference import precompute  # few runs need it

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the files of a run are read, and its report is written, wit
     from halftune.methods import Method, Reference
     from halftune.train.feed import Feed
     from halftune.train.parallel.strategy import Strategy
+    from halftune.train.rollout import Rollouts
     from halftune.train.run_inputs import InputChanges
 
 
@@ -48,6 +49,7 @@ class TrainState:
         eval_feed: batches of the evaluation split, or None.
         reference, eval_reference: the model before training, as log-probabilities that were computed then for training
             and evaluation data; None where the adapter is switched off instead, or none is needed.
+        rollouts: answers prompts, for methods that learn from the model's own answers.
         position: what a step number means in this data (``train.resume.position``).
         micro_batch: planned rows of a forward pass; ``feed`` may have come to fewer.
         total_steps: optimizer steps of the whole run.
@@ -87,6 +89,7 @@ class TrainState:
     steps_per_epoch: int
     reference: Reference | None = None
     eval_reference: Reference | None = None
+    rollouts: Rollouts | None = None
     step: int = 0
     epoch: float = 0.0
     best: tuple[int, float] | None = None

@@ -86,7 +86,7 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
                 left = sum_over_processes(run.accelerator, [float(left)])[0] > 0
             if left:
                 break
-            for batch in batches:
+            for batch in batches if run.rollouts is None else run.rollouts(batches, feed):
                 if batch.weight or together:
                     with forward_pass(run):
                         losses[name].append(_loss(run, _policy(run, run.model), batch, run.eval_reference))
@@ -251,6 +251,7 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
         NonFiniteStep: loss or gradient are not finite; the weights are as they were.
         TrainingError: memory ran out while the weights were updated.
     """
+    batches = batches if run.rollouts is None else run.rollouts(batches, run.feed)
     counts = [[batch.fed, batch.real, batch.trained, batch.weight] for batch in batches]
     *tokens, weight = sum_over_processes(run.accelerator, [sum(column) for column in zip(*counts, strict=True)])
     # Gradients are averaged over processes; the loss wants their sum.

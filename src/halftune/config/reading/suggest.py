@@ -122,7 +122,7 @@ WORDS = {
 # Words and keys of unsupported features, by a word of the list in which they are looked up.
 _LATER = "it is not supported yet"
 _QUANTISE = "write model.quantization: nf4 (4 bit) or int8"
-_REWARDS = "reinforcement learning is not supported yet"
+_REWARDS = "reinforcement learning by this method is not supported yet"
 _THEIRS = {
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
@@ -144,7 +144,7 @@ LATER: dict[str, dict[str, str]] = {
 }
 KEYS_LATER: dict[str, str] = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_config"), _QUANTISE),
-    **dict.fromkeys(("rl", "grpo"), "did you mean method.type? Reinforcement learning is not supported yet"),
+    **dict.fromkeys(("rl", "grpo"), "did you mean method: grpo?"),
     "pref_loss": "did you mean method.loss?",
     "reward_model": "did you mean method: reward?",
     "dpo": "did you mean method: dpo?",

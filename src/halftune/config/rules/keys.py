@@ -303,36 +303,42 @@ def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]
     for part in ("train", "eval"):
         for index, source in enumerate(getattr(run.data, part)):
             key = ("data", part, index, "format")
+            name = f"method: {run.method.type}"
             if rows == "preference" and source.format not in ("auto", "preference"):
-                what = f"{source.format} rows have one answer, but method: {run.method.type} requires pairs"
+                what = f"{source.format} rows have one answer, but {name} requires pairs"
                 yield Violation(key, what, "use format: preference, or method: sft")
             elif rows == "rated" and source.format not in ("auto", "rated"):
-                what = f"method: {run.method.type} requires rated answers, not {source.format} rows"
+                what = f"{name} requires rated answers, not {source.format} rows"
                 yield Violation(key, what, "use format: rated", code="data.rated_answers")
             elif rows != "preference" and source.format == "preference":
-                what = f"method: {run.method.type} does not support pairs of answers"
-                yield Violation(key, what, "use method: dpo")
+                yield Violation(key, f"{name} does not support pairs of answers", "use method: dpo")
             elif rows != "rated" and source.format == "rated":
-                what = f"method: {run.method.type} does not support rated answers"
+                what = f"{name} does not support rated answers"
                 yield Violation(key, what, "use method: kto", code="data.rated_answers")
+            elif rows != "prompt" and source.format == "prompt":
+                what = f"{name} requires answers, and prompts have none"
+                yield Violation(key, what, "use method: grpo", code="data.unknown_format")
             elif not pretrain and source.format == "text":
                 what = "method: sft requires answers; plain text has none"
                 yield Violation(key, what, "use method: pretrain", code="data.text_without_answers")
     if pretrain and run.data.system is not None:
-        yield Violation(
-            ("data", "system"),
-            "has no effect with method: pretrain",
-            "remove it, or use method: sft",
-            code="config.no_effect",
-        )
+        what, remedy = "has no effect with method: pretrain", "remove it, or use method: sft"
+        yield Violation(("data", "system"), what, remedy, code="config.no_effect")
 
 
-@rule("config.keys_conflict", "data.deduplicate", "method.type")
-def copies_are_of_rows(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Copies are found among examples; those of some methods are groups of rows."""
+@rule("config.keys_conflict", "method.type", "data.deduplicate", "data.max_length", "training.tokens_per_batch")
+def examples_are_what_is_counted(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Copies are found among examples; prompt and answer fit into a sample, and answers are not known beforehand."""
+    name = f"method: {run.method.type}"
     if run.data.deduplicate and run.method.rows > 1:
-        what = f"is not supported with method: {run.method.type}, whose examples are groups of rows"
+        what = f"is not supported with {name}, whose examples are groups of rows"
         yield Violation(("data", "deduplicate"), what, "remove the copies from the file")
+    if run.method.answer_tokens + 8 > run.data.max_length:
+        what = f"leaves no room for a prompt in data.max_length ({run.data.max_length})"
+        yield Violation(("method", "max_completion_length"), what, "raise data.max_length, or lower it")
+    if run.method.generates and run.training.tokens_per_batch is not None:
+        what = f"is not supported with {name}"
+        yield Violation(("training", "tokens_per_batch"), what, "set training.per_device_train_batch_size: prompts")
 
 
 @rule("config.no_effect", "data.packing", "method.type")

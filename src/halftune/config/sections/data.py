@@ -18,7 +18,7 @@ BUILTIN_DATA: dict[str, str] = {
 }
 
 
-FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "rated", "text"]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "rated", "prompt", "text"]
 """The row formats in the order of detection; each is the file of this name in ``halftune.data.formats``."""
 
 

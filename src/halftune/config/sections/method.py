@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from halftune.config.sections import TYPED, Flag, Int, Number, Section
+from halftune.config.sections import LISTED, TYPED, Flag, Int, Number, Section
 
-RecordName = Literal["conversation", "document", "preference", "rated"]
+RecordName = Literal["conversation", "document", "preference", "rated", "prompt"]
 
 
 class Method(Section):
@@ -19,6 +19,7 @@ class Method(Section):
         learns: what is trained on, as the plan says it.
         records: what its rows say; the first name is what an error asks for.
         segments: token sequences of an example; one forward pass holds all of them.
+        generates: whether the model answers prompts in training, and learns from its own answers.
         needs_reference: whether it compares with the model as it was before training.
         head: what the model ends in: logits of the vocabulary, or one score.
     """
@@ -27,6 +28,7 @@ class Method(Section):
     learns: ClassVar[str]
     records: ClassVar[tuple[RecordName, ...]]
     segments: ClassVar[int] = 1
+    generates: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     head: ClassVar[Literal["tokens", "score"]] = "tokens"
 
@@ -34,6 +36,11 @@ class Method(Section):
     def rows(self) -> int:
         """Rows of data in an example."""
         return 1
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of ``data.max_length`` that are kept free for an answer of the model."""
+        return 0
 
     @property
     def labelled_share(self) -> float:
@@ -225,8 +232,89 @@ class KtoMethod(ReferenceMethod):
         return 2 * self.group_size if self.loss == "kto" else 1
 
 
+class RewardFunctionSection(Section):
+    """A reward of an answer. A plain string is short for `{function: string}`."""
+
+    word: ClassVar[str | None] = "function"
+
+    function: str
+    """`exact_answer`, `matches`, or the name of a function in `file`."""
+
+    file: str | None = None
+    """A Python file with the function, relative to the recipe. It runs with your rights."""
+
+    pattern: str | None = None
+    """For `matches`: a regular expression that the whole answer has to match."""
+
+    weight: Number = 1.0
+    """Factor in the sum of all rewards."""
+
+
+class GrpoMethod(Method):
+    """Group-relative policy optimisation (arXiv:2402.03300): the model answers prompts, and functions reward it."""
+
+    title: ClassVar[str] = "Reinforcement learning (GRPO)"
+    learns: ClassVar[str] = "the model's own answers to prompts, by their rewards relative to the group's"
+    records: ClassVar[tuple[RecordName, ...]] = ("prompt", "conversation")
+    generates: ClassVar[bool] = True
+
+    type: Literal["grpo"]
+    """Reinforcement learning on groups of answers; the batch size counts prompts, and `data.max_length` limits prompt
+    and answer together."""
+
+    rewards: Annotated[tuple[RewardFunctionSection, ...], LISTED, Field(min_length=1)]
+    """Functions that reward an answer; their weighted sum counts."""
+
+    num_generations: Annotated[Int, Field(ge=2)] = 8
+    """Answers to each prompt: a group."""
+
+    max_completion_length: Annotated[Int, Field(ge=1)] = 256
+    """Longest answer in tokens."""
+
+    temperature: Annotated[Number, Field(gt=0)] = 1.0
+    """Temperature of sampling, and of the log-probabilities in the loss."""
+
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability."""
+
+    top_k: Annotated[Int, Field(ge=0)] = 0
+    """Sample from this many of the most likely tokens; 0: from all."""
+
+    beta: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the model below the adapter; 0 computes none."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """Mean over tokens: `grpo` of each answer and then over answers; `dr_grpo` over `max_completion_length` tokens an
+    answer (arXiv:2503.20783); `dapo` over all tokens of the batch (arXiv:2503.14476)."""
+
+    scale_rewards: Flag = True
+    """Divide advantages by the standard deviation of the group's rewards; Dr. GRPO does not."""
+
+    leave_one_out: Flag = False
+    """Compare an answer with the mean of the others of its group, as RLOO (arXiv:2402.14740)."""
+
+    mask_truncated: Flag = False
+    """Answers that reach `max_completion_length` have no labels."""
+
+    @property
+    def segments(self) -> int:  # type: ignore[override]
+        return self.num_generations
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.max_completion_length
+
+
 MethodSection = Annotated[
-    SftMethod | PretrainMethod | DpoMethod | RewardMethod | KtoMethod | SimpoMethod | OrpoMethod | CpoMethod,
+    SftMethod
+    | PretrainMethod
+    | DpoMethod
+    | RewardMethod
+    | KtoMethod
+    | SimpoMethod
+    | OrpoMethod
+    | CpoMethod
+    | GrpoMethod,
     Field(discriminator="type"),
     TYPED,
 ]

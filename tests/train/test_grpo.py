@@ -1,0 +1,185 @@
+"""GRPO: loss and gradients equal TRL's on the same answers; rollouts and rewards."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_model import TOKENS, a_model
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from halftune.config.sections.method import GrpoMethod, RewardFunctionSection
+from halftune.core.errors import ConfigError, TrainingError
+from halftune.data.batch import WEIGHT, Batch, collate
+from halftune.data.store import Example, Segment
+from halftune.methods import AdapterOff
+from halftune.methods.grpo import ADVANTAGES, Grpo, advantages
+from halftune.model.policy import PolicyModel
+from halftune.train.rewards import Rewards, exact_answer, last_number
+
+PROMPTS, GROUP, LONGEST, BETA = 3, 4, 9, 0.2
+
+
+class Accelerator:
+    """What TRL's loss asks of accelerate in one process."""
+
+    num_processes, is_main_process = 1, False
+    gather = gather_for_metrics = staticmethod(lambda tensor: tensor)
+    reduce = staticmethod(lambda tensor, reduction: tensor)
+    autocast = staticmethod(torch.enable_grad)
+
+
+def section(**more: Any) -> GrpoMethod:
+    return GrpoMethod(type="grpo", rewards=("exact_answer",), num_generations=GROUP, **more)  # type: ignore[arg-type]
+
+
+def answers() -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
+    """Prompts, completions of different lengths, and advantages."""
+    prompts = [torch.randint(3, TOKENS, (length,)).tolist() for length in torch.randint(2, 7, (PROMPTS,)).tolist()]
+    lengths = torch.randint(1, LONGEST + 1, (PROMPTS * GROUP,)).tolist()
+    completions = [torch.randint(3, TOKENS, (length,)).tolist() for length in lengths]
+    return [one for one in prompts for _ in range(GROUP)], completions, torch.randn(PROMPTS * GROUP)
+
+
+def batch_of(method: Grpo, prompts: Any, completions: Any, advantage: torch.Tensor, *, packed: bool) -> Batch:
+    segments = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor(prompt + completion, dtype=torch.int32).numpy()
+        segments.append(Segment(ids, torch.arange(len(ids)).numpy() >= len(prompt)))
+    groups = [Example(tuple(segments[i : i + GROUP])) for i in range(0, len(segments), GROUP)]
+    batch = collate(groups, 0, packed=packed)
+    weights = [method.group_weight(sum(int(one.loss_mask.sum()) for one in group.segments)) for group in groups]
+    columns = {WEIGHT: torch.tensor(weights), ADVANTAGES: advantage}
+    return Batch(batch.tokens, batch.extras, columns, batch.segment_of_example, sum(weights), examples=(0, 1, 2))
+
+
+def by_trl(model: Any, prompts: Any, completions: Any, advantage: torch.Tensor, loss: str, beta: float) -> torch.Tensor:
+    def padded(rows: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        longest = max(map(len, rows))
+        fill = [[0] * (longest - len(row)) for row in rows]
+        ids = [pad + row if left else row + pad for row, pad in zip(rows, fill, strict=True)]
+        mask = [[0] * len(pad) + [1] * len(row) if left else [1] * len(row) + [0] * len(pad)
+                for row, pad in zip(rows, fill, strict=True)]  # fmt: skip
+        return torch.tensor(ids), torch.tensor(mask)
+
+    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    vars(trainer).update(
+        model=model, accelerator=Accelerator(), beta=beta, loss_type=loss, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2,
+        use_vllm=False, max_completion_length=LONGEST, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
+        _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
+        args=type("Args", (), {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}),
+    )  # fmt: skip
+    (prompt_ids, prompt_mask), (ids, mask) = padded(prompts, left=True), padded(completions, left=False)
+    inputs = {
+        "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids, "completion_mask": mask,
+        "advantages": advantage, "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    if beta:
+        with torch.no_grad(), model.disable_adapter():
+            whole, masks = torch.cat([prompt_ids, ids], 1), torch.cat([prompt_mask, mask], 1)
+            inputs["ref_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
+                model, whole, masks, ids.shape[1]
+            )[0]
+    return trainer._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
+def test_loss_and_gradients_are_those_of_trl(loss: Any, beta: float, packed: bool) -> None:
+    method = Grpo(section(loss=loss, beta=beta, max_completion_length=LONGEST))
+    model: Any = get_peft_model(a_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    made, policy = answers(), PolicyModel(model)
+    batch = batch_of(method, *made, packed=packed)
+    mine = method.loss(policy, batch, AdapterOff(policy))
+    weights = [one for one in model.parameters() if one.requires_grad]
+    ours = torch.autograd.grad(mine.total / batch.weight, weights)
+    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
+    wanted = by_trl(model, *made, loss, beta)
+    theirs = torch.autograd.grad(wanted, weights)
+    torch.testing.assert_close(mine.total / batch.weight, wanted, rtol=1e-5, atol=1e-6, check_dtype=False)
+    norm = torch.stack([one.norm() for one in theirs]).norm()
+    apart = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
+    assert float(apart / norm) < 1e-5
+    if beta:
+        total, count = mine.metrics["kl"]
+        assert float(total / count) > 0
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    plain = advantages(rewards, scale=False, leave_one_out=False)
+    assert plain.tolist() == [[0.5, -0.5, -0.5, 0.5], [0.0] * 4]
+    scaled = advantages(rewards, scale=True, leave_one_out=False)
+    torch.testing.assert_close(scaled, plain / (rewards.std(dim=1, keepdim=True) + 1e-4))
+    others = advantages(rewards, scale=False, leave_one_out=True)
+    assert others[0].tolist() == pytest.approx([1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("It is 1,234.", 1234.0), ("a 3 #### -4.5", -4.5), ("none", None), ("#### 7 apples of 9", 9.0), ("x = .5", 0.5)],
+)
+def test_the_last_number(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_exact_answers() -> None:
+    answers = ["#### 1,000", "blue", "5", "5"]
+    assert exact_answer(["It is 1000.", " blue ", "6", "none"], answers) == [1.0, 1.0, 0.0, 0.0]
+
+
+BAD = {
+    "raises": "def half(**_):\n    raise KeyError('x')\n",
+    "too few": "def half(**_):\n    return [1.0]\n",
+    "not finite": "def half(completions, **_):\n    return [float('inf')] * len(completions)\n",
+    "text": "def half(completions, **_):\n    return ['good'] * len(completions)\n",
+}
+
+
+def rewards_of(folder: Path, code: str, *more: dict[str, Any]) -> Rewards:
+    (folder / "mine.py").write_text(code)
+    sections = [{"function": "half", "file": str(folder / "mine.py")}, *more]
+    return Rewards([RewardFunctionSection.model_validate(one) for one in sections])
+
+
+def test_rewards_get_the_columns_and_may_be_missing(tmp_path: Path) -> None:
+    code = "def half(answer, prompts, **_):\n    return [a and len(p) for a, p in zip(answer, prompts)]\n"
+    rewards = rewards_of(tmp_path, code, {"function": "matches", "pattern": "a+", "weight": 2})
+    found = rewards(["p", "pp"], ["aa", "ab"], [{"answer": "x"}, {}], "rows")
+    assert found[0, 0] == 1
+    assert found[0, 1].isnan()
+    assert found[1].tolist() == [1.0, 0.0]
+    assert rewards.weights.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_reward_function_that_fails_is_named_with_the_rows(kind: str, tmp_path: Path) -> None:
+    rewards = rewards_of(tmp_path, BAD[kind])
+    with pytest.raises(TrainingError) as error:
+        rewards(["p", "q"], ["a", "b"], [{"answer": "a"}] * 2, "rows.jsonl line 3")
+    assert error.value.code == "train.reward_failed"
+    assert error.value.where == "rows.jsonl line 3"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"function": "exact_anwser"},
+        {"function": "matches", "pattern": "("},
+        {"function": "half", "file": "gone.py"},
+        {"function": "none", "file": "mine.py"},
+    ],
+)
+def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(BAD["raises"])
+    with pytest.raises(ConfigError) as error:
+        Rewards([RewardFunctionSection.model_validate(asked)])
+    assert error.value.code == "config.bad_reward"
