@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,29 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from process_group import curve
 from tiny_model import TOKENS, a_model
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from halftune.config.facts.model import read_model_facts
+from halftune.config.load import load_config
 from halftune.config.sections.method import GrpoMethod, RewardFunctionSection
-from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 from halftune.data.batch import WEIGHT, Batch, collate
+from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
+from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
 from halftune.methods.grpo import ADVANTAGES, Grpo, advantages
 from halftune.model.policy import PolicyModel
+from halftune.model.tokenizer import load_tokenizer
+from halftune.plan import resolve
 from halftune.train.rewards import Rewards, exact_answer, last_number
+from halftune.train.rollout import Sampling
+from halftune.train.trainer import train
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS, GROUP, LONGEST, BETA = 3, 4, 9, 0.2
 
 
@@ -183,3 +194,76 @@ def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: 
     with pytest.raises(ConfigError) as error:
         Rewards([RewardFunctionSection.model_validate(asked)])
     assert error.value.code == "config.bad_reward"
+
+
+def test_noise_samples_from_the_probabilities() -> None:
+    logits, number = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0]), 4000
+    sampling = Sampling(section(temperature=0.7), range(number), torch.device("cpu"))
+    ids = torch.zeros(number, 1, dtype=torch.long)
+    drawn = sampling(ids, logits.expand(number, -1)).argmax(1)
+    again = Sampling(section(temperature=0.7), range(number), torch.device("cpu"))(ids, logits.expand(number, -1))
+    assert torch.equal(again.argmax(1), drawn)
+    expected = (logits / 0.7).softmax(0)
+    found = torch.bincount(drawn, minlength=5) / number
+    assert float((found - expected).abs().max()) < 4 * (0.25 / number) ** 0.5  # four standard deviations
+    few = Sampling(section(top_k=2), range(number), torch.device("cpu"))(ids, logits.expand(number, -1)).argmax(1)
+    assert set(few.tolist()) == {0, 1}
+    likely = Sampling(section(top_p=0.5), range(number), torch.device("cpu"))(ids, logits.expand(number, -1)).argmax(1)
+    assert set(likely.tolist()) == {0}
+
+
+@pytest.fixture
+def own_recipe(tmp_path: Path) -> Any:
+    """The shipped recipe, with other keys, as (config, plan)."""
+
+    def make(**training: Any) -> Any:
+        words = [f"training.{key}={value}" for key, value in training.items()]
+        loaded = load_config(ROOT / "configs" / "grpo.yaml", [*words, "logging.progress=false"])
+        return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+
+    return make
+
+
+@pytest.mark.slow
+def test_the_reward_rises(own_recipe: Any, tmp_path: Path) -> None:
+    folder = train(*own_recipe(output_dir=tmp_path / "run", max_steps=30)).folder
+    rewards = curve(folder, "reward")  # means over five steps
+    assert rewards[-1] > rewards[0] + 0.1
+    assert (folder / "final").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["distributed.strategy=fsdp2"], "plan.generation_needs_whole_model"),
+        (["method.beta=0.1"], "plan.no_reference_model"),
+        (["method.max_completion_length=250"], "config.keys_conflict"),
+        (["training.tokens_per_batch=4096", "training.per_device_train_batch_size=null"], "config.keys_conflict"),
+        (["method.num_generations=1"], "config.invalid_value"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(words: list[str], code: str) -> None:
+    def planned() -> None:
+        loaded = load_config(ROOT / "configs" / "grpo.yaml", words)
+        resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+
+    with pytest.raises(HalftuneError) as error:
+        planned()
+    found = getattr(error.value, "problems", ()) or (error.value,)
+    assert [one.code for one in found] == [code]
+
+
+def test_prompts_are_read_from_conversations_and_from_prompts(tmp_path: Path) -> None:
+    rows = {
+        "talk.jsonl": {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}]},
+        "ask.jsonl": {"prompt": "Hi?", "solution": 4},
+        "list.jsonl": {"prompt": [{"role": "user", "content": "Hi?"}], "answer": "mine"},
+    }
+    tokenizer = load_tokenizer(load_config(ROOT / "configs" / "grpo.yaml").run.model)
+    for name, row in rows.items():
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+        config = load_config(ROOT / "configs" / "grpo.yaml", [f"data.train={tmp_path / name}"]).run
+        segment = prepare(config, tokenizer).train.example(0).segments[0]
+        assert tokenizer.decode(segment.input_ids).endswith("Hi?<|im_end|>\n<|im_start|>assistant\n")
+        assert not segment.loss_mask.any()
+        assert json.loads(segment.media) == (row | {"answer": "Ho."} if name == "talk.jsonl" else row)

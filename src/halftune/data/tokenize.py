@@ -262,6 +262,7 @@ class RowTokenizer:
         elif isinstance(made, Rated):
             found, outcome.columns = (self._render_turns(made.conversation),), {"label": float(made.good)}
         else:
+            assert isinstance(made, Conversation)
             found = (self._render_turns(made),)
             if made.images and self._images is not None:
                 found = (self._images.expand(found[0], made.images),)

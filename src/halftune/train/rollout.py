@@ -16,6 +16,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from halftune.config.sections.method import GrpoMethod
 from halftune.core import heartbeat
+from halftune.core.log import get_logger
 from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
 from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.methods.grpo import ADVANTAGES, Grpo, advantages
@@ -24,6 +25,10 @@ from halftune.precision.dtypes import autocast
 from halftune.train.feed import Feed
 from halftune.train.rewards import Rewards
 from halftune.train.state import TrainState
+
+log = get_logger(__name__)
+
+_EQUAL = 8  # batches
 
 
 class Sampling(LogitsProcessor):
@@ -43,7 +48,7 @@ class Sampling(LogitsProcessor):
             self._warpers.append(TopPLogitsWarper(float(section.top_p)))
         self._random = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Any, scores: Any) -> torch.Tensor:
         """Scores ``[N, V]`` with noise."""
         heartbeat.beat()  # a long answer is no hang
         noise = torch.stack([torch.rand(scores.shape[1], generator=one, device=scores.device) for one in self._random])
@@ -67,7 +72,7 @@ class Rollouts:
         assert isinstance(run.config.method, GrpoMethod)
         assert isinstance(run.method, Grpo)
         self.run, self.section, self.method = run, run.config.method, run.method
-        self.rewards = Rewards(self.section.rewards)
+        self.rewards, self.equal = Rewards(self.section.rewards), 0
         self.causal: Any = run.model.get_base_model() if isinstance(run.model, PeftModel) else run.model
         self.ends = set(ending_ids(run.tokenizer, self.causal.generation_config))
 
@@ -114,6 +119,7 @@ class Rollouts:
         groups = [tuple(segments[start : start + number]) for start in range(0, len(segments), number)]
         made = collate([Example(group) for group in groups], feed.pad_token_id, packed=feed.batch.packing.value)
         rewards = (found * self.rewards.weights[:, None]).nansum(dim=0).view(-1, number)
+        self._watch(rewards)
         lengths = torch.tensor([len(one) for one in answers], dtype=torch.float32).view(-1, number)
         trained = [sum(int(one.loss_mask[1:].sum()) for one in group) for group in groups]
         weights = [1.0 if feed.evaluation else self.method.group_weight(count) for count in trained]
@@ -139,6 +145,15 @@ class Rollouts:
             trained=sum(trained),
             examples=batch.examples,
         )
+
+    def _watch(self, rewards: torch.Tensor) -> None:
+        """Warn once if the first batches had no group with different rewards ``[E, G]``."""
+        if self.equal < 0:
+            return
+        self.equal = self.equal + 1 if bool((rewards == rewards[:, :1]).all()) else -1
+        if self.equal == _EQUAL:
+            what = "in the first %d batches all answers to a prompt had the same reward: nothing is learned from them"
+            log.warning(f"{what}; use rewards that tell answers apart, or more of num_generations", _EQUAL)
 
     def _generate(self, prompts: list[np.ndarray], seeds: list[int]) -> list[np.ndarray]:
         """The answers' ids with the token that ends them, one of each prompt."""

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -166,10 +166,11 @@ class ProgressLines(Callback):
         self.last = now
         eta = "" if left is None or run.step == run.total_steps else f" · ETA {clock(left)}"
         log.info(
-            "step %s/%s · loss %s · lr %s · norm %s · %s · %s%s",
+            "step %s/%s · loss %s%s · lr %s · norm %s · %s · %s%s",
             count(run.step),
             count(run.total_steps),
             significant(line["loss"]),
+            measured(line),
             rate(line["learning_rate"]),
             significant(line["grad_norm"], 3),
             speeds(line["tokens"], line["tokens_real"], line["tokens_trained"], line["seconds"]),
@@ -189,7 +190,16 @@ def evaluation_line(run: TrainState, metrics: dict[str, float]) -> str:
     best = " (best so far)" if run.best is not None and run.best[0] == run.step else ""
     named = {name.removeprefix(EVAL_SET): value for name, value in metrics.items() if name.startswith(EVAL_SET)}
     sets = "".join(f", {name} {significant(value)}" for name, value in named.items())
-    return f"step {count(run.step)} · eval loss {significant(metrics['eval_loss'])}{sets}{best}"
+    own = measured({name.removeprefix("eval_"): value for name, value in metrics.items()})
+    return f"step {count(run.step)} · eval loss {significant(metrics['eval_loss'])}{sets}{own}{best}"
+
+
+def measured(metrics: Mapping[str, Any]) -> str:
+    """`` · reward 0.5`` where the method measures rewards, or `` · accuracy 0.75``; else empty."""
+    shown = {"reward": "reward", "rewards/accuracies": "accuracy"}
+    return "".join(
+        f" · {shown[name]} {significant(metrics[name], 3)}" for name in shown if metrics.get(name) is not None
+    )
 
 
 class StatusLine(Callback):
