@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from halftune.cli import train_main
-from halftune.cli.sweep import TABLE, _values
+from halftune.cli.sweep import SWEEP, TABLE, Trial, _values
+from halftune.config.load import load_config
 from halftune.config.reading.yaml_source import parse
 from halftune.core.errors import ConfigError
+from halftune.train.lock import locked
 
 RECIPE = {
     "model": {"name_or_path": "builtin:qwen2-tiny"},
@@ -64,6 +66,7 @@ def test_random_values_are_in_range_and_the_same_for_a_seed() -> None:
         "samples: true\nkeys: {a: [1]}",
         "seeds: 1\nkeys: {a: [1]}",
         f"keys: {{a: {list(range(40))}, b: {list(range(40))}}}",
+        f"keys: {{{', '.join(f'{key}: {list(range(100))}' for key in 'abcdefgh')}}}",  # 10^16, counted, not listed
     ],
 )
 def test_what_is_no_sweep(text: str) -> None:
@@ -92,6 +95,44 @@ def test_nothing_begins_if_a_trial_cannot(
     assert ended.value.code == 2
     assert f"[{code}]" in capsys.readouterr().err
     assert not Path("all").exists()
+
+
+def test_two_sweeps_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(json.dumps(RECIPE))
+    Path("sweep.yaml").write_text("keys: {adapter.rank: [4, 8]}")
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "recipe.yaml", "--sweep", "sweep.yaml"])
+    with locked(Path("all")), pytest.raises(SystemExit) as ended:
+        train_main()
+    assert ended.value.code == 2
+    assert "[train.folder_locked]" in capsys.readouterr().err
+    assert not Path("all", SWEEP).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        ({}, 3.0),
+        ({"load_best": True}, 2.0),
+        ({"metric_for_best": "eval_loss_b"}, 5.0),
+        ({"metric_for_best": "eval_loss_b", "load_best": True}, 4.0),
+    ],
+)
+def test_the_loss_is_that_of_the_result(options: dict[str, Any], loss: float, tmp_path: Path) -> None:
+    sources = [{"path": "builtin:number-formats-test", "name": name} for name in "ab"]
+    recipe = {**RECIPE, "data": {**RECIPE["data"], "eval": sources}}
+    recipe["training"] = {**RECIPE["training"], "output_dir": str(tmp_path), "eval_steps": 1, **options}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    losses = [
+        {"loss": 9.0},
+        {"eval_loss": 2.0, "eval_loss_b": 4.0},
+        {"loss": 8.0},
+        {"eval_loss": 3.0, "eval_loss_b": 5.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in losses))
+    trial = Trial({}, load_config(tmp_path / "recipe.yaml"), [])
+    trial.read()
+    assert trial.loss == loss
 
 
 @pytest.mark.slow

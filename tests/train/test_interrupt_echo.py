@@ -33,18 +33,19 @@ def heard() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("launched", "second", "wait", "stays"),
     [
-        (True, signal.SIGTERM, 5.0, True),
-        (True, signal.SIGTERM, 0.0, False),
-        (True, signal.SIGINT, 5.0, False),
-        (False, signal.SIGTERM, 5.0, False),
+        ("TORCHELASTIC_RUN_ID", signal.SIGTERM, 5.0, True),
+        ("HALFTUNE_SWEEP", signal.SIGTERM, 5.0, True),
+        ("TORCHELASTIC_RUN_ID", signal.SIGTERM, 0.0, False),
+        ("TORCHELASTIC_RUN_ID", signal.SIGINT, 5.0, False),
+        ("", signal.SIGTERM, 5.0, False),
     ],
 )
 def test_the_same_signal_soon_after_is_its_echo(
-    monkeypatch: pytest.MonkeyPatch, launched: bool, second: signal.Signals, wait: float, stays: bool
+    monkeypatch: pytest.MonkeyPatch, launched: str, second: signal.Signals, wait: float, stays: bool
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launched:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv(launched, "x")
     monkeypatch.setattr(interrupt, "ECHO", wait)
     monkeypatch.setattr(os, "_exit", leave)
     with Interrupts() as interrupts:

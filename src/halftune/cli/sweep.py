@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import random
 import signal
 import subprocess
@@ -22,10 +23,14 @@ from halftune.config.load import LoadedConfig
 from halftune.config.reading.yaml_source import KeyPath, Tree, parse, read_text
 from halftune.core.atomic import whole_file, write_text
 from halftune.core.errors import ConfigError, HalftuneError, TrainingError
+from halftune.core.files import MOST_JSON, read_json
+from halftune.core.files import read_text as read_file
 from halftune.hardware.probe import probe
 from halftune.launch.command import processes
 from halftune.plan import resolve
 from halftune.train.folder import already_finished
+from halftune.train.interrupt import SWEEP as IN_SWEEP
+from halftune.train.lock import check_unlocked, locked
 
 SWEEP, TABLE, PLOT = "sweep.json", "sweep.csv", "sweep.png"
 MOST = 1000  # trials
@@ -44,7 +49,7 @@ class Trial:
         loaded: the recipe with these values.
         words: arguments of ``train`` for it.
         state: ``finished``, ``failed``, ``stopped`` or ``waiting``.
-        loss: the last evaluation loss, else the last training loss; NaN before the first step.
+        loss: the evaluation loss of the result, else the last training loss; NaN before the first step.
         seconds: of all steps.
     """
 
@@ -62,12 +67,16 @@ class Trial:
 
     def read(self) -> None:
         """Take loss and time from the run's metrics."""
-        losses: dict[str, float] = {}
-        self.seconds = 0.0
-        for line in _lines(self.folder / "metrics.jsonl"):
-            self.seconds += line.get("seconds") or 0.0
-            losses |= {name: line[name] for name in ("loss", "eval_loss") if isinstance(line.get(name), float)}
-        self.loss = losses.get("eval_loss", losses.get("loss", math.nan))
+        training = self.loaded.run.training
+        lines = _lines(self.folder / "metrics.jsonl")
+        self.seconds = sum(line.get("seconds") or 0.0 for line in lines)
+        evaluated, trained = (
+            [line[name] for line in lines if isinstance(line.get(name), float)]
+            for name in (training.metric_for_best, "loss")
+        )
+        self.loss = (evaluated or trained or [math.nan])[-1]
+        if training.load_best:
+            self.loss = min((loss for loss in evaluated if not math.isnan(loss)), default=self.loss)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     tree = parse(read_text(path), str(path))
     every = _values(tree)
     folder = Path(load_from(args).run.training.output_dir)
+    check_unlocked(folder)
     _check_folder(folder, every)
     trials = [_trial(args, folder, number, values) for number, values in enumerate(every, start=1)]
     for trial in trials:
@@ -90,15 +100,27 @@ def run(args: argparse.Namespace) -> int:
         except HalftuneError:
             print(f"{trial.folder.name} ({_shown(trial.values)}):", file=sys.stderr)
             raise
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / SWEEP, json.dumps(every, indent=1))
+    with locked(folder):
+        _check_folder(folder, every)  # another sweep may have begun during the checks
+        write_text(folder / SWEEP, json.dumps(every, indent=1))
+        return _train_all(folder, trials)
+
+
+def _train_all(folder: Path, trials: list[Trial]) -> int:
+    """Train the trials that wait, one after the other; the exit code.
+
+    Raises:
+        TrainingError: trials failed.
+    """
     for number, trial in enumerate(trials, start=1):
+        code = 0
         if trial.state == "waiting":
             print(f"\ntrial {number} of {len(trials)}: {_shown(trial.values)}", flush=True)
-            code = _train(trial)
-            trial.state = "finished" if code == 0 else "stopped" if code in _INTERRUPTED else "failed"
+            ended, signalled = _train(trial)
+            code = signalled or (ended if ended in _INTERRUPTED else 0)
+            trial.state = "finished" if ended == 0 else "stopped" if code else "failed"
         trial.read()
-        if trial.state == "stopped":
+        if code:
             _report(folder, trials)
             print("\nthe same command goes on")
             return code
@@ -127,14 +149,12 @@ def _values(tree: Tree) -> list[Values]:
             raise _wrong(tree, (name,), f"expected a whole number, got {value!r}", "")
     for key, one in keys.items():
         _check_range(tree, key, one, random_values=samples is not None)
-    if samples is None:
-        found = [dict(zip(keys, one, strict=True)) for one in itertools.product(*keys.values())]
-    else:
-        draw = random.Random(given.get("seed", 0))
-        found = [{key: _drawn(one, draw) for key, one in keys.items()} for _ in range(min(samples, MOST + 1))]
-    if len(found) > MOST:
+    if (samples or math.prod(map(len, keys.values()))) > MOST:
         raise _wrong(tree, ("keys",), f"more than {MOST:,} trials", "use samples: 20")
-    return found
+    if samples is None:
+        return [dict(zip(keys, one, strict=True)) for one in itertools.product(*keys.values())]
+    draw = random.Random(given.get("seed", 0))
+    return [{key: _drawn(one, draw) for key, one in keys.items()} for _ in range(samples)]
 
 
 def _check_range(tree: Tree, key: str, one: Any, *, random_values: bool) -> None:
@@ -172,7 +192,7 @@ def _wrong(tree: Tree, path: KeyPath, what: str, remedy: str) -> ConfigError:
 def _check_folder(folder: Path, every: list[Values]) -> None:
     """Refuse a folder with another sweep."""
     try:
-        before = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
+        before = read_json(folder / SWEEP, MOST_JSON)
     except (OSError, ValueError):
         return
     if before != json.loads(json.dumps(every)):
@@ -211,21 +231,34 @@ def _check(trial: Trial) -> None:
     check_inputs(trial.loaded, facts)
 
 
-def _train(trial: Trial) -> int:
-    """Train in a process of its own; its exit code. A signal to this process ends the run with a checkpoint."""
-    # in a session of its own: a terminal's Ctrl-C comes to it once, from here
-    child = subprocess.Popen([sys.executable, "-m", "halftune", "train", *trial.words], start_new_session=True)
-    before = {
-        kind: signal.signal(kind, lambda number, _: child.send_signal(number))
-        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(kind) != signal.SIG_IGN
-    }
+def _train(trial: Trial) -> tuple[int, int]:
+    """Train in a process of its own; its exit code, and 128 + the number of a signal that came meanwhile, else 0.
+
+    The signal is passed on, so that the run ends with a checkpoint. The process has a process group of its own: one
+    signal from a terminal reaches it once.
+    """
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    kinds = [signal.Signals(code - 128) for code in _INTERRUPTED]
+    before = {kind: found for kind in kinds if (found := signal.getsignal(kind)) != signal.SIG_IGN}
+    for kind in before:
+        signal.signal(kind, pass_on)
     try:
+        words = [sys.executable, "-m", "halftune", "train", *trial.words]
+        child = subprocess.Popen(words, env={**os.environ, IN_SWEEP: "1"}, process_group=0)
+        if received:  # while it was starting
+            child.send_signal(received[0])
         code = child.wait()
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
-    return 128 - code if code < 0 else code
+    return 128 - code if code < 0 else code, 128 + received[0] if received else 0
 
 
 def _report(folder: Path, trials: list[Trial]) -> None:
@@ -247,7 +280,8 @@ def _report(folder: Path, trials: list[Trial]) -> None:
         print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
     if known:
         _draw(folder / PLOT, known, keys)
-        print(f"\nbest: {order[0].folder} ({_shown(order[0].values)})")
+    if best := next((trial for trial in order if trial.state == "finished" and trial in known), None):
+        print(f"\nbest: {best.folder} ({_shown(best.values)})")
     print(f"table: {folder / TABLE}")
 
 
@@ -275,7 +309,11 @@ def _draw(path: Path, trials: list[Trial], keys: list[str]) -> None:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics; a line that a killed run left unfinished is skipped."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    try:
+        lines = read_file(path).splitlines()
+    except OSError:
+        return []
+    for line in lines:
         try:
             found.append(json.loads(line))
         except ValueError:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # A scheduler that signals every process of a job reaches one of several twice: by itself and through its launcher.
 ECHO = 5.0  # seconds
+SWEEP = "HALFTUNE_SWEEP"  # set for the runs of a sweep, which passes signals on
+_LAUNCHERS = frozenset({"TORCHELASTIC_RUN_ID", SWEEP})
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -72,7 +74,7 @@ def is_echo(number: int, first: int | None, since: float) -> bool:
         number: the signal that came now.
         first, since: the one that came first, and when (``time.monotonic()``).
     """
-    return number == first and "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - since < ECHO
+    return number == first and not _LAUNCHERS.isdisjoint(os.environ) and time.monotonic() - since < ECHO
 
 
 class Interrupts:
