@@ -48,6 +48,17 @@ def test_a_fresh_cache_gets_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "models").glob(".*.writing"))
 
 
+def test_a_full_disk_under_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_folder: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # the class and words of tokenizers
+
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin, "write_tokenizer", full)
+    with pytest.raises(TrainingError) as caught:
+        builtin.materialize("qwen2-tiny")
+    assert (caught.value.code, caught.value.where) == ("core.cache_not_writable", str(tmp_path / "models"))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json", MANIFEST])
 def test_a_damaged_model_in_the_cache_is_made_anew(tmp_path: Path, monkeypatch, name: str) -> None:
     known = materialize("qwen2-tiny")

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from process_group import apart, curve, in_processes, train_all
 
+from halftune.train.reference import _read, _write
 from halftune.train.trainer import train
 
 PRECOMPUTED = "{type: dpo, reference: precomputed}"
@@ -84,6 +86,19 @@ def test_full_fine_tuning_resumes_exactly(of: Any, cache: str, tmp_path: Path) -
     again = train(*of("again", *settings, f"training.resume={whole / 'checkpoint-2'}")).folder
     assert curve(again) == curve(whole)[2:]
     assert curve(again, "eval_loss") == curve(whole, "eval_loss")[1:]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # numpy's reader leaves a corrupt archive open
+def test_a_flipped_bit_of_the_archive_is_seen(tmp_path: Path) -> None:
+    path, values = tmp_path / "kept.npz", np.arange(2.0)[:, None]
+    _write(path, values)
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        found = _read(path, values.shape)
+        assert found is None or np.array_equal(found, values)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])

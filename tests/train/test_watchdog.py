@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from halftune.cli import train as cli
 from halftune.core import heartbeat
-from halftune.core.failures import FILE, PeerLost
+from halftune.core.failures import FILE, NAMED, PeerLost
+from halftune.train.interrupt import Interrupted
 from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.barrier import barrier
@@ -91,6 +93,17 @@ def test_the_one_to_blame_is_named(tmp_path: Path, trouble, code: int, said: str
         own = told(tmp_path, 1)
         assert "no progress" in own["message"]
         assert own["halftune"]["lost"] is False
+
+
+def test_a_stop_of_another_rank_is_no_lost_peer() -> None:
+    watch = object.__new__(Watchdog)
+    watch.store, watch.lock, watch.unreachable = dist.HashStore(), threading.Lock(), False
+    watch.rank, watch.world_size = 1, 2
+    watch.report_failure(Interrupted.after(signal.SIGTERM, 6, Path("run/checkpoint-6")))
+    watch.rank = 0
+    (report,) = watch._failure_reports()
+    lost = watch._as_peer(*report)
+    assert (lost.code, lost.exit_code, NAMED.match(str(lost))) == ("train.interrupted", 128 + signal.SIGTERM, None)
 
 
 def works_alone(folder: Path, rank: int, limit: float, announced: int) -> None:

@@ -75,7 +75,7 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
         return TrainingError(
             "the disk is full",
             where=str(vars(error).get("filename") or ""),
-            remedy="free space, or set another output folder",
+            remedy="free space, or set another output or cache folder (HALFTUNE_CACHE)",
             code="core.disk_full",
         )
     if isinstance(error, MemoryError):

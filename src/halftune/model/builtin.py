@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
-from halftune.core.atomic import whole_folder
+from halftune.core.atomic import is_full, whole_folder
 from halftune.core.errors import ModelError, TrainingError
 from halftune.core.files import cache_dir
 from halftune.core.log import get_logger
@@ -80,7 +80,9 @@ def materialize(name: str) -> Path:
                 with whole_folder(target) as folder:
                     _write_model(name, folder, tokenizer)
                     seal(folder, MANIFEST)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and not is_full(error):
+            raise  # safetensors and tokenizers report a full disk as an error of their own
         raise TrainingError(
             f"cannot write builtin:{name}: {error}",
             where=str(root),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -116,7 +117,7 @@ def _read(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
             values = archive["values"]  # the zip format has a checksum, which is compared here
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
+    except (OSError, ValueError, EOFError, LookupError, RuntimeError, MemoryError, BadZipFile, zlib.error) as error:
         log.warning("corrupt log-probabilities in %s (%s): computing them again", path, error)
         return None
     return values if values.shape == shape and values.dtype == np.float64 else None

@@ -188,7 +188,9 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
     if not os.path.isdir(existing):
         yield Violation(at, f"{existing} is a file, not a folder", "choose another folder")
     elif context.look_at_files and not os.access(existing, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
-        yield Violation(at, f"no permission to write {existing}", "choose another folder")
+        read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        what = f"{existing} is on a read-only file system" if read_only else f"no permission to write {existing}"
+        yield Violation(at, what, "choose another folder")
     model = os.path.realpath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):
         yield Violation(at, "contains the base model, which training would overwrite", "choose another folder")

@@ -168,7 +168,8 @@ class Watchdog:
         what = str(error).strip() or type(error).__name__
         try:
             code = error.exit_code if isinstance(error, HalftuneError) else 0
-            said = json.dumps([f"rank {self.rank} on {socket.gethostname()}: {what}", code])
+            who = "" if code >= 128 else f"rank {self.rank} on {socket.gethostname()}: "  # a signal is meant for all
+            said = json.dumps([f"{who}{what}", code])
             self._ask(lambda: (self.store.set(f"failed/{self.rank}", said), self.store.set(FAILED, "")))
         except (RuntimeError, OSError):
             return  # the store is gone: no rank can read it
@@ -180,9 +181,10 @@ class Watchdog:
     @staticmethod
     def _as_peer(what: str, exit_code: int) -> PeerLost:
         """The error of a peer that reported ``what``; if a signal stopped the peer, this process is stopped too."""
-        lost = PeerLost(what, named=True, code="launch.peer_lost")
-        if exit_code >= 128:
-            lost.exit_code = exit_code
+        if exit_code < 128:
+            return PeerLost(what, named=True, code="launch.peer_lost")
+        lost = PeerLost(what, code="train.interrupted")
+        lost.exit_code = exit_code
         return lost
 
     def statuses(self) -> dict[int, RankStatus]:
