@@ -392,6 +392,21 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert "Red, yellow and blue." in page.text
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", b'{"step": 1, "loss": 2.0, "tokens": "many"}\n'),
+        ("metrics.jsonl", b'{"step": Infinity, "loss": 2.0}\n'),
+        ("resolved.yaml", b"model: !!bool x"),  # KeyError in PyYAML
+        ("guard.json", b'{"mode": "\\ud800"}'),  # half a surrogate pair
+    ],
+)
+def test_values_of_another_kind_are_left_out(tmp_path: Path, file: str, content: bytes) -> None:
+    folder = fabricate(tmp_path / "run")
+    (folder / file).write_bytes(content)
+    assert "Red, yellow and blue." in parse(write_report(folder, Status("finished"))).text
+
+
 def test_metrics_cut_off_in_the_middle_of_a_line(tmp_path: Path) -> None:
     folder = fabricate(tmp_path / "run")
     path = folder / "metrics.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from jinja2 import TemplateError
 from markupsafe import Markup
@@ -51,6 +51,7 @@ class Report(Callback):
 
 log = get_logger(__name__)
 NAME = "report.html"
+_T = TypeVar("_T")
 
 
 def answers(record: Record) -> Markup:
@@ -90,7 +91,8 @@ def write_report(folder: Path, status: Status | None = None) -> Path:
     """
     if status is None:
         status = Status("finished" if (folder / "finished.json").exists() else "unfinished")
-    write_text(folder / NAME, page(read(folder), status))
+    text = str(page(read(folder), status))
+    write_text(folder / NAME, text.encode("utf-8", "replace").decode())  # JSON may hold half a surrogate pair
     return folder / NAME
 
 
@@ -118,8 +120,8 @@ def page(record: Record, status: Status) -> Markup:
         "page",
         record=record,
         status=status,
-        sentence=sentence(record),
-        cards=cards(record),
+        sentence=_built(sentence, "summary", record) or "",
+        cards=_built(cards, "numbers", record) or [],
         sections=[section for section in sections if section[-1]],
         style=Markup(style),
         moment=time.strftime("%d %B %Y at %H:%M"),
@@ -128,9 +130,15 @@ def page(record: Record, status: Status) -> Markup:
 
 def _shown(build: Callable[[Record], Markup], title: str, record: Record) -> Markup:
     """A section, or a line in its place where a file of the run folder does not have the form that it should have."""
+    if (built := _built(build, title, record)) is not None:
+        return built
+    return Markup('<p class="bad">{}</p>').format("This section is left out: its files are not of the form expected.")
+
+
+def _built(build: Callable[[Record], _T], title: str, record: Record) -> _T | None:
+    """A part of the page; None where a file of the run folder does not have the form that it should have."""
     try:
         return build(record)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         log.warning("the report's section %s is left out: %s: %s", title, type(error).__name__, error)
-        words = f"This section is left out: its files are not of the form expected ({type(error).__name__}: {error})."
-        return Markup('<p class="bad">{}</p>').format(words)
+        return None

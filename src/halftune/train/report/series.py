@@ -88,8 +88,8 @@ def read(folder: Path) -> Record:
     try:
         text = read_text(path) if path.exists() else ""
         config = yaml.safe_load(text) or {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        unreadable.append(path.name)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        unreadable.append(path.name)  # yaml reads `!!bool x` as a missing key
     lines = list(read_metrics(folder))
     return Record(
         folder=folder,
