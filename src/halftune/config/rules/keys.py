@@ -305,10 +305,10 @@ def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]
             key = ("data", part, index, "format")
             name = f"method: {run.method.type}"
             if rows == "preference" and source.format not in ("auto", "preference"):
-                what = f"{source.format} rows have one answer, but {name} requires pairs"
+                what = f"{source.format} rows have one answer, but method: {run.method.type} requires pairs"
                 yield Violation(key, what, "use format: preference, or method: sft")
             elif rows == "rated" and source.format not in ("auto", "rated"):
-                what = f"{name} requires rated answers, not {source.format} rows"
+                what = f"method: {run.method.type} requires rated answers, not {source.format} rows"
                 yield Violation(key, what, "use format: rated", code="data.rated_answers")
             elif rows != "preference" and source.format == "preference":
                 yield Violation(key, f"{name} does not support pairs of answers", "use method: dpo")
