@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -11,17 +12,20 @@ import pytest
 import torch
 from PIL import Image
 from tiny_images import KINDS, ROWS, asked, image_model, write_image, write_rows
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from halftune.config.facts.images import IMAGE_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.core.errors import DataError, PlanError
+from halftune.data.builtin.patterns import rows
+from halftune.data.media.processor import ImageProcessor, ImageSettings
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
 from halftune.hardware.catalogue import lookup
 from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
+from halftune.model.builtin import materialize
 from halftune.model.load import load_model
 from halftune.model.locate import images_of
 from halftune.model.policy import PolicyModel
@@ -30,6 +34,8 @@ from halftune.plan import Plan, resolve
 from halftune.train.feed import Feed
 from halftune.train.setup import image_inputs
 from halftune.train.trainer import train
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
@@ -283,3 +289,33 @@ def test_image_tokens_that_see_each_other_get_a_backend_with_a_mask(tmp_path: Pa
     plan = resolve(loaded.run, lookup("a100"), read_model_facts(loaded.run.model))
     assert plan.attention.softmax.value == "sdpa"
     assert not plan.batch.packing.value
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_recipe_learns_to_name_pictures(tmp_path: Path) -> None:
+    """Answers of plain transformers with the saved model, to pictures that training has not seen."""
+    loaded = load_config(ROOT / "configs" / "vision_tiny.yaml", [f"training.output_dir={tmp_path}", "precision=fp32"])
+    plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+    before = named(materialize("qwen2_5_vl-tiny"))
+    train(loaded, plan)
+    assert before < 0.2
+    assert named(tmp_path / "final") > 0.9
+
+
+def named(folder: Path) -> float:
+    """The share of new pictures that a model names."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, shown = AutoTokenizer.from_pretrained(folder), rows(48, 2)
+    own = ImageProcessor(ImageSettings(str(folder), "qwen2_5_vl", ""), tokenizer)._own
+    right = 0
+    for row in shown:
+        question, answer = row["messages"]
+        image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
+        asked = [{"role": "user", "content": parts(question["content"])}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        inputs = own(text=[text], images=[image], return_tensors="pt")
+        made = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        said = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += said.strip() == answer["content"]
+    return right / len(shown)

@@ -64,11 +64,42 @@ _DECODER: dict[str, Any] = {
 _QWEN2 = {**_DECODER, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 _THREE_TO_ONE = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 
+# What a model that sees adds to the tokenizer.
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_SEEING = {**_DECODER, "vocab_size": VOCAB_SIZE + len(IMAGE_TOKENS), "model_type": "qwen2_5_vl_text"}
+_SEEING["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     # 2.9 M parameters; grouped-query attention with biases on q, k and v; tied head
     "qwen2-tiny": _QWEN2,
     # 23.6 M parameters, otherwise as above
     "qwen2-small": {**_QWEN2, "hidden_size": 384, "intermediate_size": 2048, "num_hidden_layers": 8},
+    # 3.1 M parameters: the decoder of qwen2-tiny, and a tower of two layers that sees patches of 7 pixels
+    "qwen2_5_vl-tiny": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "text_config": _SEEING,
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": 192,
+            "patch_size": 7,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        "vision_start_token_id": VOCAB_SIZE,
+        "vision_end_token_id": VOCAB_SIZE + 1,
+        "image_token_id": VOCAB_SIZE + 2,
+        "video_token_id": VOCAB_SIZE + 3,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    },
     # 3.7 M parameters; no biases; untied head
     "llama-tiny": {
         **_DECODER,

@@ -6,16 +6,23 @@ import json
 import platform
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    Qwen2Tokenizer,
+)
 
-from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
+from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, IMAGE_TOKENS, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
 from halftune.core.atomic import is_full, whole_folder
 from halftune.core.errors import ModelError, TrainingError
 from halftune.core.files import cache_dir
@@ -105,13 +112,36 @@ def _write_model(name: str, folder: Path, tokenizer: Path) -> None:
         config = AutoConfig.for_model(**raw)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = AutoModelForImageTextToText if "vision_config" in raw else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(
         eos_token_id=[raw["eos_token_id"], raw["pad_token_id"]], pad_token_id=raw["pad_token_id"], do_sample=False
     )
     with no_progress_bars():
         model.save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    if "vision_config" in raw:
+        _add_images(folder, raw["vision_config"])
+
+
+def _add_images(folder: Path, tower: Mapping[str, int]) -> None:
+    """The tokens, the chat template and the processor of a model that sees."""
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [START_TOKEN, *IMAGE_TOKENS]})  # pyright: ignore
+    text = "{{- part.text -}}"
+    image = '{%- if part.type == "image" -%}{{- "<|vision_start|><|image_pad|><|vision_end|>" -}}'
+    tokenizer.chat_template = chatml_template().replace(text, f"{image}{{%- else -%}}{text}{{%- endif -%}}")
+    tokenizer.save_pretrained(folder)
+    sizes = {"patch_size": tower["patch_size"], "merge_size": tower["spatial_merge_size"]}
+    pixels = (tower["patch_size"] * tower["spatial_merge_size"]) ** 2
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "temporal_patch_size": tower["temporal_patch_size"],
+        "size": {"shortest_edge": 4 * pixels, "longest_edge": 256 * pixels},
+        **sizes,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
 
 
 def write_tokenizer(folder: Path) -> None:

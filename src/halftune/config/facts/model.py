@@ -139,7 +139,9 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         if name not in known:
             what, remedy = f"unknown model {name}", did_you_mean(name, known)
             raise ModelError(what, where="model.name_or_path", remedy=remedy, code="core.unknown_builtin")
-        return replace(facts_from_config(known[name], name), tokens=token_ids(model, None))
+        raw = known[name]
+        towers = multimodal_class(raw, model.parts, trust_remote_code=False, where=name)
+        return replace(facts_from_config(raw, name, multimodal=towers), tokens=token_ids(model, None))
     file = config_file(model)
     raw = read_json(file)
     if not isinstance(raw.get("model_type"), str):

@@ -48,7 +48,10 @@ def token_ids(model: ModelSection, folder: Path | None) -> TokenIds | None:
     name = model.tokenizer or model.name_or_path
     if name.startswith(_BUILTIN):
         known = BUILTIN_MODELS.get(name.removeprefix(_BUILTIN))
-        return TokenIds(known["vocab_size"], known["vocab_size"]) if known is not None else None
+        if known is None:
+            return None
+        size = known.get("text_config", known)["vocab_size"]
+        return TokenIds(size, size)
     place = folder if model.tokenizer is None else Path(model.tokenizer)
     if place is None:
         return None

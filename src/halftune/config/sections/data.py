@@ -14,6 +14,8 @@ BUILTIN_DATA: dict[str, str] = {
     "number-formats": "questions and answers on number formats and GPUs, each fact in several wordings",
     "number-formats-test": "the same facts asked in wordings that number-formats does not have",
     "number-formats-text": "the same facts as plain text",
+    "patterns": "pictures of coloured patterns, made by code, with the question what they show (data.images: true)",
+    "patterns-test": "the same with other widths and places",
     "python-pairs": "python-docs with a rejected answer, from another question, for preference methods",
 }
 

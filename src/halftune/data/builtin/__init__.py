@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from halftune.core.errors import DataError
 from halftune.data.files import FileRows
@@ -35,6 +36,8 @@ def builtin_fingerprint(name: str) -> str:
     """Return a key of a builtin set's content, without generating the content."""
     if name.startswith("python-"):
         return hashlib.sha256(QUESTIONS.read_bytes()).hexdigest() + ("" if name == "python-docs" else f" {name}")
+    if name.startswith("patterns"):
+        return hashlib.sha256((Path(__file__).parent / "patterns.py").read_bytes()).hexdigest() + f" {name}"
     if name.startswith("number-formats"):
         return hashlib.sha256(json.dumps(ROWS[name]()).encode()).hexdigest()
     return f"{name} v{FORMAT_VERSION} of Python {sys.version} in {sysconfig.get_paths()['stdlib']}"
@@ -121,10 +124,18 @@ def _number_formats(part: str) -> list[dict[str, str]]:
     return number_formats.text() if part == "text" else number_formats.questions(held_out=part == "test")
 
 
-ROWS: dict[str, Callable[[], Sequence[dict[str, str]]]] = {
+def _patterns(count: int, seed: int) -> Sequence[dict[str, Any]]:
+    from halftune.data.builtin import patterns  # few runs have images
+
+    return patterns.rows(count, seed)
+
+
+ROWS: dict[str, Callable[[], Sequence[dict[str, Any]]]] = {
     "stdlib-text": _stdlib_text,
     "python-docs": _python_docs,
     "python-pairs": _python_pairs,
+    "patterns": partial(_patterns, 960, 0),
+    "patterns-test": partial(_patterns, 96, 1),
     "number-formats": partial(_number_formats, "training"),
     "number-formats-test": partial(_number_formats, "test"),
     "number-formats-text": partial(_number_formats, "text"),
