@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import Tensor
@@ -176,8 +176,10 @@ def test_sizes_are_those_of_transformers(model_type: str, extra: dict[str, Any])
 def test_builtin_models_are_counted_exactly(name: str) -> None:
     facts = read_model_facts(ModelSection(name_or_path=f"builtin:{name}"))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(built_config(BUILTIN_MODELS[name]))
-    assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+        kind = AutoModelForImageTextToText if facts.multimodal else AutoModelForCausalLM
+        model = kind.from_config(built_config(BUILTIN_MODELS[name]))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert facts.num_parameters + (facts.tower_parameters or 0) == whole
     assert facts.dtype == "fp32"
 
 

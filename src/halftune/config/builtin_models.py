@@ -74,7 +74,7 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tiny": _QWEN2,
     # 23.6 M parameters, otherwise as above
     "qwen2-small": {**_QWEN2, "hidden_size": 384, "intermediate_size": 2048, "num_hidden_layers": 8},
-    # 3.1 M parameters: the decoder of qwen2-tiny, and a tower of two layers that sees patches of 7 pixels
+    # 3.6 M parameters: the decoder of qwen2-tiny, and a tower of two layers that sees patches of 7 pixels
     "qwen2_5_vl-tiny": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
