@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_model import checkpoint, plan, section
 
 from halftune.config.sections.model import LoraAdapter, NoAdapter
@@ -131,6 +135,17 @@ def test_loading_what_is_no_adapter_or_another_models(folder: Path, tmp_path: Pa
         load_adapter(load_model(section(folder), made, for_training=False), tmp_path, made)
     tokenizer = load_tokenizer(section("builtin:qwen2-tiny"))
     save_final(attached(folder, LoraAdapter(rank=4)), tokenizer, made, tmp_path / "final")
+    with safe_open(tmp_path / "final" / "adapter_model.safetensors", "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    (tmp_path / "nan").mkdir()
+    shutil.copy(tmp_path / "final" / "adapter_config.json", tmp_path / "nan")
+    save_file(
+        {**weights, min(weights): weights[min(weights)] * math.nan}, tmp_path / "nan" / "adapter_model.safetensors"
+    )
+    with pytest.raises(ModelError) as refused:
+        load_adapter(load_model(section(folder), made, for_training=False), tmp_path / "nan", made)
+    assert refused.value.code == "core.file_damaged"
+    assert min(weights) in refused.value.what
     wider = checkpoint(tmp_path / "wider", hidden_size=64)
     with pytest.raises(ModelError, match="base model"):
         load_adapter(load_model(section(wider), made, for_training=False), tmp_path / "final", made)

@@ -63,6 +63,16 @@ def test_stops_at_the_limit(folder: Path, tokenizer) -> None:
     assert generate_reply(model, tokenizer, ASK, GenerationSection(max_new_tokens=5), plan()) == "aaaaa"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_model_with_nan_has_no_answer(folder: Path, tokenizer, temperature: float) -> None:
+    model = load_model(section(folder), plan(), for_training=False)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ModelError) as refused:
+        generate_reply(model, tokenizer, ASK, GenerationSection(max_new_tokens=5, temperature=temperature), plan())
+    assert refused.value.code == "infer.non_finite"
+
+
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 def test_training_goes_on_as_before(folder: Path, tokenizer, storage: str) -> None:
     made = plan(storage, "fp32", checkpointing=True)

@@ -14,7 +14,7 @@ import pytest
 from halftune.cli import main, preflight, train
 from halftune.config.load import load_config
 from halftune.config.render import resolved_yaml
-from halftune.core.errors import DataError, MissingPackageError
+from halftune.core.errors import DataError, MissingPackageError, ModelError
 from halftune.hardware.catalogue import lookup
 from halftune.launch.command import world_size
 from halftune.model.builtin import materialize
@@ -196,6 +196,12 @@ def test_everything_that_is_impossible_is_said_at_once(recipe: Path, capsys: pyt
     assert len(lines) == len(said)
     for line, start in zip(lines, said, strict=True):
         assert line.startswith(start)
+
+
+def test_a_loss_of_experts_needs_experts(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    assert halftune("--config", str(recipe), "training.router_aux_loss_coef=0.01") == ModelError.exit_code
+    assert "[model.no_router_loss]" in capsys.readouterr().err
+    assert halftune("--config", str(recipe), "training.router_aux_loss_coef=0") in (0, 1)
 
 
 def test_a_quantised_checkpoint_needs_its_package_here(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
 from halftune.config.weight_formats import WEIGHT_FORMATS
-from halftune.core.errors import MissingPackageError
+from halftune.core.errors import MissingPackageError, ModelError
 from halftune.core.optional import pip_line, version_of
 from halftune.data.preflight import validate_data
 from halftune.model.preflight import check_folders
@@ -44,6 +46,10 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
         HalftuneError: what training would stop at; the first of it.
     """
     check_folders(loaded.run.model, thorough=thorough)
+    if loaded.run.training.router_aux_loss_coef and "expert" not in json.dumps(facts.raw, default=str):
+        what = f"{facts.model_type} has no load-balancing loss: its config.json names no experts"
+        where = "training.router_aux_loss_coef"
+        raise ModelError(what, where=where, remedy="remove the key", code="model.no_router_loss")
     if here:
         _check_optimizer(loaded.run.training.optim)
     stored = facts.quantization or loaded.run.model.quantization

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from halftune.config.sections.training import GenerationSection
@@ -52,7 +53,8 @@ def generate_reply(
             state; they return together.
 
     Raises:
-        ModelError: the template rejects the conversation, the prompt is empty, or it exceeds the context length.
+        ModelError: the template rejects the conversation, the prompt is empty, it exceeds the context length, or the
+            logits are not finite.
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     prompt = _prompt(tokenizer, messages, template_variables or {})
@@ -77,6 +79,7 @@ def generate_reply(
             prompt_1T,
             attention_mask=torch.ones_like(prompt_1T),
             generation_config=settings,
+            logits_processor=LogitsProcessorList([_Finite()]),
             streamer=pieces if on_text is not None else None,
             synced_gpus=sharded is not None,
         )
@@ -138,6 +141,17 @@ def decoding(model: Any, settings: GenerationConfig) -> Iterator[None]:
         model.generation_config = own
         for module in training:
             module.training = True
+
+
+class _Finite(LogitsProcessor):
+    """Refuses NaN and +inf, from which greedy decoding would take some token; -inf excludes a token on purpose."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not (scores < float("inf")).all():  # false for NaN, too
+            what = "the model's logits are not finite"
+            remedy = "copy or download its weights again; in fp16, try precision=fp32"
+            raise ModelError(what, remedy=remedy, code="infer.non_finite")
+        return scores
 
 
 class _Pieces(BaseStreamer):

@@ -33,8 +33,11 @@ TEMPLATE_ERRORS = (
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error; for a config.json rejected by transformers, the value and the reason."""
+    """The first line of an error, with the second after a colon.
+
+    For a config.json rejected by transformers: the value and the reason.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, StrictDataclassError) and len(lines) > 1:  # "validation error for …:", then "ValueError: …"
         return f"config.json: {lines[1].strip().partition(': ')[2]}"
-    return lines[0][:300]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])[:300]

@@ -12,6 +12,7 @@ from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.import_utils import is_bnb_4bit_available, is_bnb_available
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from halftune.config.facts.folder import check_adapter
@@ -155,10 +156,10 @@ def _remedy(model: torch.nn.Module) -> str:
 
 
 def check_whole(adapted: PeftModel, folder: Path) -> None:
-    """Check that the adapter's file has exactly its weights: peft leaves missing ones random.
+    """Check that the adapter's file has exactly its weights, all finite: peft leaves missing ones random.
 
     Raises:
-        ModelError: weights are missing or unexpected; names their number and the first.
+        ModelError: weights are missing, unexpected or not finite; names their number and the first.
     """
     stored = set(read_header(folder / "adapter_model.safetensors"))
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
@@ -168,3 +169,8 @@ def check_whole(adapted: PeftModel, folder: Path) -> None:
             raise ModelError(
                 what, where=str(folder), remedy=_remedy(adapted.get_base_model()), code="model.adapter_mismatch"
             )
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        odd = [name for name in sorted(stored) if not file.get_tensor(name).float().isfinite().all()]
+    if odd:
+        what = f"{len(odd)} weights in the adapter's file are not finite, first {odd[0]}"
+        raise ModelError(what, where=str(folder), remedy="copy or train it again", code="core.file_damaged")
