@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from process_group import apart, curve, in_processes, train_all
 
+from halftune.core.errors import TrainingError
 from halftune.train.reference import _read, _write
 from halftune.train.trainer import train
 
@@ -88,7 +89,16 @@ def test_full_fine_tuning_resumes_exactly(of: Any, cache: str, tmp_path: Path) -
     assert curve(again, "eval_loss") == curve(whole, "eval_loss")[1:]
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # numpy's reader leaves a corrupt archive open
+def test_a_reference_with_nan_is_named_and_not_read(of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "kept.npz", np.array([[0.0], [np.nan]]))
+    assert _read(tmp_path / "kept.npz", (2, 1)) is None
+    monkeypatch.setattr("halftune.train.reference._computed", lambda run, feed, shape: np.full(shape, np.nan))
+    with pytest.raises(TrainingError) as refused:
+        train(*of("run", f"method={PRECOMPUTED}"))
+    assert refused.value.code == "train.non_finite"
+    assert str(tmp_path / "pairs.jsonl") in refused.value.where
+
+
 def test_a_flipped_bit_of_the_archive_is_seen(tmp_path: Path) -> None:
     path, values = tmp_path / "kept.npz", np.arange(2.0)[:, None]
     _write(path, values)

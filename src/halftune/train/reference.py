@@ -14,7 +14,8 @@ import torch
 
 from halftune import __version__
 from halftune.core.atomic import whole_file
-from halftune.core.files import cache_dir
+from halftune.core.errors import TrainingError
+from halftune.core.files import cache_dir, open_file
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.split import TokenizedSplit
@@ -56,6 +57,9 @@ def precompute(run: TrainState, feed: Feed) -> Precomputed:
     Args:
         run: its model still has the weights that training starts from.
         feed: batches of the split.
+
+    Raises:
+        TrainingError: values are not finite; names the first example.
     """
     shape = (len(feed.split), run.config.method.segments)
     path = cache_dir() / "reference" / f"{_key(run, feed.split)}.npz"
@@ -65,6 +69,11 @@ def precompute(run: TrainState, feed: Feed) -> Precomputed:
         return Precomputed(torch.from_numpy(known))
     log.info("computing log-probabilities of the reference model for %d examples", len(feed.split))
     values = _computed(run, feed.for_evaluation(feed.split, run.config.training.per_device_eval_batch_size), shape)
+    if odd := np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
+        where = feed.split.where(odd[:3])
+        what = f"the reference model's log-probabilities of {len(odd)} of {shape[0]} examples are not finite"
+        remedy = "look at this row and the model's weights; in fp16, try precision: bf16 or fp32"
+        raise TrainingError(what, where=where, remedy=remedy, code="train.non_finite")
     if run.is_main and run.config.data.cache:
         _write(path, values)
     return Precomputed(torch.from_numpy(values))
@@ -113,14 +122,14 @@ def _key(run: TrainState, split: TokenizedSplit) -> str:
 def _read(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """The values of an earlier run; None without them, or where they are corrupt."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open_file(path) as file, np.load(file, allow_pickle=False) as archive:
             values = archive["values"]  # the zip format has a checksum, which is compared here
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError, LookupError, RuntimeError, MemoryError, BadZipFile, zlib.error) as error:
         log.warning("corrupt log-probabilities in %s (%s): computing them again", path, error)
         return None
-    return values if values.shape == shape and values.dtype == np.float64 else None
+    return values if values.shape == shape and values.dtype == np.float64 and np.isfinite(values).all() else None
 
 
 def _write(path: Path, values: np.ndarray) -> None:
