@@ -97,12 +97,14 @@ def test_nothing_begins_if_a_trial_cannot(
     assert not Path("all").exists()
 
 
-def test_two_sweeps_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize("taken", ["all", "all/trial-002"])  # by a sweep, or by a run that survived one
+def test_a_folder_in_use(taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(json.dumps(RECIPE))
     Path("sweep.yaml").write_text("keys: {adapter.rank: [4, 8]}")
     monkeypatch.setattr(sys, "argv", ["train", "--config", "recipe.yaml", "--sweep", "sweep.yaml"])
-    with locked(Path("all")), pytest.raises(SystemExit) as ended:
+    Path("all").mkdir()
+    with locked(Path(taken)), pytest.raises(SystemExit) as ended:
         train_main()
     assert ended.value.code == 2
     assert "[train.folder_locked]" in capsys.readouterr().err

@@ -222,6 +222,7 @@ def _check(trial: Trial) -> None:
     Raises:
         HalftuneError: it cannot run.
     """
+    check_unlocked(trial.folder)  # its run may have survived a sweep that was killed
     if already_finished(trial.loaded):
         trial.state = "finished"
         return
