@@ -335,7 +335,8 @@ def test_preference_pairs_have_no_answer():
 @pytest.mark.slow
 def test_builtin_sets(tokenizer, make_config):
     quickstart = {"number-formats", "number-formats-test", "number-formats-text"}
-    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs", "python-pairs"} | quickstart
+    drawn = {"patterns", "patterns-test"}
+    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs", "python-pairs"} | quickstart | drawn
     rows = read("builtin:python-docs").all()
     assert len(rows) == 1500
     assert len({row["output"] for row in rows}) == len({row["instruction"] for row in rows}) == 1500
