@@ -164,6 +164,51 @@ def plain(model: Any, batch: Any, images: Any, folder: Path) -> tuple[float, dic
     return float(loss.detach()), grads
 
 
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("kind", [kind for kind, row in IMAGE_FAMILIES.items() if not row.two_way])
+def test_packed_rows_are_transformers_samples_alone(kind: str, adapter: str, tmp_path: Path) -> None:
+    loaded, plan = recipe(tmp_path, kind, adapter={"type": adapter}, data={"packing": True, "max_length": 512})
+    feed, images = fed(loaded, plan)
+    (batch,) = feed.micro_batches(feed.rows(0))
+    assert "seq_idx" in batch.tokens
+    assert len(batch.examples) == len(ROWS)
+    model = attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
+    for name, one in model.named_parameters():
+        if "lora_B" in name:
+            one.data.normal_(std=0.3)
+    loss = PolicyModel(model).nll_sum(batch)
+    loss.backward()
+    ours = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    assert ours
+
+    model.zero_grad()
+    if adapter == "none":  # transformers' own, as it loads it
+        model = AutoModelForImageTextToText.from_pretrained(loaded.run.model.name_or_path, dtype=torch.float32).train()
+    model.set_attn_implementation("eager")
+    alone = torch.zeros(())
+    for index in batch.examples:
+        segment = feed.split.example(index).segments[0]
+        ids = torch.from_numpy(segment.input_ids.astype("int64"))[None]
+        arguments = images.token_types(ids)
+        if opened := [Image.open(tmp_path / name) for name in ROWS[index]["images"]]:
+            given = [opened] if images.family.nested else opened
+            plain = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
+            arguments |= {name: plain[name] for name in images.family.inputs}
+        logits = model(input_ids=ids, use_cache=False, **arguments).logits[0, :-1]
+        if images.family.mrope and opened:
+            body = getattr(model, "get_base_model", lambda model=model: model)().model
+            given = {"image_grid_thw": arguments["image_grid_thw"], **images.token_types(ids)}
+            where = batch.tokens["seq_idx"][0] == batch.examples.index(index)
+            assert torch.equal(batch.tokens["position_ids"][1:, :, where], body.get_rope_index(ids, **given)[0])
+        labels = torch.from_numpy(segment.labels.astype("int64"))[1:]
+        alone = alone + torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
+    alone.backward()
+    assert abs(float(loss.detach() - alone.detach())) < 1e-5 * float(alone.detach())
+    for name, one in model.named_parameters():
+        if name in ours:
+            assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(ours[name].norm()) + 1e-8, name
+
+
 BAD = {
     "missing": ("gone.png", "data.bad_media"),
     "outside": ("../secret.png", "data.bad_media"),
@@ -264,6 +309,7 @@ def test_the_real_set_becomes_tokens(shared_data: Path, tmp_path: Path) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "packing": {"data": {"packing": True}},
+    "cutting": {"data": {"packing": {"split": True}}},
     "sharding": {"distributed": {"strategy": "fsdp2"}},
     "no mask": {"attention": "fa2", "precision": "bf16"},
     "method": {"method": "pretrain"},

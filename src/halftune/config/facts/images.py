@@ -17,7 +17,8 @@ class ImageFamily:
         inputs: results of the image processor that the forward pass takes.
         token_types: argument of the forward pass that marks image tokens; empty if there is none.
         nested: the image processor takes a list of images for each sample.
-        two_way: tokens of an image attend to later ones too, which attention backends without a mask cannot compute.
+        two_way: tokens of an image attend to later ones too, which neither packed rows nor attention backends without a
+            mask can compute.
     """
 
     processor: str
@@ -26,6 +27,11 @@ class ImageFamily:
     token_types: str = ""
     nested: bool = False
     two_way: bool = False
+
+    @property
+    def mrope(self) -> bool:
+        """Positions have three axes (time, height, width), which packed rows state for each sample."""
+        return "image_grid_thw" in self.inputs
 
 
 _QWEN = ("pixel_values", "image_grid_thw")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch
 from halftune.data.media.processor import ImageProcessor
@@ -26,11 +29,46 @@ def add_images(batch: Batch, segments: Sequence[Segment], images: ImageProcessor
     """
     tokens = {**batch.tokens, **images.token_types(batch.tokens["input_ids"])}
     refs = [unpack(one.media) if one.media else () for one in segments]
-    if not any(refs):
-        return replace(batch, tokens=tokens)
     try:
-        extras = images.inputs(refs)
+        extras = images.inputs(refs) if any(refs) else {}
     except BadImage as error:
         remedy = "correct or remove the row, or start the run again if the file is right"
         raise DataError(str(error), where=where, remedy=remedy, code="data.bad_media") from error
+    if images.family.mrope and "seq_idx" in tokens:
+        types = tokens[images.family.token_types]
+        tokens["position_ids"] = image_positions(batch, types, extras.get("image_grid_thw"), images.merge)
     return replace(batch, tokens=tokens, extras={**batch.extras, **extras})
+
+
+def image_positions(batch: Batch, types: Tensor, grids: Tensor | None, merge: int) -> Tensor:
+    """Positions of a packed row: those of the text, which keep samples apart, then time, height and width (M-RoPE).
+
+    In each sample, an image of h x w tokens begins at the next position p: its tokens have time p, height p + row and
+    width p + column. The text after it begins at p + max(h, w) (Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+    Args:
+        batch: packed.
+        types: int64 ``[1, T]``, 1 for image tokens.
+        grids: int64 ``[I, 3]``: 1, height and width of each image in patches; None: no images.
+        merge: patches of a token, along each side.
+
+    Returns:
+        int64 ``[4, 1, T]``.
+    """
+    text, owners = batch.tokens["position_ids"][0], batch.tokens["seq_idx"][0]
+    bounds = batch.extras["cu_seq_lens_q"]
+    assert isinstance(bounds, Tensor)
+    ends, places = bounds[1:].tolist(), types[0].nonzero().squeeze(1).tolist()
+    axes, shift, used = text.expand(3, -1).clone(), torch.zeros_like(text), 0
+    image = types[0] != 0
+    for _, height, width in [] if grids is None else grids.tolist():
+        rows, columns = height // merge, width // merge
+        start, count = places[used], rows * columns
+        end, used = start + count, used + count
+        first = text[start] + shift[start]
+        axes[0, start:end] = first
+        axes[1, start:end] = first + torch.arange(rows).repeat_interleave(columns)
+        axes[2, start:end] = first + torch.arange(columns).repeat(rows)
+        shift[end : ends[int(owners[start])]] += max(rows, columns) - count
+    axes = torch.where(image, axes, text + shift)
+    return torch.cat([text[None], axes])[:, None]

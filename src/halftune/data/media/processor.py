@@ -136,6 +136,11 @@ class ImageProcessor:
         """What the chat template writes for an image."""
         return self._own.image_token
 
+    @property
+    def merge(self) -> int:
+        """Patches of a token, along each side."""
+        return self._own.image_processor.merge_size
+
     @cached_property
     def _options(self) -> dict[str, Any]:
         return self._own._merge_kwargs(tokenizer_init_kwargs=self._own.tokenizer.init_kwargs)["images_kwargs"]
