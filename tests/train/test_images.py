@@ -22,10 +22,13 @@ from halftune.data.builtin.patterns import rows
 from halftune.data.media.processor import ImageProcessor, ImageSettings
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
+from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
+from halftune.infer.session import open_session
 from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
 from halftune.model.builtin import materialize
+from halftune.model.completed_run import open_run
 from halftune.model.load import load_model
 from halftune.model.locate import images_of
 from halftune.model.policy import PolicyModel
@@ -287,6 +290,27 @@ def test_a_run_trains_on_images_resumes_and_sees_a_changed_file(tmp_path: Path) 
     before = prepared_ids(tmp_path)
     write_image(tmp_path / ROWS[1]["images"][0], 80, 80)
     assert prepared_ids(tmp_path) != before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_an_exported_model_is_the_trained_one_and_has_its_processor(adapter: str, tmp_path: Path) -> None:
+    training = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "learning_rate": 0.05}
+    loaded, plan = recipe(tmp_path, "llava", adapter={"type": adapter}, training=training)
+    train(loaded, plan)
+    run, out = open_run(str(tmp_path / "run"), ["precision=fp32"]), tmp_path / "exported"
+    export_run(run, out)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (out / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    feed, _ = fed(loaded, plan)
+    (batch,) = feed.micro_batches(feed.rows(0))
+    plain = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        ours = PolicyModel(open_session(run).model).nll_sum(batch)
+        exported, before = PolicyModel(plain).nll_sum(batch), PolicyModel(base).nll_sum(batch)
+    assert abs(float(exported - ours)) < 1e-5 * float(ours)
+    assert abs(float(before - ours)) > 1e-3 * float(ours)
 
 
 def prepared_ids(folder: Path) -> list[int]:
