@@ -105,11 +105,21 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
          "max_image_size": {"longest_edge": 28}},
         {"image_seq_len": 4}, "<image>", {"image_token": "<image>"},
     ),
+    "internvl": (
+        {"text_config": {**_TEXT, "model_type": "qwen2"}, "image_seq_length": 1, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": [28, 28], "patch_size": [14, 14]}},
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 28, "width": 28},
+         "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
+        {"image_seq_length": 1}, "<IMG_CONTEXT>",
+        {"image_token": "<IMG_CONTEXT>", "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
+         "end_image_token": "</img>", "video_token": "<|video_pad|>"},
+    ),
 }  # fmt: skip
 _SPECIAL = (
     "<|pad|>", "<s>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>",
-    "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>",
     *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)),
 )  # fmt: skip
 _IDS = {

@@ -45,7 +45,8 @@ def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
     model, rows = folder / "model", folder / "rows.jsonl"
     if not model.exists():
         image_model(model, kind)
-    data = {"train": str(rows if rows.exists() else write_rows(folder, ROWS)), "images": True, "group_by_length": False}
+    data = {"train": str(rows if rows.exists() else write_rows(folder, ROWS)), "images": True, "packing": False}
+    data["group_by_length"] = False
     tree = {
         "model": {"name_or_path": str(model)},
         "precision": "fp32",
@@ -266,11 +267,13 @@ def test_bad_images_are_dropped_if_asked_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_trains_on_images_resumes_and_sees_a_changed_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_trains_on_images_resumes_and_sees_a_changed_file(packing: bool, tmp_path: Path) -> None:
     def losses(*, steps: int, output: str) -> dict[int, float]:
         loaded, plan = recipe(
             tmp_path,
             "qwen2_5_vl",
+            data={"packing": packing, "max_length": 128},
             training={
                 "output_dir": str(tmp_path / output),
                 "max_steps": steps,
@@ -355,7 +358,7 @@ def test_a_model_type_outside_the_table_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_image_tokens_that_see_each_other_get_a_backend_with_a_mask(tmp_path: Path) -> None:
-    loaded, _ = recipe(tmp_path, "gemma3")
+    loaded, _ = recipe(tmp_path, "gemma3", data={"packing": "auto"})
     plan = resolve(loaded.run, lookup("a100"), read_model_facts(loaded.run.model))
     assert plan.attention.softmax.value == "sdpa"
     assert not plan.batch.packing.value

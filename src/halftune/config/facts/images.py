@@ -51,4 +51,5 @@ IMAGE_FAMILIES = {
     "idefics3": ImageFamily(
         "Idefics3Processor", "size", ("pixel_values", "pixel_attention_mask"), nested=True
     ),
+    "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
 }  # fmt: skip
