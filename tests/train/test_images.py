@@ -130,15 +130,28 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, tmp_path: 
     assert not [name for name in ours if "vision" in name or "visual" in name or "project" in name.split(".")[-2]]
 
     model_loss = float(PolicyModel(model).nll_sum(batch).detach())
-    if adapter == "none":  # transformers' own, as it loads it
-        model = AutoModelForImageTextToText.from_pretrained(loaded.run.model.name_or_path, dtype=torch.float32).train()
+    model = transformers_own(model, loaded, adapter)
     loss, rounded = plain(model, batch, images, tmp_path)
     assert abs(model_loss - loss) < 1e-5 * loss
-    model.set_experts_implementation("eager")
     _, exact = plain(model.double(), batch, images, tmp_path)
+    assert_gradients(ours, rounded, exact)
+
+
+def transformers_own(model: Any, loaded: Any, adapter: str) -> Any:
+    """The model with its adapter, or without one as transformers loads it."""
+    if adapter == "none":
+        model = AutoModelForImageTextToText.from_pretrained(loaded.run.model.name_or_path, dtype=torch.float32).train()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def assert_gradients(ours: Any, rounded: Any, exact: Any) -> None:
+    """Gradients in fp32 are those in fp64, up to rounding.
+
+    Sums of terms of both signs, as A_log's gradient, have rounding errors of the size of the terms.
+    """
     largest = max(float(one.norm()) for one in exact.values())
     for name, mine in ours.items():
-        # sums of terms of both signs, as A_log's gradient, have rounding errors of the size of the terms
         allowed = (
             1e-5 * exact[name].norm()
             + 2 * (rounded[name] - exact[name]).norm()
@@ -185,32 +198,39 @@ def test_packed_rows_are_transformers_samples_alone(kind: str, adapter: str, tmp
     ours = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     assert ours
 
-    model.zero_grad()
-    if adapter == "none":  # transformers' own, as it loads it
-        model = AutoModelForImageTextToText.from_pretrained(loaded.run.model.name_or_path, dtype=torch.float32).train()
+    model = transformers_own(model, loaded, adapter)
     model.set_attn_implementation("eager")
-    alone = torch.zeros(())
+    plain_loss, rounded = alone(model, batch, feed, images, tmp_path)
+    assert abs(float(loss.detach()) - plain_loss) < 1e-5 * plain_loss
+    _, exact = alone(model.double(), batch, feed, images, tmp_path)
+    assert_gradients(ours, rounded, exact)
+
+
+def alone(model: Any, batch: Any, feed: Any, images: Any, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of transformers' forward pass on each sample of a packed row, which has its positions."""
+    model.zero_grad()
+    total = torch.zeros(())
     for index in batch.examples:
         segment = feed.split.example(index).segments[0]
         ids = torch.from_numpy(segment.input_ids.astype("int64"))[None]
         arguments = images.token_types(ids)
-        if opened := [Image.open(tmp_path / name) for name in ROWS[index]["images"]]:
+        if opened := [Image.open(folder / name) for name in ROWS[index]["images"]]:
             given = [opened] if images.family.nested else opened
-            plain = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
-            arguments |= {name: plain[name] for name in images.family.inputs}
+            made = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
+            arguments |= {name: made[name] for name in images.family.inputs}
+            arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
         logits = model(input_ids=ids, use_cache=False, **arguments).logits[0, :-1]
         if images.family.mrope and opened:
-            body = getattr(model, "get_base_model", lambda model=model: model)().model
-            given = {"image_grid_thw": arguments["image_grid_thw"], **images.token_types(ids)}
+            body = getattr(model, "get_base_model", lambda: model)().model
+            grids = {"image_grid_thw": arguments["image_grid_thw"], **images.token_types(ids)}
             where = batch.tokens["seq_idx"][0] == batch.examples.index(index)
-            assert torch.equal(batch.tokens["position_ids"][1:, :, where], body.get_rope_index(ids, **given)[0])
+            assert torch.equal(batch.tokens["position_ids"][1:, :, where], body.get_rope_index(ids, **grids)[0])
         labels = torch.from_numpy(segment.labels.astype("int64"))[1:]
-        alone = alone + torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
-    alone.backward()
-    assert abs(float(loss.detach() - alone.detach())) < 1e-5 * float(alone.detach())
-    for name, one in model.named_parameters():
-        if name in ours:
-            assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(ours[name].norm()) + 1e-8, name
+        total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
+    total.backward()
+    return float(total.detach()), {
+        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
 BAD = {
