@@ -84,6 +84,20 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
         {"image_seq_length": 4}, "<start_of_image>",
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "gemma4": (
+        {"text_config": {**_TEXT, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
+                         "layer_types": ["sliding_attention", "full_attention"],
+                         "use_bidirectional_attention": "vision"},
+         "audio_config": None, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 8, "patch_size": 7, "pooling_kernel_size": 2,
+            "position_embedding_size": 64}},
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 7, "pooling_kernel_size": 2,
+         "max_soft_tokens": 70},
+        {}, "<image_soft_token>",
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+         "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+    ),
     "llava": (
         {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -1},
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
@@ -97,14 +111,16 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
          "crop_size": {"height": 28, "width": 28}, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]},
         _LLAVA, "<image>", {"image_token": "<image>"},
     ),
-    "idefics3": (
-        {"text_config": {**_TEXT, "model_type": "llama"}, "scale_factor": 2, "vision_config": {
-            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "image_size": 28, "patch_size": 7, "max_image_size": {"longest_edge": 28}}},
-        {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 56},
-         "max_image_size": {"longest_edge": 28}},
-        {"image_seq_len": 4}, "<image>", {"image_token": "<image>"},
-    ),
+    **{
+        kind: (
+            {"text_config": {**_TEXT, "model_type": "llama"}, "scale_factor": 2, "vision_config": {
+                "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 7, "max_image_size": {"longest_edge": 28}}},
+            {"image_processor_type": images, "size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}},
+            {"image_seq_len": 4}, "<image>", {"image_token": "<image>"},
+        )
+        for kind, images in (("idefics3", "Idefics3ImageProcessor"), ("smolvlm", "SmolVLMImageProcessor"))
+    },
     "internvl": (
         {"text_config": {**_TEXT, "model_type": "qwen2"}, "image_seq_length": 1, "vision_config": {
             "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -118,7 +134,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
 }  # fmt: skip
 _SPECIAL = (
     "<|pad|>", "<s>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-    "<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>",
+    "<|video_pad|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<start_of_image>",
+    "<end_of_image>", "<image_soft_token>", "<image>",
     "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>",
     *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)),
 )  # fmt: skip

@@ -22,6 +22,9 @@ _TYPES = (
     (r"llava-?1[._]5", "llava"),
     (r"llava-?(v?1[._]6|next)", "llava_next"),
     (r"idefics-?3", "idefics3"),
+    (r"smolvlm", "smolvlm"),
+    (r"internvl-?3.*-hf$", "internvl"),
+    (r"gemma-?4-e\d+b", "gemma4"),
 )
 # Names of chat templates in axolotl that train the tokens of some roles only; with others, all texts have labels.
 _MASKED = {

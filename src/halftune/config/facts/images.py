@@ -46,10 +46,15 @@ IMAGE_FAMILIES = {
     "glm46v": ImageFamily("Glm46VProcessor", "count", _QWEN, "mm_token_type_ids"),
     "paddleocr_vl": ImageFamily("PaddleOCRVLProcessor", "size", _QWEN, "mm_token_type_ids"),
     "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids", two_way=True),
+    "gemma4": ImageFamily(
+        "Gemma4Processor", "size", ("pixel_values", "image_position_ids"), "mm_token_type_ids",
+        nested=True, two_way=True,
+    ),
     "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
     "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),
-    "idefics3": ImageFamily(
-        "Idefics3Processor", "size", ("pixel_values", "pixel_attention_mask"), nested=True
-    ),
+    **{
+        kind: ImageFamily(processor, "size", ("pixel_values", "pixel_attention_mask"), nested=True)
+        for kind, processor in (("idefics3", "Idefics3Processor"), ("smolvlm", "SmolVLMProcessor"))
+    },
     "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
 }  # fmt: skip

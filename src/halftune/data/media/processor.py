@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -199,10 +200,12 @@ def _build(settings: ImageSettings, family: ImageFamily, tokenizer: PreTrainedTo
     saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     known = set(inspect.signature(base.__init__).parameters) - {"kwargs", "chat_template"}
     options = {name: value for name, value in saved.items() if name in known and not isinstance(value, dict)}
-    if "video_processor" in known:
-        options["video_processor"] = None
+    options |= dict.fromkeys(known & {"video_processor", "feature_extractor"})
     images = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    return own(images, tokenizer, **options)
+    module = sys.modules[base.__module__]
+    if getattr(module, "num2words", module) is None:
+        vars(module)["num2words"] = str  # SmolVLM's asks for this package, which only texts of videos need
+    return own(image_processor=images, tokenizer=tokenizer, **options)
 
 
 def expand(
