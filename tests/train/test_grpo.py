@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
-from halftune.methods.grpo import ADVANTAGES, Grpo, advantages
+from halftune.methods.grpo import ADVANTAGES, SAMPLED, Grpo, advantages
 from halftune.model.policy import PolicyModel
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
@@ -69,7 +70,10 @@ def batch_of(method: Grpo, prompts: Any, completions: Any, advantage: torch.Tens
     return Batch(batch.tokens, batch.extras, columns, batch.segment_of_example, sum(weights), examples=(0, 1, 2))
 
 
-def by_trl(model: Any, prompts: Any, completions: Any, advantage: torch.Tensor, loss: str, beta: float) -> torch.Tensor:
+def by_trl(
+    model: Any, prompts: Any, completions: Any, advantage: torch.Tensor, loss: str, beta: float,
+    before: torch.Tensor | None = None, level: str = "token", high: float = 0.2,
+) -> torch.Tensor:  # fmt: skip
     def padded(rows: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(map(len, rows))
         fill = [[0] * (longest - len(row)) for row in rows]
@@ -81,7 +85,7 @@ def by_trl(model: Any, prompts: Any, completions: Any, advantage: torch.Tensor, 
     trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
     vars(trainer).update(
         model=model, accelerator=Accelerator(), beta=beta, loss_type=loss, top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None, importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2,
+        off_policy_mask_threshold=None, importance_sampling_level=level, epsilon_low=0.2, epsilon_high=high,
         use_vllm=False, max_completion_length=LONGEST, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
         _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
         args=type("Args", (), {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}),
@@ -91,6 +95,9 @@ def by_trl(model: Any, prompts: Any, completions: Any, advantage: torch.Tensor, 
         "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids, "completion_mask": mask,
         "advantages": advantage, "num_items_in_batch": mask.sum(),
     }  # fmt: skip
+    if before is not None:
+        inputs["old_per_token_logps"] = torch.zeros(ids.shape)
+        inputs["old_per_token_logps"][mask.bool()] = before
     if beta:
         with torch.no_grad(), model.disable_adapter():
             whole, masks = torch.cat([prompt_ids, ids], 1), torch.cat([prompt_mask, mask], 1)
@@ -121,6 +128,35 @@ def test_loss_and_gradients_are_those_of_trl(loss: Any, beta: float, packed: boo
     if beta:
         total, count = mine.metrics["kl"]
         assert float(total / count) > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_the_second_update_on_a_batch_of_answers_is_that_of_trl(loss: Any, level: Any, packed: bool) -> None:
+    keys = {"importance_sampling": level, "epsilon_high": 0.25, "num_iterations": 2}
+    method = Grpo(section(loss=loss, max_completion_length=LONGEST, **keys))
+    model: Any = get_peft_model(a_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    made, policy = answers(), PolicyModel(model)
+    batch = batch_of(method, *made, packed=packed)
+    reference, weights = AdapterOff(policy), [one for one in model.parameters() if one.requires_grad]
+    first = method.loss(policy, batch, reference)
+    assert float(first.metrics["clip_fraction"][0]) == 0
+    with torch.no_grad():
+        for one in weights:
+            one += 0.1 * one.std() * torch.randn(one.shape)
+    batch = replace(batch, columns={**batch.columns, **first.columns})
+    mine = method.loss(policy, batch, reference)
+    clipped, tokens = mine.metrics["clip_fraction"]
+    assert 0 < float(clipped) < float(tokens)
+    ours = torch.autograd.grad(mine.total / batch.weight, weights)
+    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
+    wanted = by_trl(model, *made, loss, 0.0, first.columns[SAMPLED], level, 0.25)
+    theirs = torch.autograd.grad(wanted, weights)
+    torch.testing.assert_close(mine.total / batch.weight, wanted, rtol=1e-5, atol=1e-6, check_dtype=False)
+    norm = torch.stack([one.norm() for one in theirs]).norm()
+    apart = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
+    assert float(apart / norm) < 1e-5
 
 
 def test_advantages_are_relative_to_the_group() -> None:
@@ -222,6 +258,24 @@ def own_recipe(tmp_path: Path) -> Any:
         return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
 
     return make
+
+
+def test_another_reward_function_is_not_resumed_with_unless_it_is_allowed(tmp_path: Path) -> None:
+    def run(*words: str) -> Any:
+        (tmp_path / "rewards.py").write_text(code)
+        rewards = json.dumps([{"function": "half", "file": str(tmp_path / "rewards.py")}])
+        short = ["method.max_completion_length=4", "method.num_generations=2", "training.save_steps=1"]
+        words = (f"method.rewards={rewards}", f"training.output_dir={tmp_path / 'run'}", *short, *words)
+        loaded = load_config(ROOT / "configs" / "grpo.yaml", words)
+        return train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
+
+    code = "def half(completions, **_):\n    return [len(one) / 2 for one in completions]\n"
+    run("training.max_steps=1")
+    code = code.replace("2", "3")
+    with pytest.raises(ConfigError) as error:
+        run("training.max_steps=2")
+    assert error.value.code == "train.run_changed"
+    assert run("training.max_steps=2", "training.allow_changes=[rewards]").step == 2
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ REWARDS = """
 def letters(completions, answer, **_):
     return [len(set(one)) + 0.1 * told for one, told in zip(completions, answer)]
 """
-GRPO = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+GRPO = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2, "epsilon": 0.01}
 KEYS: dict[str, dict[str, Any]] = {"kto": {"group_size": 2}, "grpo": GRPO}  # fewer rows
 ROWS_A_PASS, PASSES = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 SPLITS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def test_the_table_and_the_sections_name_the_same_methods() -> None:
 def same(one: Path, other: Path) -> None:
     """Losses, gradient norms and all metrics of two runs."""
     names = {name for line in (one / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
-    for name in {"loss", "grad_norm", *(name for name in names if name.startswith(("reward", "kl")))}:
+    for name in {"loss", "grad_norm", *(name for name in names if name.startswith(("reward", "kl", "clip")))}:
         mine, theirs = curve(one, name), curve(other, name)
         assert len(mine) == len(theirs) == 3
         assert all(abs(a - b) < 1e-5 * max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=True)), (

@@ -26,10 +26,12 @@ class Loss:
         total: a scalar sum with a graph; the loop divides by the weight of the whole global batch.
         metrics: each of the method's metrics as (sum, count), scalars of the total's dtype without a graph; the loop
             sums both over micro-batches and processes and reports their ratio.
+        columns: more columns of the batch, for the next update on it; without a graph.
     """
 
     total: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Reference(Protocol):

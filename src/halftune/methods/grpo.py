@@ -1,9 +1,10 @@
 """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) on the model's own answers.
 
-With the log-probability ``log π(t)`` of a token of an answer, and the answer's advantage A, the loss of the token is
-``-A · π(t) / sg(π(t)) + β · k``, where ``sg`` stops the gradient. The answers are sampled by the weights that the step
-changes, so the ratio is 1 and clipping it has no effect. ``k = exp(d) - d - 1`` with ``d = log ρ(t) - log π(t)``
-estimates the KL divergence to the reference ρ (http://joschu.net/blog/kl-approx.html).
+A token of an answer has the probability ``π(t)``, ``π_0(t)`` with the weights that sampled the answer, and the ratio
+``r = π(t) / π_0(t)``. With the answer's advantage A, its loss is
+``-min(r · A, clip(r, 1 - ε, 1 + ε_high) · A) + β · k``. In the first update on a batch of answers, r is 1.
+``k = exp(d) - d - 1`` with ``d = log ρ(t) - log π(t)`` estimates the KL divergence to the reference ρ
+(http://joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from halftune.methods import AdapterOff, Loss, Reference
 from halftune.model.policy import PolicyModel
 
 ADVANTAGES = "advantages"  # a column of batches: fp32 [S], of each answer
+SAMPLED = "sampled_logprobs"  # a column of batches: fp32 [K], the labels' log-probabilities before the first update
 REWARD, MEASURED = "reward", ("reward", "reward_std", "completion_length", "truncated")
 
 
@@ -44,7 +46,8 @@ class Grpo:
     def __init__(self, section: GrpoMethod) -> None:
         self.section = section
         names = [one.function for one in section.rewards] if len(section.rewards) > 1 else []
-        self.metrics = (*MEASURED, *(f"reward_{name}" for name in names), *(("kl",) if section.beta else ()))
+        more = (*(("kl",) if section.beta else ()), *(("clip_fraction",) if section.num_iterations > 1 else ()))
+        self.metrics = (*MEASURED, *(f"reward_{name}" for name in names), *more)
 
     def weight(self, example: Example) -> float:
         """Of a prompt, which has no labels yet; ``train.rollout`` sets the weights of answers."""
@@ -66,16 +69,29 @@ class Grpo:
         values = policy.token_logprobs(batch, section.temperature)
         if not batch.examples:
             return Loss(values.sum(), metrics)
-        owners, advantage = policy.label_segments(batch), columns[ADVANTAGES]
-        losses = -(values - values.detach()).exp() * advantage[owners]
+        owners = policy.label_segments(batch)
+        lengths, advantage = torch.bincount(owners, minlength=len(columns[ADVANTAGES])), columns[ADVANTAGES][owners]
+        ratio = self._ratio(values - columns.get(SAMPLED, values.detach()), owners, lengths)
+        low, high = 1 - section.epsilon, 1 + (section.epsilon_high or section.epsilon)
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         if section.beta:
             assert isinstance(reference, AdapterOff)
             apart = reference.token_logprobs(batch, section.temperature) - values
             kl = apart.exp() - apart - 1
             losses = losses + section.beta * kl
             metrics["kl"] = (kl.detach().sum().to(zero.dtype), zero + kl.numel())
+        if "clip_fraction" in metrics:
+            clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+            metrics["clip_fraction"] = (clipped.sum().to(zero.dtype), zero + clipped.numel())
         if section.loss == "grpo":
-            losses = losses / torch.bincount(owners, minlength=len(advantage))[owners]
+            losses = losses / lengths[owners]
         elif section.loss == "dr_grpo":
             losses = losses / section.max_completion_length
-        return Loss(losses.sum(), metrics)
+        again = section.num_iterations > 1 and SAMPLED not in columns
+        return Loss(losses.sum(), metrics, {SAMPLED: values.detach()} if again else {})
+
+    def _ratio(self, apart: torch.Tensor, owners: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Probability ratios ``[K]``, from differences of log-probabilities."""
+        if self.section.importance_sampling == "sequence":
+            apart = (torch.zeros_like(lengths, dtype=apart.dtype).index_add(0, owners, apart) / lengths)[owners]
+        return apart.exp()

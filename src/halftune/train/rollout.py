@@ -72,7 +72,7 @@ class Rollouts:
         assert isinstance(run.config.method, GrpoMethod)
         assert isinstance(run.method, Grpo)
         self.run, self.section, self.method = run, run.config.method, run.method
-        self.rewards, self.equal = Rewards(self.section.rewards), 0
+        self.rewards, self.equal, self.iterations = Rewards(self.section.rewards), 0, self.section.num_iterations
         self.causal: Any = run.model.get_base_model() if isinstance(run.model, PeftModel) else run.model
         self.ends = set(ending_ids(run.tokenizer, self.causal.generation_config))
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
+from halftune.config.sections.method import Method
 from halftune.config.sections.model import AdapterSection, LoraAdapter, ModelSection
 from halftune.core.errors import ConfigError
 from halftune.core.files import MOST_JSON, read_json
@@ -39,11 +40,16 @@ PARTS = {
     "template": "the chat template",
     "train_data": "the training data",
     "eval_data": "the evaluation data",
+    "rewards": "the reward functions",
 }
 
 
 def run_inputs(
-    model: ModelSection, adapter: AdapterSection, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+    model: ModelSection,
+    adapter: AdapterSection,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
 ) -> dict[str, Any]:
     """The identity of each of ``PARTS``, and the day that the chat template writes, JSON-able; a checkpoint holds it.
 
@@ -57,6 +63,7 @@ def run_inputs(
         "template": _digest(tokenizer.chat_template),
         "train_data": list(data.fingerprints["train"]),
         "eval_data": list(data.fingerprints["eval"]),
+        "rewards": _rewards(method),
         "day": data.day,
     }
 
@@ -67,6 +74,12 @@ def _start(adapter: AdapterSection) -> dict[str, str]:
     from halftune.model.adapters.start import start_identity  # few runs start from an adapter
 
     return start_identity(adapter.name_or_path)
+
+
+def _rewards(method: Method) -> dict[str, str]:
+    """sha256 of the files of reward functions; one that cannot be read is an error where it is run."""
+    files = [Path(one.file) for one in getattr(method, "rewards", ()) if one.file is not None]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
 
 
 def template_date(folder: Path, resume_from: Path | None) -> str | None:

@@ -42,6 +42,7 @@ ALLOWED = {
     "template": ("model.chat_template", "model.chat_template_kwargs"),
     "train_data": ("data.train",),
     "eval_data": ("data.eval",),
+    "rewards": ("method.rewards",),
 }
 HARMLESS_SECTIONS = ("distributed.", "logging.", "generation.", "depends_on")
 # Keys with which a run that is finished has something to do again.

@@ -70,7 +70,7 @@ def build(
     data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from), images_of(config))
     phase("loading")
     accelerator = make_accelerator(plan)
-    inputs = run_inputs(config.model, config.adapter, tokenizer, data)
+    inputs = run_inputs(config.model, config.adapter, config.method, tokenizer, data)
     check_agreed(accelerator, "base model, tokenizer or data file", contents(inputs))
     resume_from, changes = choose_checkpoint(folder, accelerator.num_processes), UNCHANGED
     if resume_from is not None:

@@ -238,7 +238,7 @@ def first_line(error: BaseException) -> str:
 
 
 def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
-    """Train on one global batch.
+    """Train on one global batch; as often as the method asks, where the model answers prompts.
 
     Loss = sum of the examples' losses / sum of their weights, over all micro-batches and processes. The split into
     micro-batches changes only the rounding.
@@ -251,7 +251,39 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
         NonFiniteStep: loss or gradient are not finite; the weights are as they were.
         TrainingError: memory ran out while the weights were updated.
     """
-    batches = batches if run.rollouts is None else run.rollouts(batches, run.feed)
+    if run.rollouts is None:
+        return _train_once(run, batches)
+    answered = run.rollouts(batches, run.feed)
+    found = [_train_once(run, answered, last=run.rollouts.iterations == 1)]
+    for left in reversed(range(run.rollouts.iterations - 1)):
+        try:
+            found.append(_train_once(run, answered, last=not left))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
+    return _joined(found)
+
+
+def _joined(found: list[StepMetrics]) -> StepMetrics:
+    """The metrics of several updates as those of one step."""
+    number, averages = len(found), {}
+    for name in found[0].averages:
+        sums, counts = zip(*(one.averages[name] for one in found), strict=True)
+        averages[name] = (sum(sums), sum(counts))
+    return replace(
+        found[-1],
+        loss=sum(one.loss for one in found) / number,
+        grad_norm=sum(one.grad_norm for one in found) / number,
+        tokens=sum(one.tokens for one in found),
+        tokens_real=sum(one.tokens_real for one in found),
+        tokens_trained=sum(one.tokens_trained for one in found),
+        averages=averages,
+    )
+
+
+def _train_once(run: TrainState, batches: list[Batch], *, last: bool = True) -> StepMetrics:
+    """One update of the weights, and of the schedule if it is the step's last; ``batches`` gets the loss's columns."""
     counts = [[batch.fed, batch.real, batch.trained, batch.weight] for batch in batches]
     *tokens, weight = sum_over_processes(run.accelerator, [sum(column) for column in zip(*counts, strict=True)])
     # Gradients are averaged over processes; the loss wants their sum.
@@ -263,6 +295,8 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
                 loss = _loss(run, _policy(run, run.wrapped, scale), batch, run.reference)
             run.scaler.scale(loss.total * scale).backward()
         losses.append(Loss(loss.total.detach(), loss.metrics))
+        if loss.columns:
+            batches[index] = replace(batch, columns={**batch.columns, **loss.columns})
     total, averages = sum_losses(run, losses)
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.gradient_norm(run.trainable, run.config.training.max_grad_norm)
@@ -273,7 +307,7 @@ def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
     )
     _check(run, metrics, batches)
     try:
-        _update(run, metrics)
+        _update(run, metrics, last=last)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -319,7 +353,7 @@ def _check(run: TrainState, metrics: StepMetrics, batches: list[Batch]) -> None:
     check_finite(run, metrics.loss, norm, batches, again, lambda part: run.feed.where(batches[part]))
 
 
-def _update(run: TrainState, metrics: StepMetrics) -> None:
+def _update(run: TrainState, metrics: StepMetrics, *, last: bool) -> None:
     updated = True
     if run.scaler.is_enabled():
         before = run.scaler.get_scale()
@@ -330,6 +364,6 @@ def _update(run: TrainState, metrics: StepMetrics) -> None:
         metrics.extra |= {"loss_scale": scale, "skipped": float(not updated)}
     else:
         run.optimizer.step()
-    if updated:
+    if updated and last:
         run.schedule.step()
     run.optimizer.zero_grad(set_to_none=True)

@@ -290,6 +290,19 @@ class GrpoMethod(Method):
     scale_rewards: Flag = True
     """Divide advantages by the standard deviation of the group's rewards; Dr. GRPO does not."""
 
+    num_iterations: Annotated[Int, Field(ge=1)] = 1
+    """Updates of the weights for each batch of answers, within one step."""
+
+    epsilon: Annotated[Number, Field(gt=0, lt=1)] = 0.2
+    """From the second update on: tokens whose probability ratio to the sampling weights has left 1 ± `epsilon`, in the
+    direction of the advantage, have no gradient."""
+
+    epsilon_high: Annotated[Number, Field(gt=0)] | None = None
+    """Upper bound, if it is another than `epsilon` (0.28 in DAPO)."""
+
+    importance_sampling: Literal["token", "sequence"] = "token"
+    """Probability ratio of each token, or one for the answer, the geometric mean (GSPO, arXiv:2507.18071)."""
+
     leave_one_out: Flag = False
     """Compare an answer with the mean of the others of its group, as RLOO (arXiv:2402.14740)."""
 
