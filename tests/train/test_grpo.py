@@ -228,8 +228,11 @@ def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: 
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(BAD["raises"])
     with pytest.raises(ConfigError) as error:
-        Rewards([RewardFunctionSection.model_validate(asked)])
-    assert error.value.code == "config.bad_reward"
+        Rewards(
+            load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"]).run.method.rewards
+        )
+    found = error.value.problems or (error.value,)
+    assert [one.code for one in found] == ["config.bad_reward"]
 
 
 def test_noise_samples_from_the_probabilities() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halftune.config.builtin_models import recipes
 from halftune.config.load import load_config
+from halftune.config.shape import accepts, dotted, walk
 from halftune.core.errors import ConfigError
 from halftune_webui.dependencies import needless, without_needless
 from halftune_webui.edits import edited
 from halftune_webui.labels import load_words
-from halftune_webui.recipe import examine, shipped
+from halftune_webui.recipe import examine, paths_of, shipped
 from halftune_webui.settings import Settings
 from halftune_webui.state import form_state
 from halftune_webui.yaml_edit import read
@@ -70,6 +74,8 @@ def outside(text: str, limits: Settings) -> list[str]:
         ("data.train[0].path", GOOD.replace("builtin:python-docs", "/etc/passwd")),
         ("data.train[1].path", GOOD.replace("builtin:python-docs", "[builtin:python-docs, {path: ../y}]")),
         ("data.eval[0].path", GOOD.replace("python-docs}", "python-docs, eval: ~/z.jsonl}")),
+        ("adapter.name_or_path", GOOD + "adapter: {type: lora, name_or_path: /etc}\n"),
+        ("data.media_folder", GOOD.replace("python-docs}", "python-docs, media_folder: /etc}")),
         ("training.output_dir", GOOD.replace("runs/x", "../runs")),
         ("training.resume", GOOD.replace("runs/x}", "runs/x, resume: /tmp}")),
         ("depends_on[0]", GOOD + "depends_on: [/etc/passwd]\n"),
@@ -109,6 +115,35 @@ def test_remote_code_needs_the_flag(limits: Settings) -> None:
     assert "--allow-remote-code" in outside(text, limits)[0]
     allowed = Settings(limits.roots, limits.runs, allow_remote_code=True)
     assert not examine(text, allowed).problems
+
+
+def test_reward_functions_need_the_flag_unless_they_are_shipped(limits: Settings) -> None:
+    Path("mine.py").write_text("def half(completions, **_):\n    return [0.5 for _ in completions]\n")
+    text = GOOD + "method: {type: grpo, rewards: [{function: half, file: mine.py}], max_completion_length: 8}\n"
+    assert [one.code for one in examine(text, limits).problems] == ["webui.remote_code_refused"]
+    allowed = Settings(limits.roots, limits.runs, allow_remote_code=True)
+    assert not examine(text, allowed).problems
+    far = examine(text.replace("mine.py", "/etc/mine.py"), allowed)
+    assert [one.code for one in far.problems] == ["webui.path_outside"]
+
+
+def test_every_key_that_may_be_a_path_is_limited() -> None:
+    """A new key whose description speaks of files or folders is in ``paths_of``, or here."""
+    others = {"model.revision", "data.train[0].split", "data.eval[0].split", "method.rewards[0].function",
+              "logging.run_name"}  # fmt: skip
+    said = re.compile("folder|file|path|hub", re.IGNORECASE)
+    keys = [key for key, _, field, shape in walk()
+            if accepts(shape, str) and not shape.sections and said.search(field.description or "")]  # fmt: skip
+    tree: dict[str, Any] = {}
+    for key in keys:
+        holder: Any = tree
+        for part, following in pairwise(key):
+            new: Any = [{}] if following == 0 else {}
+            holder = holder[part] if isinstance(holder, list) else holder.setdefault(part, new)
+        holder[key[-1]] = "x"
+    limited = {dotted(key) for key, _ in paths_of(tree)}
+    assert len(limited) > 8
+    assert {dotted(key) for key in keys} - others == limited
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,16 @@ def outside(
             continue
         if key[0] == "depends_on":
             yield from _below(tree, key, folder / os.path.expanduser(text), settings, start, seen)
-    if child(child(tree.values, "model"), "trust_remote_code") is True and not settings.allow_remote_code:
+    yield from () if settings.allow_remote_code else _foreign_code(tree, folder)
+
+
+def _foreign_code(tree: Tree, folder: Path) -> Iterator[KeyProblem]:
+    """What of a recipe would run code that does not come with halftune."""
+    for key, text in paths_of(tree.values):
+        if key[-1] == "file" and not _is_shipped(folder / text):
+            what, remedy = "would run this file, which this web UI does not allow", "start the web UI with"
+            yield tree.problem(key, what, f"{remedy} --allow-remote-code", code="webui.remote_code_refused")
+    if child(child(tree.values, "model"), "trust_remote_code") is True:
         what = "would run code that comes with a checkpoint, which this web UI does not allow"
         yield tree.problem(
             ("model", "trust_remote_code"),
@@ -155,7 +164,7 @@ def _reach(settings: Settings, text: str, start: Path, folder: Path, section: An
     if "\0" in text:  # before any look at the disk, which takes no such name
         inside(settings.roots, text)
     beside, is_recipe = os.path.realpath(folder / os.path.expanduser(text)), section == "depends_on"
-    if text.startswith("builtin:") or (is_recipe and beside in map(os.path.realpath, recipes().values())):
+    if text.startswith("builtin:") or (section in ("depends_on", "method") and _is_shipped(beside)):
         return
     found = [] if is_recipe else [inside(settings.roots, str(start / os.path.expanduser(text)))]
     if is_recipe or os.path.exists(beside):
@@ -165,15 +174,29 @@ def _reach(settings: Settings, text: str, start: Path, folder: Path, section: An
             check_links(settings.roots, path)
 
 
+def _is_shipped(path: str | Path) -> bool:
+    """Whether a file lies in the folder of a recipe of ``configs/``."""
+    return os.path.dirname(os.path.realpath(path)) in {
+        os.path.dirname(os.path.realpath(one)) for one in recipes().values()
+    }
+
+
 def paths_of(values: Any) -> Iterator[tuple[KeyPath, str]]:
     """Every value that is, or may be, a path: (key, text)."""
-    names = {"model": ("name_or_path", "tokenizer", "chat_template"), "training": ("output_dir", "resume")}
+    names = {
+        "model": ("name_or_path", "tokenizer", "chat_template"),
+        "adapter": ("name_or_path",),
+        "data": ("media_folder",),
+        "training": ("output_dir", "resume"),
+    }
     found: list[tuple[KeyPath, Any]] = [
         ((section, name), child(child(values, section), name)) for section in names for name in names[section]
     ]
     for part in ("train", "eval"):
         for index, source in enumerate(_listed(child(child(values, "data"), part))):
             found.append((("data", part, index, "path"), source if isinstance(source, str) else child(source, "path")))
+    rewards = _listed(child(child(values, "method"), "rewards"))
+    found += [(("method", "rewards", index, "file"), child(one, "file")) for index, one in enumerate(rewards)]
     found += [(("depends_on", index), name) for index, name in enumerate(_listed(child(values, "depends_on")))]
     yield from ((key, text) for key, text in found if isinstance(text, str) and text)
 
@@ -205,4 +228,9 @@ def shipped(name: str) -> str:
     known = recipes()
     if name not in known:
         raise ConfigError(f"there is no recipe {name}", remedy=f"one of {', '.join(known)}", code="core.unknown_name")
-    return with_absolute_dependencies(known[name].read_text(encoding="utf-8"), known[name].parent)
+    folder = known[name].parent
+    text = with_absolute_dependencies(known[name].read_text(encoding="utf-8"), folder)
+    for key, path in paths_of(read(text).values):
+        if key[-1] == "file":
+            text = set_value(text, key, os.path.abspath(folder / path))
+    return text

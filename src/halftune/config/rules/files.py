@@ -13,6 +13,7 @@ from halftune.config.facts.config_file import config_in
 from halftune.config.rules.rule import HUB_ID, Context, Violation, looks_local, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
+from halftune.config.sections.method import REWARDS, GrpoMethod
 from halftune.config.shape import KeyPath
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
@@ -32,6 +33,23 @@ def data_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
     for part, sources in (("train", run.data.train), ("eval", run.data.eval)):
         for index, source in enumerate(sources):
             yield from _source(("data", part, index), source)
+
+
+@rule("config.bad_reward", "method")
+def rewards_exist(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Reward functions are known, or their files exist; regular expressions are valid."""
+    for index, reward in enumerate(run.method.rewards if isinstance(run.method, GrpoMethod) else ()):
+        at, name = ("method", "rewards", index), reward.function
+        if reward.file is not None:
+            if context.look_at_files and not os.path.isfile(reward.file):
+                yield Violation((*at, "file"), f"no such file: {reward.file}", _near(reward.file))
+        elif name not in REWARDS:
+            remedy = did_you_mean(name, REWARDS) or f"use {', '.join(REWARDS)}, or name its file"
+            yield Violation((*at, "function"), f"no reward function {name}", remedy)
+        try:
+            re.compile(reward.pattern or "")
+        except re.error as error:
+            yield Violation((*at, "pattern"), str(error), "correct the regular expression")
 
 
 def _source(key: KeyPath, source: SourceSection) -> Iterator[Violation]:

@@ -232,6 +232,10 @@ class KtoMethod(ReferenceMethod):
         return 2 * self.group_size if self.loss == "kto" else 1
 
 
+REWARDS = ("exact_answer", "matches")
+"""Reward functions that come with halftune."""
+
+
 class RewardFunctionSection(Section):
     """A reward of an answer. A plain string is short for `{function: string}`."""
 
