@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -328,3 +330,21 @@ def test_other_threads_get_logits_meanwhile() -> None:
         thread.join()
         assert torch.equal(head(x), x)
     assert torch.equal(found[0], head(x))
+
+
+def test_log_probabilities_take_the_memory_of_a_few_chunks() -> None:
+    """Also where freed memory is kept, as in training: its holes are used again."""
+    code = """
+import resource, torch
+from halftune.model.head import logprobs
+from halftune.train.processes import keep_freed_memory
+keep_freed_memory()
+head, rows = torch.randn(40_000, 16), torch.randn(16 * 128, 16, requires_grad=True)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+for _ in range(2):
+    logprobs(lambda part: part @ head.t(), rows, torch.arange(len(rows)), 1.0, 128).sum().backward()
+print((peak() - before) / (128 * 40_000 * 4))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 6  # of 16 chunks

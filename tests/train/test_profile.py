@@ -36,7 +36,7 @@ from halftune.train.trainer import train
         ("aten::mul", ["Optimizer.step#AdamW.step"], "optimizer"),
         ("aten::_fused_adamw_", [], "optimizer"),
         ("aten::_log_softmax", [], "loss"),
-        ("aten::exp", ["_CrossEntropySumBackward"], "loss"),
+        ("aten::exp", ["_CrossEntropyBackward"], "loss"),
         ("aten::fill_", [], "fills and copies"),
         ("aten::copy_", [WAIT, PYTHON], "data"),
         ("aten::_local_scalar_dense", ["aten::item"], "host syncs"),

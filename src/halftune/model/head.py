@@ -37,7 +37,12 @@ _KEEP_NO_RESULT = frozenset(
 )
 
 
-def cross_entropy_sum(
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Sum of :func:`cross_entropy_rows`: an fp32 scalar; fp64 for fp64 logits."""
+    return cross_entropy_rows(logits, targets, **options).sum()
+
+
+def cross_entropy_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
     *,
@@ -46,10 +51,10 @@ def cross_entropy_sum(
     all_labelled: bool = False,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Sum of ``-log softmax(logits)[target]`` over rows with a target, accumulated in fp32.
+    """``-log softmax(logits)[target]`` of each row, computed in fp32; 0 for a row without a target.
 
     The fp32 copy is at most one chunk of rows, and the gradient overwrites the logits if nothing else needs them. Same
-    rounding as ``F.cross_entropy(logits.float(), targets, reduction="sum")``.
+    rounding as ``F.cross_entropy(logits.float(), targets, reduction="none")``.
 
     Args:
         logits: ``[N, V]``, any float dtype.
@@ -61,7 +66,7 @@ def cross_entropy_sum(
         label_smoothing: as in ``F.cross_entropy``; see ``linear_cross_entropy_sum``.
 
     Returns:
-        An fp32 scalar; fp64 for fp64 logits.
+        fp32 ``[N]``; fp64 for fp64 logits.
     """
     if chunk_bytes is None:
         chunk_bytes = _LOSS_CHUNK_BYTES.get(logits.device.type, _LOSS_CHUNK_BYTES_ELSEWHERE)
@@ -69,11 +74,11 @@ def cross_entropy_sum(
         overwrite = _may_overwrite(logits)
     rows = max(1, chunk_bytes // (4 * logits.shape[-1]))
     with torch.autocast(logits.device.type, enabled=False):
-        found = _CrossEntropySum.apply(logits, targets, rows, overwrite, all_labelled, label_smoothing)
+        found = _CrossEntropy.apply(logits, targets, rows, overwrite, all_labelled, label_smoothing)
         return found  # type: ignore[return-value]
 
 
-class _CrossEntropySum(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """Saves log Σ exp per row; backward recomputes the softmax from it, chunk by chunk."""
 
     @staticmethod
@@ -105,7 +110,7 @@ class _CrossEntropySum(torch.autograd.Function):
             log_sums[index] = chunk.gather(1, target).to(exact) - at_target
         ctx.save_for_backward(logits, targets, log_sums, kept)
         ctx.rows, ctx.overwrite, ctx.smoothing = rows, overwrite, smoothing
-        return losses.sum()
+        return losses.squeeze(1)
 
     @staticmethod
     @once_differentiable
@@ -124,7 +129,7 @@ class _CrossEntropySum(torch.autograd.Function):
             softmax.scatter_add_(1, target, at_target.expand_as(target))
             if ctx.smoothing:
                 softmax.sub_(ctx.smoothing / logits.shape[-1])
-            out[index] = softmax.mul_(grad).to(out.dtype)
+            out[index] = softmax.mul_(grad[index, None]).to(out.dtype)
         if ctx.overwrite and not everywhere:
             out.masked_fill_((targets == NO_LABEL)[:, None], 0)
         return out, None, None, None, None, None
@@ -162,9 +167,10 @@ def logprobs(head: Head, rows: torch.Tensor, targets: torch.Tensor, temperature:
 
     def some(part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         logits = head(part)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        logits = logits if temperature == 1.0 else logits.to(wide) / temperature
-        return F.log_softmax(logits, dim=-1, dtype=wide).gather(1, target[:, None]).squeeze(1)
+        if temperature != 1.0:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        # one tensor of [chunk, V] at a time: where freed memory is kept, two leave holes that the next ones do not fit
+        return -cross_entropy_rows(logits, target, all_labelled=True)
 
     parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
     return torch.cat([checkpoint(some, part, target, use_reentrant=False) for part, target in parts])

@@ -42,7 +42,8 @@ def keep_freed_memory() -> bool:
     """Lets this process keep the memory of freed tensors for the next ones, where its C library is glibc.
 
     By default glibc maps every large tensor anew and gives it back when it is freed: each step then faults in the same
-    pages again, a tenth of the time of a small model on a CPU. Changes nothing about the largest amount in use.
+    pages again, a tenth of the time of a small model on a CPU. Small tensors that are made between large ones can leave
+    holes that the next large ones do not fit.
 
     Returns:
         Whether the C library took it.
