@@ -4,6 +4,7 @@ halftune chat runs/quickstart                                 interactive; /help
 halftune chat configs/quickstart.yaml                         the same run by its recipe
 halftune chat runs/quickstart --prompt "How wide is bf16?"    print one answer and exit
 halftune chat runs/quickstart --prompt "..." --base           the base model's answer
+halftune chat runs/vision --image cat.jpg --prompt "What is this?"
 halftune chat runs/quickstart generation.temperature=0.7 attention=sdpa
 halftune chat runs/quickstart --json-lines                    for programs: requests and answers as JSON lines
 """
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, or the YAML file of a finished run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, for this chat")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit; - reads standard input")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="an image of --prompt; may be repeated"
+    )
     parser.add_argument(
         "--json-lines", action="store_true", help="read requests from standard input, write answers to standard output"
     )
@@ -52,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
     session = open_session(finished)
     session.system, session.tuned = args.system, not args.base
+    for path in args.image:
+        session.attach(path)
     if text is not None:
         print(session.answer(text, tuned=session.tuned))
         return 0

@@ -14,6 +14,7 @@ from halftune.infer.session import ChatSession
 HELP = """\
 /adapter on|off   answer with the trained or the base model
 /compare [TEXT]   show both answers to TEXT, or to the last question
+/image PATH       attach an image to the next message
 /system [TEXT]    set the system prompt; without TEXT remove it
 /reset            start a new conversation
 /help             show this list
@@ -29,6 +30,7 @@ class Repl:
         self._commands: dict[str, Callable[[str], None]] = {
             "adapter": self._adapter,
             "compare": self._compare,
+            "image": self._image,
             "system": self._system,
             "reset": self._reset,
             "help": lambda _: print(HELP),
@@ -111,11 +113,19 @@ class Repl:
         self.session.tuned = argument == "on"
         print("using the trained model" if self.session.tuned else "using the base model")
 
+    def _image(self, argument: str) -> None:
+        if not argument:
+            print("use /image PATH")
+            return
+        image = self.session.attach(argument)
+        print(f"attached: {image.width} × {image.height} pixels")
+
     def _system(self, argument: str) -> None:
         self.session.system = argument
         print("system prompt set" if argument else "system prompt removed")
 
     def _reset(self, _: str) -> None:
         self.session.history.clear()
+        self.session.attached.clear()
         self._last = ""
         print("new conversation")

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from halftune.config.sections.training import GenerationSection
+from halftune.core.errors import ModelError
 from halftune.model.adapters import load_adapter
 from halftune.model.completed_run import CompletedRun
 from halftune.model.device import device_of
 from halftune.model.generate import OnText, generate_reply
 from halftune.model.identity import check_base
 from halftune.model.load import load_model
+from halftune.model.locate import locate
 from halftune.model.result import base_of_result
 from halftune.model.tokenizer import load_tokenizer
 from halftune.precision.report import check_dtypes
+
+if TYPE_CHECKING:
+    from halftune.data.media.processor import ImageProcessor
+    from halftune.data.media.reference import MediaRef
 
 
 @dataclass
@@ -31,6 +38,8 @@ class ChatSession:
         tokenizer: the run's tokenizer.
         tuned: whether to use the trained model (adapter enabled) instead of the base model.
         system: system prompt; empty for none.
+        images: the model's image processor; None if it was not trained on images.
+        attached: images of the next message.
     """
 
     run: CompletedRun
@@ -39,19 +48,46 @@ class ChatSession:
     tokenizer: PreTrainedTokenizerBase
     tuned: bool = True
     system: str = ""
-    history: list[dict[str, str]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    images: ImageProcessor | None = None
+    attached: list[MediaRef] = field(default_factory=list)
     _base: Any = None
 
-    def messages(self, text: str) -> list[dict[str, str]]:
+    def attach(self, path: str) -> MediaRef:
+        """Adds an image to the next message.
+
+        Args:
+            path: of a file.
+
+        Raises:
+            ModelError: the file is no image, or the model was not trained on images.
+        """
+        if self.images is None:
+            what, remedy = "the model was not trained on images", "train it with data.images: true"
+            raise ModelError(what, remedy=remedy, code="infer.bad_image")
+        from halftune.data.media.reference import BadImage, refer  # few conversations have images
+
+        file = Path(path).expanduser().absolute()
+        try:
+            self.attached.append(refer(file.name, file.parent))
+        except BadImage as error:
+            raise ModelError(str(error), remedy="use another file", code="infer.bad_image") from error
+        return self.attached[-1]
+
+    def messages(self, text: str) -> list[dict[str, Any]]:
         """Return the conversation with the user's next message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.history, {"role": "user", "content": text}]
+        return [*system, *self.history, {"role": "user", "content": self._content(text)}]
+
+    def _content(self, text: str) -> str | list[dict[str, Any]]:
+        images = [{"type": "image", "ref": one} for one in self.attached]
+        return [*images, {"type": "text", "text": text}] if images else text
 
     def answer(self, text: str, *, tuned: bool, on_text: OnText | None = None) -> str:
         """Return the answer to ``text`` in this conversation, without recording it."""
         return self.reply(self.messages(text), tuned=tuned, on_text=on_text)
 
-    def reply(self, messages: list[dict[str, str]], *, tuned: bool, on_text: OnText | None = None) -> str:
+    def reply(self, messages: list[dict[str, Any]], *, tuned: bool, on_text: OnText | None = None) -> str:
         """Return the answer to ``messages``, independent of this conversation."""
         if tuned:
             return self._generate(self.model, messages, on_text)
@@ -63,13 +99,20 @@ class ChatSession:
         return self._generate(self._base, messages, on_text)
 
     def record(self, text: str, answer: str) -> None:
-        """Add an exchange to the conversation."""
-        self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        """Add an exchange to the conversation, with the attached images."""
+        self.history += [{"role": "user", "content": self._content(text)}, {"role": "assistant", "content": answer}]
+        self.attached = []
 
-    def _generate(self, model: Any, messages: list[dict[str, str]], on_text: OnText | None) -> str:
-        variables = self.run.loaded.run.model.chat_template_kwargs
+    def _generate(self, model: Any, messages: list[dict[str, Any]], on_text: OnText | None) -> str:
         return generate_reply(
-            model, self.tokenizer, messages, self.generation, self.run.plan, on_text, template_variables=variables
+            model,
+            self.tokenizer,
+            messages,
+            self.generation,
+            self.run.plan,
+            on_text,
+            template_variables=self.run.loaded.run.model.chat_template_kwargs,
+            images=self.images,
         )
 
 
@@ -79,8 +122,14 @@ def open_session(run: CompletedRun) -> ChatSession:
     Raises:
         HalftuneError: the model cannot be loaded as planned.
     """
-    tokenizer = load_tokenizer(run.result)
-    return ChatSession(run, run.loaded.run.generation, _load(run, base=False), tokenizer)
+    tokenizer, config = load_tokenizer(run.result), run.loaded.run
+    session = ChatSession(run, config.generation, _load(run, base=False), tokenizer)
+    if config.data.images:
+        from halftune.data.media.processor import ImageProcessor, image_settings  # few runs have images
+
+        folder = locate(config.model if run.is_adapter else run.result)
+        session.images = ImageProcessor(image_settings(config, folder), tokenizer)
+    return session
 
 
 def _load(run: CompletedRun, *, base: bool) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -21,6 +22,10 @@ from halftune.model.vocabulary import check_ids
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 
+if TYPE_CHECKING:
+    from halftune.data.media.processor import ImageProcessor
+    from halftune.data.media.reference import MediaRef
+
 _SECONDS, _MEMORY = 30, 1 << 30  # CPU time and bytes for rendering one conversation
 
 OnText = Callable[[str], None]
@@ -35,6 +40,7 @@ def generate_reply(
     on_text: OnText | None = None,
     template_variables: Mapping[str, Any] | None = None,
     sharded: torch.device | None = None,
+    images: ImageProcessor | None = None,
 ) -> str:
     """Generate the reply to ``messages``, without control tokens.
 
@@ -44,26 +50,30 @@ def generate_reply(
     Args:
         model: on its device, a peft model or a transformers one.
         tokenizer: its tokenizer.
-        messages: OpenAI format, the user's message last.
+        messages: OpenAI format, the user's message last; a part of type ``image`` has the reference ``ref``.
         generation: decoding settings; of the checkpoint's generation config only stop tokens are used.
         plan: gives autocast.
         on_text: called with each new piece of text as it comes.
         template_variables: further variables of the chat template (``model.chat_template_kwargs``).
         sharded: compute device of sharded weights. All processes must call this with the same arguments and random
             state; they return together.
+        images: the model's processor, if messages have images.
 
     Raises:
         ModelError: the template rejects the conversation, the prompt is empty, it exceeds the context length, or the
             logits are not finite.
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    prompt = _prompt(tokenizer, messages, template_variables or {})
+    refs = [part["ref"] for one in messages if isinstance(one["content"], list) for part in one["content"] if
+            part["type"] == "image"]  # fmt: skip
+    prompt = _prompt(tokenizer, messages, template_variables or {}, partial(_with_images, images, refs))
     if not prompt:
         what = "the prompt has no tokens"
         raise ModelError(what, where=str(tokenizer.name_or_path), code="infer.no_prompt")
     check_ids(causal, tokenizer, [prompt], "the conversation")
     device = sharded or causal.device  # shards may be offloaded to main memory
     prompt_1T = torch.tensor([prompt], device=device)
+    seen = _image_inputs(images, refs, prompt_1T, causal.dtype) if images is not None and refs else {}
     length = prompt_1T.shape[1]
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length >= limit:
@@ -78,6 +88,7 @@ def generate_reply(
         answer_1S = causal.generate(
             prompt_1T,
             attention_mask=torch.ones_like(prompt_1T),
+            **seen,
             generation_config=settings,
             logits_processor=LogitsProcessorList([_Finite()]),
             streamer=pieces if on_text is not None else None,
@@ -87,7 +98,10 @@ def generate_reply(
 
 
 def _prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    expand: Callable[[str], str],
 ) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer(str(messages[-1]["content"]))["input_ids"])
@@ -102,7 +116,39 @@ def _prompt(
             remedy="see model.chat_template",
             code="model.chat_template_invalid",
         ) from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(expand(text), add_special_tokens=False)["input_ids"])
+
+
+def _with_images(images: ImageProcessor | None, refs: Sequence[MediaRef], text: str) -> str:
+    if not refs:
+        return text
+    assert images is not None
+    from halftune.data.media.reference import BadImage  # few conversations have images
+
+    try:
+        written = images.write(text, refs)
+    except BadImage as error:
+        raise ModelError(str(error), remedy="use another image", code="infer.bad_image") from error
+    if written is None:
+        what = f"the conversation has not one {images.token} for each of its images"
+        raise ModelError(what, remedy=f"write no {images.token}, or /reset", code="infer.bad_image")
+    return written
+
+
+def _image_inputs(
+    images: ImageProcessor, refs: Sequence[MediaRef], prompt_1T: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The forward pass's arguments for images, on the prompt's device."""
+    from halftune.data.media.reference import BadImage
+
+    try:
+        made = images.inputs([refs])
+    except BadImage as error:
+        raise ModelError(str(error), remedy="use another image, or /reset", code="infer.bad_image") from error
+    made |= images.token_types(prompt_1T)
+    return {
+        name: (one.to(dtype) if one.is_floating_point() else one).to(prompt_1T.device) for name, one in made.items()
+    }
 
 
 def ending_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig) -> list[int]:

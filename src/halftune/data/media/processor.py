@@ -159,6 +159,18 @@ class ImageProcessor:
         except (ValueError, ZeroDivisionError) as error:
             raise BadImage(f"{ref.path or 'the image in the row'}: {str(error).splitlines()[0]}") from error
 
+    def write(self, text: str, refs: Sequence[MediaRef]) -> str | None:
+        """A rendered conversation with the texts of its images; None if it has not one placeholder for each.
+
+        Raises:
+            BadImage: the processor refuses a size.
+        """
+        pieces = text.split(self.token)
+        if len(pieces) != len(refs) + 1:
+            return None
+        texts = [self.text(ref) for ref in refs]
+        return pieces[0] + "".join(one + piece for one, piece in zip(texts, pieces[1:], strict=True))
+
     def _expansion(self, width: int, height: int) -> str:
         if self.family.expansion == "count":
             counted = self._own._get_num_multimodal_tokens(image_sizes=[[height, width]])

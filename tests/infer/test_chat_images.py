@@ -1,0 +1,114 @@
+"""Answers about images: those of transformers' own processor and model; conversations in a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tiny_images import KINDS, ROWS, image_model, write_image, write_rows
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from halftune.config.facts.model import read_model_facts
+from halftune.config.load import load_config
+from halftune.config.sections.training import GenerationSection
+from halftune.core.errors import ModelError
+from halftune.data.media.processor import ImageProcessor, image_settings
+from halftune.data.media.reference import refer
+from halftune.hardware.catalogue import lookup
+from halftune.infer.repl import Repl
+from halftune.infer.session import ChatSession, open_session
+from halftune.model.completed_run import open_run
+from halftune.model.generate import generate_reply
+from halftune.plan import resolve
+from halftune.train.trainer import train
+
+ASKED = "What is in the picture?"
+
+
+def recipe(folder: Path, **training: Any) -> Any:
+    """The loaded recipe of a run on ``folder / "model"``."""
+    tree = {
+        "model": {"name_or_path": str(folder / "model")},
+        "precision": "fp32",
+        "adapter": "lora",
+        "data": {"train": str(write_rows(folder, ROWS)), "images": True},
+        "training": {"output_dir": str(folder / "run"), **training},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(tree))
+    return load_config(folder / "recipe.yaml")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = image_model(tmp_path / "model", kind)
+    config = recipe(tmp_path).run
+    plan = resolve(config, lookup("cpu"), read_model_facts(config.model))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    images = ImageProcessor(image_settings(config, folder), tokenizer)
+    files = [write_image(tmp_path / "one.png", 60, 40), write_image(tmp_path / "two.png", 24, 80)]
+    parts = [{"type": "image", "ref": refer(file.name, file.parent)} for file in files]
+    messages = [
+        {"role": "user", "content": [parts[0], {"type": "text", "text": ASKED}]},
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": [parts[1], {"type": "text", "text": "And here?"}]},
+    ]
+    made: list[torch.Tensor] = []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda *given, **more: made.append(generate(*given, **more)) or made[-1])
+
+    def reply(asked: list[dict[str, Any]]) -> list[int]:
+        generate_reply(model, tokenizer, asked, GenerationSection(max_new_tokens=5), plan, images=images)
+        return made[-1][0].tolist()
+
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    opened = [Image.open(file).convert("RGB") for file in files]
+    given = [opened] if images.family.nested else opened
+    inputs = images._own(text=[text], images=given, return_tensors="pt", add_special_tokens=False)
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    wanted = generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=ends)[0].tolist()
+    assert reply(messages) == wanted
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> ChatSession:
+    image_model(tmp_path / "model", "qwen2_5_vl")
+    loaded = recipe(tmp_path, max_steps=1)
+    train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
+    return open_session(open_run(str(tmp_path / "run"), []))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_conversation_keeps_its_images(session: ChatSession, tmp_path: Path, capsys: Any) -> None:
+    repl, file = Repl(session), write_image(tmp_path / "one.png", 60, 40)
+    for line in (f"/image {file}", ASKED, "And now?"):
+        repl.handle(line)
+    assert not session.attached
+    first, _, last, _ = session.history
+    assert [part["type"] for part in first["content"]] == ["image", "text"]
+    assert last["content"] == "And now?"
+    assert not capsys.readouterr().err
+    for line in ("/image gone.png", f"/image {tmp_path / 'rows.jsonl'}", f"/image {tmp_path}", "/image"):
+        repl.handle(line)
+    assert not session.attached
+    repl.handle(f"/image {file}")
+    file.write_bytes(b"x")
+    repl.handle(ASKED)
+    assert capsys.readouterr().err
+    assert len(session.history) == 4
+    repl.handle("/reset")
+    assert not session.attached
+    assert not session.history
+    repl.handle("Look: <|image_pad|>")  # no image belongs to it
+    assert len(session.history) == 2
+
+
+def test_a_model_that_was_not_trained_on_images_takes_none(session: ChatSession, tmp_path: Path) -> None:
+    session.images = None
+    with pytest.raises(ModelError) as error:
+        session.attach(str(write_image(tmp_path / "one.png", 8, 8)))
+    assert error.value.code == "infer.bad_image"
