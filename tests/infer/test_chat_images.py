@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from halftune.core.errors import ModelError
 from halftune.data.media.processor import ImageProcessor, image_settings
 from halftune.data.media.reference import refer
 from halftune.hardware.catalogue import lookup
+from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import ChatSession, open_session
 from halftune.model.completed_run import open_run
@@ -112,3 +115,29 @@ def test_a_model_that_was_not_trained_on_images_takes_none(session: ChatSession,
     with pytest.raises(ModelError) as error:
         session.attach(str(write_image(tmp_path / "one.png", 8, 8)))
     assert error.value.code == "infer.bad_image"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_programs_send_images_as_data_urls_and_no_paths(session: ChatSession, tmp_path: Path) -> None:
+    file = write_image(tmp_path / "one.png", 60, 40)
+    url = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": str(file)}},
+        {"type": "image_url", "image_url": {"url": f"file://{file}"}},
+        {"type": "image", "path": str(file)},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url"},
+        "text",
+    ]
+    asked = [
+        json.dumps({"id": n, "messages": [{"role": "user", "content": [part, {"type": "text", "text": ASKED}]}]})
+        for n, part in enumerate(parts)
+    ]
+    events = io.StringIO()
+    serve(session, io.StringIO("\n".join(asked)), events)
+    ready, *told = [json.loads(line) for line in events.getvalue().splitlines()]
+    assert ready["images"]
+    ends = {one["id"]: one.get("code") for one in told if one["event"] in ("end", "error")}
+    bad, unread = "infer.bad_request", "infer.bad_image"
+    assert ends == {0: None, 1: bad, 2: bad, 3: bad, 4: unread, 5: bad, 6: bad}

@@ -14,7 +14,7 @@ if "broken" in sys.argv[-2]:
     print("I loading", file=sys.stderr)
     sys.exit("halftune chat: runs/x: the run has no result yet")
 print("a library prints what it likes")
-say(event="ready", base="tiny", adapter=True, storage="fp32", compute="fp32", device="cpu")
+say(event="ready", base="tiny", adapter=True, storage="fp32", compute="fp32", device="cpu", images=True)
 requests, stop = queue.Queue(), threading.Event()
 
 
@@ -28,7 +28,11 @@ def read() -> None:
 threading.Thread(target=read, daemon=True).start()
 while (request := requests.get()) is not None:
     stop.clear()
-    words, text = request["messages"][-1]["content"].split(), ""
+    content, text = request["messages"][-1]["content"], ""
+    if isinstance(content, list):
+        *pictures, last = content
+        content = f"{len(pictures)} {pictures[0]['image_url']['url'][:15]} {last['text']}"
+    words = content.split()
     if words == ["die"]:
         sys.exit("halftune chat: out of GPU memory")
     if words == ["wrong"]:

@@ -150,3 +150,27 @@ def test_on_a_telephone_the_message_box_is_in_view(chat_web_ui: Any, open_page: 
     box = page.locator("#chat-message").bounding_box()
     assert box["y"] + box["height"] <= 900
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_an_image_goes_with_the_next_message(chat_web_ui: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
+    from PIL import Image
+
+    files = [tmp_path / "one.png", tmp_path / "two.png", tmp_path / "broken.png"]
+    for file in files[:2]:
+        Image.new("RGB", (8, 8), "red").save(file)
+    files[2].write_bytes(b"no image")
+    page = opened(open_page, chat_web_ui)
+    assert page.locator("#chat-image").is_hidden()
+    page.click("#chat-load")
+    page.wait_for_selector("#chat-image:visible")
+    page.set_input_files("#chat-file", files)
+    page.wait_for_selector("#chat .status .cause")
+    assert page.locator(".pictures button").count() == 2
+    page.locator(".pictures button").first.click()
+    page.wait_for_function("document.querySelectorAll('.pictures button').length === 1")
+    page.fill("#chat-message", "what is this")
+    page.keyboard.press("Enter")
+    answer = "tuned 1 data:image/png; what is this"
+    page.wait_for_function("said => document.querySelector('#trained .assistant')?.textContent === said", arg=answer)
+    assert page.locator("#trained .user img").count() == 1
+    assert page.locator(".pictures button").count() == 0

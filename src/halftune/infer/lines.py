@@ -1,6 +1,8 @@
 """Chat for programs: JSON lines, requests on standard input and events on standard output.
 
 In: ``{"id": 1, "messages": [{"role": "user", "content": "…"}], "adapter": true, "generation": {"temperature": 0.7}}``;
+``content`` may be a list of parts: ``{"type": "text", "text": "…"}`` and, of a model trained on images,
+``{"type": "image_url", "image_url": {"url": "data:…"}}``; files and addresses are refused.
 ``{"stop": true}`` stops the current answer. After the end of input, pending requests are answered, then the chat exits.
 
 Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` per piece, and
@@ -42,6 +44,7 @@ def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
         "storage": precision.storage.value,
         "device": session.run.plan.device.value,
         "generation": own.model_dump(),
+        "images": session.images is not None,
     }
     _emit(events, event="ready", **ready)
     while (request := waiting.get()) is not None:
@@ -69,7 +72,7 @@ def _answer(
 ) -> None:
     number, said, began = request.get("id"), list[str](), time.perf_counter()
     stop.clear()
-    messages = _messages(request)
+    messages = _messages(request, session)
     session.generation = _generation(own, request.get("generation") or {})
 
     def on_text(piece: str) -> None:
@@ -88,16 +91,32 @@ def _answer(
     _emit(events, event="end", id=number, answer=answer, stopped=stopped, seconds=seconds, tokens=tokens)
 
 
-def _messages(request: Request) -> list[dict[str, str]]:
+def _messages(request: Request, session: ChatSession) -> list[dict[str, Any]]:
     messages = request.get("messages")
     right = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str | list)
         for one in messages
     )
     if not messages or not right:
-        what = "the request has no valid messages"
-        raise ModelError(what, remedy='send {"messages": [{"role": "user", "content": "…"}]}', code="infer.bad_request")
-    return messages
+        raise _invalid("the request has no valid messages")
+    return [{**one, "content": _content(one["content"], session)} for one in messages]
+
+
+def _content(content: str | list[Any], session: ChatSession) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [_part(one, session) for one in content]
+
+
+def _part(part: Any, session: ChatSession) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
+            return {"type": "image", "ref": session.image(url)}
+    raise _invalid("a part of a message is neither a text nor an image as a data URL")
+
+
+def _invalid(what: str) -> ModelError:
+    return ModelError(what, remedy='send {"messages": [{"role": "user", "content": "…"}]}', code="infer.bad_request")
 
 
 def _generation(own: GenerationSection, changes: dict[str, Any]) -> GenerationSection:

@@ -60,19 +60,31 @@ class ChatSession:
             path: of a file.
 
         Raises:
-            ModelError: the file is no image, or the model was not trained on images.
+            ModelError: see :meth:`image`.
+        """
+        file = Path(path).expanduser().absolute()
+        self.attached.append(self.image(file.name, file.parent))
+        return self.attached[-1]
+
+    def image(self, given: str, folder: Path | None = None) -> MediaRef:
+        """The reference of an image.
+
+        Args:
+            given: a data URL, or a path in ``folder``.
+            folder: None: paths are refused.
+
+        Raises:
+            ModelError: not an image, or the model was not trained on images.
         """
         if self.images is None:
             what, remedy = "the model was not trained on images", "train it with data.images: true"
             raise ModelError(what, remedy=remedy, code="infer.bad_image")
         from halftune.data.media.reference import BadImage, refer  # few conversations have images
 
-        file = Path(path).expanduser().absolute()
         try:
-            self.attached.append(refer(file.name, file.parent))
+            return refer(given, folder)
         except BadImage as error:
-            raise ModelError(str(error), remedy="use another file", code="infer.bad_image") from error
-        return self.attached[-1]
+            raise ModelError(str(error), remedy="use another image", code="infer.bad_image") from error
 
     def messages(self, text: str) -> list[dict[str, Any]]:
         """Return the conversation with the user's next message."""

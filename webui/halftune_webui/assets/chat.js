@@ -4,6 +4,8 @@
 const words = JSON.parse(props.words), SIDES = ['trained', 'base'], STORE = 'halftune-chat';
 const root = element.querySelector('.ht-chat');
 const read = () => { try { return JSON.parse(sessionStorage.getItem(STORE)) || {}; } catch (error) { return {}; } };
+const LARGE = 1 << 20, SIDE = 1536;  // larger files are sent as JPEG of at most this many pixels a side
+let attached = [];  // images of the next message, as data URLs
 let chosen = {run: '', name: ''}, model = {state: 'none'}, said = empty(), asked = 0, answering = null, slow = 0;
 
 function empty() { return {trained: [], base: []}; }
@@ -27,14 +29,16 @@ for (const side of SIDES) {
 }
 const text = make('textarea', {id: 'chat-message', rows: 2}), hint = make('span', {className: 'help', id: 'chat-hint', textContent: words.enter});
 text.setAttribute('aria-describedby', 'chat-hint');
+const file = make('input', {type: 'file', id: 'chat-file', accept: 'image/*', multiple: true, hidden: true, onchange: attach});
+const image = button('chat-image', words.image, () => file.click()), pictures = make('div', {className: 'pictures'});
 const send = button('chat-send', words.send, ask, 'primary'), stop = button('chat-stop', words.stop, () => trigger('click', {act: 'stop'}));
 const again = button('chat-again', words.again, retry), anew = button('chat-new', words.anew, forget);
 const both = make('input', {type: 'checkbox', id: 'chat-both', checked: true, onchange: draw});
 root.append(
   make('div', {className: 'acts'}, load, free), status, picks, talks,
   make('div', {className: 'asking', id: 'chat-text'},
-    make('div', {className: 'head'}, make('label', {htmlFor: 'chat-message', textContent: words.ask}), hint), text,
-    make('div', {className: 'acts'}, send, stop, again, anew, make('label', {className: 'both'}, both, words.both))),
+    make('div', {className: 'head'}, make('label', {htmlFor: 'chat-message', textContent: words.ask}), hint), pictures, text,
+    make('div', {className: 'acts'}, send, stop, image, file, again, anew, make('label', {className: 'both'}, both, words.both))),
 );
 
 text.addEventListener('input', buttons);
@@ -66,17 +70,41 @@ function question(words) {
   for (const side of sides()) talk[side].box.scrollTop = talk[side].box.scrollHeight;
 }
 function ask() {
-  const words = text.value;
+  const words = text.value, images = attached.map((url) => ({type: 'image_url', image_url: {url}}));
   if (!words.trim() || answering) return;
   text.value = '';
-  question(words);
+  attached = [];
+  question(images.length ? [...images, {type: 'text', text: words}] : words);
 }
+async function attach() {
+  model = {...model, error: ''};
+  for (const one of file.files) {
+    try { attached.push(await dataUrl(one)); } catch (error) { model = {...model, error: words.bad_image}; }
+  }
+  file.value = '';
+  draw();
+}
+async function dataUrl(one) {
+  const bitmap = await createImageBitmap(one);
+  if (one.size <= LARGE) {
+    return new Promise((done, failed) => {
+      const reader = new FileReader();
+      Object.assign(reader, {onload: () => done(reader.result), onerror: failed}).readAsDataURL(one);
+    });
+  }
+  const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
+  const canvas = make('canvas', {width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale)});
+  canvas.getContext('2d').drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL('image/jpeg', 0.92);
+}
+function drop(place) { attached.splice(place, 1); draw(); image.focus(); }
+const picture = (url) => make('img', {src: url, alt: words.picture});
 // The last question once more, without its answers.
 function retry() {
   const last = said.trained.findLast((one) => one.role === 'user');
   for (const side of sides()) {
     const from = said[side].findLastIndex((one) => one.role === 'user');
-    if (from >= 0 && said[side][from].content === last.content) said[side].splice(from);
+    if (from >= 0 && JSON.stringify(said[side][from].content) === JSON.stringify(last.content)) said[side].splice(from);
   }
   question(last.content);
 }
@@ -96,7 +124,10 @@ async function copy(content, from) {
 }
 
 function message(one) {
-  if (one.role === 'user') return [make('p', {className: 'user', textContent: one.content})];
+  if (one.role === 'user') {
+    const parts = Array.isArray(one.content) ? one.content : [{text: one.content}];
+    return [make('p', {className: 'user'}, ...parts.map((part) => (part.image_url ? picture(part.image_url.url) : part.text)))];
+  }
   const shown = one.content.trim() ? make('p', {className: 'assistant', textContent: one.content}) : make('p', {className: 'help', textContent: one.done ? words.silent : '…'});
   const foot = make('div', {className: 'foot'});
   if (one.done && one.content.trim()) foot.append(button('', words.copy, (event) => copy(one.content, event.target)));
@@ -108,6 +139,8 @@ function buttons() {
   const ready = model.state === 'ready' && model.run === chosen.run;
   load.disabled = !chosen.run || Boolean(answering) || ready;
   free.disabled = !['ready', 'loading'].includes(model.state);
+  image.hidden = !(ready && model.images);
+  image.disabled = image.hidden || Boolean(answering);
   send.disabled = !chosen.run || Boolean(answering) || !text.value.trim();
   stop.disabled = answering?.what !== 'ask' || model.state === 'loading';
   again.disabled = !chosen.run || Boolean(answering) || !said.trained.length;
@@ -122,6 +155,12 @@ function draw() {
   status.replaceChildren(shown);
   if (state === 'loading') status.append(make('div', {className: 'progress unknown'}, make('i')));
   if (fits && state !== 'failed' && model.error) status.append(make('p', {className: 'cause', textContent: model.error}));
+  pictures.replaceChildren(...attached.map((url, place) => {
+    const remove = button('', '', () => drop(place), 'picture');
+    remove.setAttribute('aria-label', words.remove);
+    remove.append(picture(url));
+    return remove;
+  }));
   if (chosen.run) root.dataset.chat = chosen.run; else delete root.dataset.chat;
   root.dataset.side ||= 'trained';
   root.classList.toggle('alone', !both.checked);
@@ -158,6 +197,7 @@ const choose = () => {
   if (chosen.run) keep();
   chosen = {run: next.run || '', name: next.name || ''};
   said = {...empty(), ...read()[chosen.run]};
+  attached = [];
   answering = null;
   draw();
 };

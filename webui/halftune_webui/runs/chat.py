@@ -63,7 +63,7 @@ class Chat:
             return self._ready
 
     def answer(
-        self, messages: list[dict[str, str]], *, adapter: bool, generation: dict[str, Any]
+        self, messages: list[dict[str, Any]], *, adapter: bool, generation: dict[str, Any]
     ) -> Iterator[tuple[str, dict[str, Any] | None]]:
         """Yields ``(the answer so far, None)`` as it comes, last ``(the answer, the closing event)``.
 

@@ -133,7 +133,7 @@ class _Asked:
     act: str
     number: int
     run: str
-    talks: dict[str, list[dict[str, str]]]
+    talks: dict[str, list[dict[str, Any]]]
     generation: dict[str, float]
 
 
@@ -161,7 +161,12 @@ def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator
     except HalftuneError as error:
         yield json.dumps({**told, "state": "failed", "error": context.words.problem(error), "over": True})
         return
-    told |= {"state": "ready", "base": ready["base"], "said": _ready(context, run, ready)}
+    told |= {
+        "state": "ready",
+        "images": bool(ready.get("images")),
+        "base": ready["base"],
+        "said": _ready(context, run, ready),
+    }
     yield json.dumps({**told, "over": not asked.talks})
     due = 0.0
     try:
