@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from halftune.cli import main
 from halftune.config.facts.safetensors_headers import read_headers
 from halftune.config.reading.yaml_source import read_text as read_recipe
 from halftune.core.atomic import whole_folder, write_text
@@ -124,6 +125,17 @@ def test_git_runs_no_program_that_a_repository_names(tmp_path: Path) -> None:
     changed = git_state(tmp_path)
     assert changed == {"commit": unchanged["commit"], "changed": True}
     assert not (tmp_path / "ran").exists()
+
+
+def test_child_processes_run_no_code_of_the_working_directory(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "halftune.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    child = [sys.executable, "-m", "halftune", "--version"]
+    assert b"a stranger" in subprocess.run(child, capture_output=True, check=False).stderr, "the trap works"
+    with pytest.raises(SystemExit):
+        main(["explain", "train.run_changed"])
+    assert subprocess.run(child, capture_output=True, check=False).returncode == 0
 
 
 def test_small_files_that_grow_are_refused(tmp_path: Path) -> None:

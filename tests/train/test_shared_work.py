@@ -35,7 +35,8 @@ EVERYTHING = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "adapter"), [("ddp", "lora"), ("fsdp2", "none")])
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str, adapter: str) -> None:
     def run(name: str, *more: str):
         where = (f"training.output_dir={tmp_path / name}", f"distributed.strategy={strategy}")

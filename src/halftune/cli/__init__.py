@@ -30,8 +30,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "explain": ("halftune.cli.explain", "explain an error code and its fix"),
 }
 
-# Environment variables for torch and its libraries, unless set by the user.
+# Environment variables for child processes, torch and its libraries, unless set by the user.
 BEFORE_TORCH = {
+    # ``python -m`` searches the working directory first: a yaml.py beside a recipe would run in our child processes.
+    "PYTHONSAFEPATH": "1",
     # Busy-waiting threads make a CPU run many times slower if other processes use the cores.
     "OMP_WAIT_POLICY": "PASSIVE",
     # oneDNN caches compiled matmuls with their workspaces for 1,024 shapes, and torch has its own cache. Batches of
