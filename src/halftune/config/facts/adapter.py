@@ -35,6 +35,7 @@ UNSUPPORTED = (
     "alora_invocation_tokens",
     "trainable_token_indices",
 )
+_SHOWN = 80  # characters of a value in a message: someone else's file may hold megabytes
 _MUTATES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base model
 
 
@@ -108,7 +109,7 @@ def settings_of(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
         ModelError: it is not LoRA, or has options that training cannot continue.
     """
     wrong = [] if raw.get("peft_type") == "LORA" else [f"peft_type: {raw.get('peft_type')}"]
-    wrong += [f"{key}: {raw[key]}" for key in UNSUPPORTED if raw.get(key)]
+    wrong += [f"{key}: {str(raw[key])[:_SHOWN]}" for key in UNSUPPORTED if raw.get(key)]
     wrong += [f"bias: {raw['bias']}"] if raw.get("bias", "none") != "none" else []
     start = raw.get("init_lora_weights")
     wrong += [f"init_lora_weights: {start}"] if isinstance(start, str) and start.startswith(_MUTATES) else []
