@@ -13,6 +13,7 @@ from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, PlanError
 from halftune.model.adapters import attach_adapter
+from halftune.plan import trainable
 from halftune.plan.train_only import trained_patterns
 from halftune.plan.trainable import count_trainable
 
@@ -111,6 +112,13 @@ def test_a_model_whose_own_code_builds_it_is_estimated() -> None:
     counted = count_trainable(facts, LoraAdapter(target_modules=("q_proj",)))
     assert counted.count.value == 3 * 16 * (64 + 64)
     assert "estimated" in counted.count.reason
+
+
+def test_an_expression_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainable, "_EXPRESSION_SECONDS", 0.2)
+    with pytest.raises(PlanError) as refused:
+        count_trainable(facts_of("llama"), LoraAdapter(target_modules="(([a-z_.0-9]+)+)+!"))
+    assert refused.value.code == "config.bad_target_modules"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from halftune.plan.adapter_types import AdapterSpec
 
 HEAD = "lm_head"
+_EXPRESSION_SECONDS, _EXPRESSION_MEMORY = 5, 1 << 30  # an adapter of somebody else may bring its expression
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     if isinstance(adapter, NoAdapter):
         every = tuple((tensor.shape, is_hidden(tensor), tensor.count) for tensor in tensors)
         return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
-    touched = {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
+    touched = _touched(tensors, adapter)
     if facts.tensors:
         _check_targets(tensors, adapter, found=bool(touched or _expert_names(adapter)))
         _check_saved(facts, adapter)
@@ -168,6 +170,21 @@ def _reason(
 def is_hidden(tensor: Tensor) -> bool:
     """Whether it is a matrix between embedding and output layer."""
     return len(tensor.shape) == 2 and tensor.kind != "embedding" and tensor.module != HEAD
+
+
+def _touched(tensors: Iterable[Tensor], adapter: LoraAdapter | PeftAdapter) -> dict[Tensor, list[str]]:
+    """The tensors that get an update, with the names of their modules. A regular expression has a time limit."""
+    if not isinstance(adapter.target_modules, str) or adapter.target_modules == "all-linear":
+        return {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
+    from halftune.core.time_limit import Limits, OutOfTime  # few runs use an expression
+
+    try:
+        with Limits(_EXPRESSION_SECONDS, _EXPRESSION_MEMORY):
+            return {tensor: names for tensor in tensors if (names := _targets(tensor, adapter))}
+    except OutOfTime as error:
+        what = f"matching {adapter.target_modules[:80]!r} takes more than {_EXPRESSION_SECONDS} s of CPU time"
+        where, remedy = "adapter.target_modules", "all-linear, or a list of names"
+        raise PlanError(what, where=where, remedy=remedy, code="config.bad_target_modules") from error
 
 
 def _targets(tensor: Tensor, adapter: LoraAdapter | PeftAdapter) -> list[str]:
