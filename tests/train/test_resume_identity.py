@@ -25,6 +25,7 @@ from halftune.model.result import base_of_result, finished_at
 from halftune.train.checkpoint import open_weights
 from halftune.train.checkpoint_list import find_damage, state_of
 from halftune.train.checkpoint_result import write_result
+from halftune.train.folder import already_finished
 from halftune.train.same_run import recorded
 from halftune.train.trainer import train
 
@@ -401,6 +402,10 @@ def test_lost_metrics_are_noticed(recipe, place: Place) -> None:
     path.unlink()
     train(*recipe(*settings(place)))
     assert (place["run"] / "train.log").read_text().count("earlier metrics are lost") == 2
+    again = recipe(*settings(place))[0]
+    assert path.name in already_finished(again)
+    path.touch()
+    assert path.name not in already_finished(again)
 
 
 def test_metrics_that_are_there_or_elsewhere_are_not_lost(recipe, place: Place, tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ def _storage(
     if facts.dtype is not None and facts.dtype != value:
         change = "widened without loss" if value == "fp32" and facts.dtype != "fp64" else "rounded"
         reason += f"; the checkpoint's {facts.dtype} is {change} on load"
+        if value == "fp16":
+            reason += "; a weight beyond 65,504 is an error then"
     return Choice(value, reason)
 
 

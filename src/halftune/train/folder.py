@@ -27,6 +27,7 @@ log = get_logger(__name__)
 
 ASIDE = "set-aside"
 RESOLVED = "resolved.yaml"
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
 
 def holds_results(path: Path) -> bool:
     """Whether a run has left anything but its intent."""
-    metrics = path / "metrics.jsonl"
+    metrics = path / METRICS
     written = metrics.exists() and metrics.stat().st_size > 0
     kept = any((path / name).exists() for name in (FINAL, f".{FINAL}.old", FINISHED, ASIDE))
     return written or kept or bool(folders(path))
@@ -143,7 +144,8 @@ def already_finished(loaded: LoadedConfig) -> str:
 
 def completed_message(path: Path) -> str:
     """What is said where a finished run is started again."""
-    return f"{path} is already complete ({finished_at(path)} steps)"
+    lost = "" if (path / METRICS).is_file() else f"; {METRICS} is missing: its metrics are lost"
+    return f"{path} is already complete ({finished_at(path)} steps){lost}"
 
 
 def _left_to_do(path: Path, before: dict[str, object], now: dict[str, object]) -> str:
