@@ -120,9 +120,19 @@ def test_a_chart_of_long_runs_is_small(tmp_path: Path) -> None:
 
 def test_the_methods_own_metrics_get_charts(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
-    metrics.take({"step": 1, "loss": 0.7, "rewards/margin": 0.1})
+    counts = {
+        "tokens": 9,
+        "tokens_real": 8,
+        "tokens_trained": 7,
+        "seconds": 2.0,
+        "time": 3.0,
+        "epoch": 0.1,
+        "skipped": 0,
+    }
+    metrics.take({"step": 1, "loss": 0.7, "rewards/margin": 0.1, "reward": 0.2, "kl": None, "note": "x", **counts})
     metrics.take({"step": 1, "eval_loss": 0.7, "eval_loss_code": 0.8, "eval_rewards/margin": 0.2})
-    assert metrics.charts() == ["loss", "eval_loss", "eval_loss_code", "rewards/margin"]
+    own = ["rewards/margin", "reward", "kl"]
+    assert metrics.charts() == ["loss", "eval_loss", "tokens_per_second", "eval_loss_code", *own]
 
 
 def test_a_short_series_is_not_smoothed() -> None:

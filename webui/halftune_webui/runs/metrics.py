@@ -120,7 +120,7 @@ class Metrics(Curves):
         for kind, odd in (
             ("loss_not_finite", entry["loss"] is None),
             ("norm_not_finite", entry.get("grad_norm", 0.0) is None and not skipped),
-            ("loss_zero", entry["loss"] == 0),
+            ("loss_zero", entry["loss"] == 0 and "reward" not in entry),  # with rewards, its expected value is 0
             ("norm_zero", entry.get("grad_norm") == 0),
             ("skipped", bool(skipped)),
         ):

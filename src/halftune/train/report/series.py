@@ -157,7 +157,7 @@ def curves(record: Record) -> Markup:
         return Markup()
     names = list(dict.fromkeys(line["run"] for chart in charts for line in chart["lines"]))
     value = {"runs": names, "charts": charts, "scales": dict.fromkeys(names, found.scale())}
-    words = _WORDS | ({"loss": "Loss per pair"} if own else {})
+    words = _WORDS | ({"loss": "Loss"} if own else {})
     data = json.dumps({"words": json.dumps(words), "value": json.dumps(value)}).replace("<", "\\u003c")
     return render(HERE, "curves", data=Markup(data), script=Markup(script()))
 
@@ -184,6 +184,8 @@ def script_source() -> str:
 POINTS, SCALE = 1000, 200
 _MOST = 64  # series; metrics of a run folder may be anybody's
 _COLUMNS = ("eval_loss", "loss", "learning_rate", "grad_norm", "loss_scale")
+# Columns that are drawn in another way, or not at all; all others are the method's own metrics.
+_COUNTS = ("step", "epoch", "tokens", "tokens_real", "tokens_trained", "seconds", "memory_bytes", "time", "skipped")
 _SPEEDS = ("tokens", "tokens_real", "tokens_trained")
 Points = list[list[float | None]]
 
@@ -226,8 +228,9 @@ class Curves:
         return self.series.get(name) or Series()
 
     def own(self) -> list[str]:
-        """Names of the method's own metrics, such as ``rewards/margin``."""
-        return [name for name in self.series if "/" in name and not name.startswith("eval_")]
+        """Names of the method's own metrics, such as ``rewards/margins`` and ``kl``."""
+        drawn = (*_COLUMNS, "memory", *(f"{name}_per_second" for name in _SPEEDS))
+        return [name for name in self.series if name not in drawn and not name.startswith("eval_")]
 
     def eval_sets(self) -> dict[str, str]:
         """The losses of named evaluation sets: label → series, such as ``eval_loss_code``."""
@@ -239,7 +242,7 @@ class Curves:
             return
         step = float(line["step"])
         for name in line:
-            if name in _COLUMNS or "/" in name or name.startswith(EVAL_SET):
+            if name not in _COUNTS and (line[name] is None or is_number(line[name])):
                 self._add(name, step, line[name])
         if "loss" not in line:
             return
