@@ -564,9 +564,15 @@ def test_the_status_says_whether_the_same_is_learned(more: str, status: str) -> 
     assert convert_file(Path("old.yaml"), "axolotl").status == status
 
 
+def test_dynamic_fine_tuning_is_the_same() -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY + "use_dft_loss: true\n")
+    made = convert_file(Path("old.yaml"))
+    assert ("use_dft_loss", "method.loss") in [(note.key, note.ours) for note in made.of("translated")]
+
+
 @pytest.mark.parametrize(
     "more",
-    ["use_llama_pro: true", "use_dft_loss: true", "mixture_of_depths: convert", "use_apollo: true",
+    ["use_llama_pro: true", "use_asft_loss: true", "mixture_of_depths: convert", "use_apollo: true",
      "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
      "adapter_name_or_path: saves/x", "optim: ademamix"],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.methods import Loss
+from halftune.model.policy import PolicyModel
 from halftune.model.save import trainable_state
 from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
@@ -170,6 +171,30 @@ def test_evaluation_is_the_mean_over_all_labelled_tokens(recipe, tmp_path: Path,
             total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
             count += int((labels[1:] != -100).sum())
     assert abs(measured["eval_loss"] - total / count) / (total / count) < 1e-6
+
+
+def test_dynamic_fine_tuning_weights_tokens_with_their_probability(recipe, rows_file: Path, tmp_path: Path) -> None:
+    every = (f"data.train={rows_file}", f"training.output_dir={tmp_path}", "method={type: sft, loss: dft}")
+    run = build(*recipe(*every), RunFolder(tmp_path, None, finished=False))
+    (batch, *_) = run.feed.micro_batches(run.feed.rows(0)[:4])
+    loss = run.method.loss(PolicyModel(run.model), batch, run.reference)
+    loss.total.backward()
+    ours = {name: one.grad.clone() for name, one in run.model.named_parameters() if one.grad is not None}
+    run.model.zero_grad()
+    inputs = {
+        name: batch.inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch.inputs
+    }
+    labels = batch.tokens["labels"][:, 1:].flatten()
+    nll = torch.nn.functional.cross_entropy(run.model(**inputs).logits[:, :-1].flatten(0, 1), labels, reduction="none")
+    wanted = (nll * (-nll.detach()).exp()).sum()
+    wanted.backward()
+    assert float((loss.total - wanted).abs().detach()) < 1e-5 * float(wanted.detach())
+    for name, one in run.model.named_parameters():
+        if name in ours:
+            assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(one.grad.norm()) + 1e-8
+    with torch.no_grad():
+        plain = run.method.loss(PolicyModel(run.model), batch, run.reference).total
+    assert float((plain - nll.sum()).abs().detach()) < 1e-5 * float(plain)
 
 
 def test_label_smoothing_is_that_of_torch_in_training_and_evaluation(recipe, rows_file: Path, tmp_path: Path) -> None:

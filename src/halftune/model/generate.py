@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -75,11 +76,7 @@ def generate_reply(
     prompt_1T = torch.tensor([prompt], device=device)
     seen = _image_inputs(images, refs, prompt_1T, causal.dtype) if images is not None and refs else {}
     length = prompt_1T.shape[1]
-    limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and length >= limit:
-        what = f"the conversation has {length:,} tokens; the model's limit is {limit:,}"
-        raise ModelError(what, remedy="start a new conversation (/reset in chat)", code="infer.conversation_too_long")
-    room = generation.max_new_tokens if limit is None else min(generation.max_new_tokens, limit - length)
+    room = min(generation.max_new_tokens, _room(causal, length))
     settings = _settings(generation, tokenizer, causal.generation_config, room)
     pieces = _Pieces(tokenizer, length, on_text)
     # weights gathered in inference mode cannot be trained afterwards
@@ -95,6 +92,15 @@ def generate_reply(
             synced_gpus=sharded is not None,
         )
     return str(tokenizer.decode(answer_1S[0, length:], skip_special_tokens=True)).strip()
+
+
+def _room(causal: Any, length: int) -> int:
+    """Tokens that fit behind a prompt of ``length``."""
+    limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length >= limit:
+        what = f"the conversation has {length:,} tokens; the model's limit is {limit:,}"
+        raise ModelError(what, remedy="start a new conversation (/reset in chat)", code="infer.conversation_too_long")
+    return sys.maxsize if limit is None else limit - length
 
 
 def _prompt(

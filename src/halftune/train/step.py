@@ -237,53 +237,24 @@ def first_line(error: BaseException) -> str:
     return said[0] if said else type(error).__name__
 
 
-def train_step(run: TrainState, batches: list[Batch]) -> StepMetrics:
-    """Train on one global batch; as often as the method asks, where the model answers prompts.
+def train_step(run: TrainState, batches: list[Batch], *, answered: bool = False, last: bool = True) -> StepMetrics:
+    """Train on one global batch.
 
     Loss = sum of the examples' losses / sum of their weights, over all micro-batches and processes. The split into
     micro-batches changes only the rounding.
 
     Args:
         run: the run; weights, optimizer, schedule and scaler are updated.
-        batches: micro-batches of this process.
+        batches: micro-batches of this process; they get the columns that the loss adds.
+        answered: the model has answered the prompts.
+        last: the schedule is updated, too.
 
     Raises:
         NonFiniteStep: loss or gradient are not finite; the weights are as they were.
         TrainingError: memory ran out while the weights were updated.
     """
-    if run.rollouts is None:
-        return _train_once(run, batches)
-    answered = run.rollouts(batches, run.feed)
-    found = [_train_once(run, answered, last=run.rollouts.iterations == 1)]
-    for left in reversed(range(run.rollouts.iterations - 1)):
-        try:
-            found.append(_train_once(run, answered, last=not left))
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
-    return _joined(found)
-
-
-def _joined(found: list[StepMetrics]) -> StepMetrics:
-    """The metrics of several updates as those of one step."""
-    number, averages = len(found), {}
-    for name in found[0].averages:
-        sums, counts = zip(*(one.averages[name] for one in found), strict=True)
-        averages[name] = (sum(sums), sum(counts))
-    return replace(
-        found[-1],
-        loss=sum(one.loss for one in found) / number,
-        grad_norm=sum(one.grad_norm for one in found) / number,
-        tokens=sum(one.tokens for one in found),
-        tokens_real=sum(one.tokens_real for one in found),
-        tokens_trained=sum(one.tokens_trained for one in found),
-        averages=averages,
-    )
-
-
-def _train_once(run: TrainState, batches: list[Batch], *, last: bool = True) -> StepMetrics:
-    """One update of the weights, and of the schedule if it is the step's last; ``batches`` gets the loss's columns."""
+    if run.rollouts is not None and not answered:
+        return _step_on_answers(run, run.rollouts(batches, run.feed), run.rollouts.iterations)
     counts = [[batch.fed, batch.real, batch.trained, batch.weight] for batch in batches]
     *tokens, weight = sum_over_processes(run.accelerator, [sum(column) for column in zip(*counts, strict=True)])
     # Gradients are averaged over processes; the loss wants their sum.
@@ -314,6 +285,31 @@ def _train_once(run: TrainState, batches: list[Batch], *, last: bool = True) -> 
         raise memory_error(run, error, updating=True) from error
     metrics.memory_bytes = peak_memory_bytes(run.device)
     return metrics
+
+
+def _step_on_answers(run: TrainState, answers: list[Batch], updates: int) -> StepMetrics:
+    """Several updates on the same answers, as one step."""
+    found = [train_step(run, answers, answered=True, last=updates == 1)]
+    for left in reversed(range(updates - 1)):
+        try:
+            found.append(train_step(run, answers, answered=True, last=not left))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
+    averages = {}
+    for name in found[0].averages:
+        sums, counts = zip(*(one.averages[name] for one in found), strict=True)
+        averages[name] = (sum(sums), sum(counts))
+    return replace(
+        found[-1],
+        loss=sum(one.loss for one in found) / updates,
+        grad_norm=sum(one.grad_norm for one in found) / updates,
+        tokens=sum(one.tokens for one in found),
+        tokens_real=sum(one.tokens_real for one in found),
+        tokens_trained=sum(one.tokens_trained for one in found),
+        averages=averages,
+    )
 
 
 def _policy(run: TrainState, model: torch.nn.Module, scale: float = 1.0) -> PolicyModel:

@@ -92,6 +92,8 @@ def drop_keys(draft: Draft) -> None:
             draft.refused(key, f"training {part} is not supported yet")
     draft.drop(keys.NONE)
     draft.drop(keys.CHANGED, "changed")
+    if draft.take("use_dft_loss") and draft.get("method.type") in (None, "sft"):
+        draft.translated("use_dft_loss", "method.loss", "dft")
     draft.drop(keys.REFUSED, "refused")
     draft.drop_parts(keys.PARTS)
 

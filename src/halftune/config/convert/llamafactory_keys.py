@@ -106,7 +106,6 @@ REFUSED = {
     "adapter_name_or_path": "training does not begin from another adapter: merge it with halftune export first",
     "adapter_folder": "training does not begin from another adapter: merge it with halftune export first",
     "use_llama_pro": "training added blocks only (LLaMA Pro) is not supported yet",
-    "use_dft_loss": "the DFT loss is not supported yet",
     "use_asft_loss": "the ASFT loss is not supported yet",
     "use_eaft_loss": "the EAFT loss is not supported yet",
     "mixture_of_depths": "mixture of depths is not supported yet",

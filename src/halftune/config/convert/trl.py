@@ -180,5 +180,7 @@ def _loss(draft: Draft) -> None:
         draft.changed("assistant_only_loss", "method.train_on", "assistant", why)
     if loss in ("nll", "chunked_nll"):
         draft.none("loss_type", "always the chunked cross-entropy at labelled positions")
+    elif loss == "dft":
+        draft.translated("loss_type", "method.loss", "dft")
     elif loss is not None:
         draft.refused("loss_type", f"{loss} is not supported yet; accepted, cross-entropy takes its place")

@@ -161,12 +161,12 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Vi
 @rule("config.no_effect", "training.label_smoothing", "training.router_aux_loss_coef", "method.type")
 def parts_of_the_cross_entropy(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Only the cross-entropy of tokens has labels to smooth, and the routers' loss beside it."""
-    if run.method.type in ("sft", "pretrain"):
+    dynamic = run.method.type == "sft" and run.method.loss == "dft"
+    if run.method.type in ("sft", "pretrain") and not dynamic:
         return
-    for key in ("label_smoothing", "router_aux_loss_coef"):
-        if getattr(run.training, key):
-            what = f"has no effect with method: {run.method.type}"
-            yield Violation(("training", key), what, "remove it, or use method: sft")
+    what = "has no effect with loss: dft" if dynamic else f"has no effect with method: {run.method.type}"
+    for key in filter(lambda key: getattr(run.training, key), ("label_smoothing", "router_aux_loss_coef")):
+        yield Violation(("training", key), what, "remove it, or use method: sft")
 
 
 @rule("config.no_effect", "method.type", "method.loss", "method.label_smoothing")

@@ -64,6 +64,10 @@ class SftMethod(Method):
     train_line_break: Flag = False
     """Label what the chat template writes after an answer's end-of-turn token too, such as ChatML's line break."""
 
+    loss: Literal["nll", "dft"] = "nll"
+    """`dft` weights the loss of each token with its probability (dynamic fine-tuning, arXiv:2508.05629); the evaluation
+    loss is the plain one."""
+
     @property
     def labelled_share(self) -> float:
         return 1.0 if self.train_on == "all" else super().labelled_share
