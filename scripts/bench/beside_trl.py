@@ -1,4 +1,5 @@
-"""DPO beside TRL, on the same pairs: real tokens per CPU-second, and peak memory above that of the loaded model.
+"""DPO beside TRL, on the same pairs: real tokens per CPU-second, and peak memory above the process after its
+imports.
 
   python scripts/bench/beside_trl.py                                    Markdown table on stdout
   python scripts/bench/beside_trl.py --vocabularies 4096 --rounds 1     a small part of it
