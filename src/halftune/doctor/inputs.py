@@ -11,19 +11,27 @@ from transformers import PretrainedConfig
 ROWS, TOKENS = 2, 32
 
 
-def inputs_for(config: PretrainedConfig) -> dict[str, Any]:
+def inputs_for(config: PretrainedConfig, *, images: bool = True) -> dict[str, Any]:
     """Return arguments of a training forward: ``input_ids`` ``[2, 32]`` or longer, and inputs of the family's towers.
 
     Integers are real; floating inputs are fp32, as processors make them, and fake inside ``FakeTensors``.
+
+    Args:
+        config: of the model.
+        images: whether the run trains on images; Qwen2.5-Omni's towers are always traced.
     """
     make = _MAKERS.get(config.model_type, _text)
-    return make(config)
+    return _text(config) if make is _qwen_vl and not images else make(config)
 
 
-def has_towers(config: PretrainedConfig) -> bool:
-    """Whether the model has towers for which ``inputs_for`` has no inputs."""
+def untraced_towers(config: PretrainedConfig, *, images: bool) -> str:
+    """Why the towers of a model are not traced, as a clause; empty if they are, or if it has none."""
     towers = [name for name in ("vision_config", "audio_config") if vars(config).get(name) is not None]
-    return bool(towers) and config.model_type not in _MAKERS
+    if not towers or config.model_type == "qwen2_5_omni_thinker":
+        return ""
+    if not images:
+        return "the run has no images"
+    return "" if config.model_type in _MAKERS else "the inputs of its towers are unknown"
 
 
 def _text(config: PretrainedConfig) -> dict[str, Any]:
@@ -52,4 +60,27 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-_MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {"qwen2_5_omni_thinker": _qwen_omni}
+def _qwen_vl(config: PretrainedConfig) -> dict[str, Any]:
+    """One row with an image of 4 × 4 patches."""
+    vision = config.vision_config
+    merged, picture = 16 // vision.spatial_merge_size**2, config.image_token_id
+    named = config.to_dict()
+    edges = [named.get(name) or 5 for name in ("vision_start_token_id", "vision_end_token_id")]
+    placeholders = {value for name, value in named.items() if name.endswith("_token_id")}
+    text = [one for one in range(80) if one not in placeholders][:16]
+    ids = torch.tensor([[text[0], edges[0], *[picture] * merged, edges[1], *text[1:]]])
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == picture).long(),
+        "pixel_values": torch.randn(16, patch),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+
+
+_QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
+_MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
+    "qwen2_5_omni_thinker": _qwen_omni,
+    **dict.fromkeys(_QWEN_VL, _qwen_vl),
+}

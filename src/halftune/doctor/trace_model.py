@@ -25,7 +25,7 @@ from halftune.attention.contract import (
 )
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
-from halftune.doctor.inputs import has_towers, inputs_for
+from halftune.doctor.inputs import inputs_for, untraced_towers
 from halftune.doctor.traced_model import build, prepare, read_config
 from halftune.model.packing_check import small_copy
 from halftune.model.remote_code import last_line, remote_code_error
@@ -154,7 +154,7 @@ def objection(arrival: Arrival) -> str:
 
 
 def _whole(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer: Tracer) -> None:
-    inputs = inputs_for(model_config)
+    inputs = inputs_for(model_config, images=_sees(plan))
     with FakeTensors() as mode:
         built = build(model_config, config.model, plan, _attention(plan))
         model = prepare(built, config, plan, mode)
@@ -182,7 +182,7 @@ def _small(model_config: PretrainedConfig, config: RunConfig, plan: Plan, tracer
             raise remote_code_error(error, config.model, None) from error
         model = prepare(build(small, config.model, plan, _attention(plan)), config, plan, None)
         _check(model, plan)
-        _phases(model, inputs_for(small), config, tracer)
+        _phases(model, inputs_for(small, images=_sees(plan)), config, tracer)
 
 
 def _phases(model: nn.Module, inputs: dict[str, Any], config: RunConfig, tracer: Tracer) -> None:
@@ -234,6 +234,11 @@ def _scale(plan: Plan, tracer: Tracer) -> float:
     return plan.batch.tokens_per_step / max(plan.batch.world_size, 1) / (logits.shape[0] * logits.shape[1])
 
 
+def _sees(plan: Plan) -> bool:
+    """Whether the run trains on images."""
+    return plan.towers is not None and plan.towers.value == "used"
+
+
 def _calls(tracer: Tracer) -> dict[str, int]:
     counted: dict[str, int] = {}
     for arrival in tracer.arrivals:
@@ -250,8 +255,8 @@ def _notes(config: PretrainedConfig, plan: Plan, tracer: Tracer) -> Iterator[str
             yield f"{plan.attention.provider.reason[0].upper()}{plan.attention.provider.reason[1:]}: no call was seen."
         else:
             yield f"No attention call was traced: {config.model_type} has its own attention code, or none."
-    if has_towers(config):
-        yield "Only the language model was traced: the inputs of its towers are unknown."
+    if why := untraced_towers(config, images=_sees(plan)):
+        yield f"Only the language model was traced: {why}."
     if plan.precision.compute.value == "fp32":
         yield "The plan computes in fp32: there is nothing to promote."
 

@@ -76,7 +76,8 @@ def build(config: PretrainedConfig, section: ModelSection, plan: Plan, attention
         if remote and "auto_map" in vars(config):
             attention = _asked_for(config_file(section).parent, plan, attention)
         with no_progress_bars():
-            for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
+            for auto in autos if plan.towers is None else reversed(autos):  # with towers, the class of config.json
                 if type(config) in auto._model_mapping or "auto_map" in vars(config):
                     return auto.from_config(
                         config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
