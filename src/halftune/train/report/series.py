@@ -242,7 +242,8 @@ class Curves:
             return
         step = float(line["step"])
         for name in line:
-            if name not in _COUNTS and (line[name] is None or is_number(line[name])):
+            known = name in _COLUMNS or name in self.series or name.startswith(EVAL_SET)
+            if known or (name not in _COUNTS and (line[name] is None or is_number(line[name]))):
                 self._add(name, step, line[name])
         if "loss" not in line:
             return
