@@ -28,7 +28,7 @@ DOCS = ROOT / "docs" / "measurements"
 
 def planned(tree: Mapping[str, Any], file: Path, hardware: str = "", processes: int = 1) -> tuple[Any, Any]:
     """Writes a recipe to ``file``; the loaded configuration, and its plan for a catalogued machine or this one."""
-    from halftune.config.facts.model import read_model_facts
+    from halftune.config.facts.of_recipe import run_facts
     from halftune.config.load import load_config
     from halftune.hardware.catalogue import lookup
     from halftune.hardware.probe import probe
@@ -37,7 +37,7 @@ def planned(tree: Mapping[str, Any], file: Path, hardware: str = "", processes: 
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
     loaded = load_config(file)
     machine = lookup(hardware) if hardware else probe()
-    return loaded, resolve(loaded.run, machine, read_model_facts(loaded.run.model), world_size=processes)
+    return loaded, resolve(loaded.run, machine, run_facts(loaded.run), world_size=processes)
 
 
 def tiny_model(folder: Path, **changes: Any) -> None:

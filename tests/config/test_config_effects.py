@@ -10,6 +10,7 @@ from halftune.config.shape import dotted, walk
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "halftune"
 # The tag of a union decides the class of its section, which code may ask for with isinstance. Roles are read in a loop.
 TAGS = {"adapter.type", "method.type", *(f"model.tokens.special.{role}" for role in ("bos", "eos", "pad"))}
+TAGS |= {f"method.teacher{key}" for key in ("", ".revision", ".quantization")}  # read by Method.teacher_model
 # Loads the recipes that a recipe builds on; the verbs ask it.
 READER = "of_recipe.py"
 # Further names under which code holds a section.

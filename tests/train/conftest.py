@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.facts.model import read_model_facts
+from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
 from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
@@ -88,7 +88,7 @@ def recipe(tmp_path: Path, rows_file: Path, small_model: Path) -> Callable[..., 
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(tree))
         loaded = load_config(path, overrides)
-        return loaded, resolve(loaded.run, lookup(machine), read_model_facts(loaded.run.model), world_size=world_size)
+        return loaded, resolve(loaded.run, lookup(machine), run_facts(loaded.run), world_size=world_size)
 
     return make
 

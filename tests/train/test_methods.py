@@ -35,7 +35,8 @@ def letters(completions, answer, **_):
     return [len(set(one)) + 0.1 * told for one, told in zip(completions, answer)]
 """
 GRPO = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2, "epsilon": 0.01}
-KEYS: dict[str, dict[str, Any]] = {"kto": {"group_size": 2}, "grpo": GRPO}  # fewer rows
+DISTILL = {"teacher": "builtin:qwen2-small", "beta": 0.4, "temperature": 2.0, "sft_weight": 0.3}
+KEYS: dict[str, dict[str, Any]] = {"kto": {"group_size": 2}, "grpo": GRPO, "distill": DISTILL}  # fewer rows
 ROWS_A_PASS, PASSES = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 SPLITS: dict[str, dict[str, Any]] = {
     "in passes": {ROWS_A_PASS: 5, PASSES: 7},

@@ -129,8 +129,8 @@ def test_reward_functions_need_the_flag_unless_they_are_shipped(limits: Settings
 
 def test_every_key_that_may_be_a_path_is_limited() -> None:
     """A new key whose description speaks of files or folders is in ``paths_of``, or here."""
-    others = {"model.revision", "data.train[0].split", "data.eval[0].split", "method.rewards[0].function",
-              "logging.run_name"}  # fmt: skip
+    others = {"model.revision", "method.teacher.revision", "data.train[0].split", "data.eval[0].split",
+              "method.rewards[0].function", "logging.run_name"}  # fmt: skip
     said = re.compile("folder|file|path|hub", re.IGNORECASE)
     keys = [key for key, _, field, shape in walk()
             if accepts(shape, str) and not shape.sections and said.search(field.description or "")]  # fmt: skip

@@ -195,7 +195,11 @@ def paths_of(values: Any) -> Iterator[tuple[KeyPath, str]]:
     for part in ("train", "eval"):
         for index, source in enumerate(_listed(child(child(values, "data"), part))):
             found.append((("data", part, index, "path"), source if isinstance(source, str) else child(source, "path")))
-    rewards = _listed(child(child(values, "method"), "rewards"))
+    method = child(values, "method")
+    teacher = child(method, "teacher")
+    key = ("method", "teacher") if isinstance(teacher, str) else ("method", "teacher", "name_or_path")
+    found.append((key, teacher if isinstance(teacher, str) else child(teacher, "name_or_path")))
+    rewards = _listed(child(method, "rewards"))
     found += [(("method", "rewards", index, "file"), child(one, "file")) for index, one in enumerate(rewards)]
     found += [(("depends_on", index), name) for index, name in enumerate(_listed(child(values, "depends_on")))]
     yield from ((key, text) for key, text in found if isinstance(text, str) and text)

@@ -15,7 +15,7 @@ import torch
 from halftune.bench.flops import training_flops
 from halftune.bench.meter import Measured, Meter, Step
 from halftune.bench.peak import peak_flops
-from halftune.config.facts.model import read_model_facts
+from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
 from halftune.core import log
 from halftune.core.errors import HalftuneError
@@ -48,7 +48,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         HalftuneError: the configuration cannot be trained.
     """
     loaded = load_config(asked["config"], asked["overrides"])
-    facts = read_model_facts(loaded.run.model)
+    facts = run_facts(loaded.run)
     hardware = probe()
     plan = resolve(loaded.run, hardware, facts)
     folder = open_folder(loaded)

@@ -242,7 +242,9 @@ def _inputs(tree: Tree) -> Iterator[tuple[Any, str]]:
     data, model = child(tree.values, "data"), child(tree.values, "model")
     yield from _paths((model, key) for key in PATHS_IN_MODEL)
     yield from _paths([(child(tree.values, "adapter"), "name_or_path"), (data, "media_folder")])
-    rewards = child(child(tree.values, "method"), "rewards")
+    method = child(tree.values, "method")
+    yield from _paths([(method, "teacher"), (child(method, "teacher"), "name_or_path")])
+    rewards = child(method, "rewards")
     yield from _paths((reward, "file") for reward in (rewards if isinstance(rewards, list) else ()))
     for part in ("train", "eval"):
         sources = child(data, part)

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from halftune import __version__
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
-from halftune.config.sections.method import MethodSection, PretrainMethod, SftMethod
+from halftune.config.sections.method import ConversationMethod, MethodSection, PretrainMethod
 from halftune.core.atomic import whole_folder
 from halftune.core.errors import ConfigError, DataError
 from halftune.core.files import cache_dir
@@ -271,7 +271,7 @@ def _warn(report: SourceReport, max_length: int) -> None:
 
 
 def _train_on(method: MethodSection) -> str:
-    if isinstance(method, SftMethod):
+    if isinstance(method, ConversationMethod):
         return method.train_on
     return "all" if isinstance(method, PretrainMethod) else "assistant"
 
@@ -287,7 +287,7 @@ def _settings(config: RunConfig, day: str | None) -> Settings:
         merge_system=config.data.merge_system,
         template_variables=dict(config.model.chat_template_kwargs),
         day=day,
-        train_line_break=isinstance(method, SftMethod) and method.train_line_break,
+        train_line_break=isinstance(method, ConversationMethod) and method.train_line_break,
         group=method.rows,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +35,8 @@ def diagnose(
     model = present_model(loaded)
     config = loaded.run.model_copy(update={"model": model})
     facts, checks = _facts(model)
+    if (teacher := config.method.teacher_model) is not None:
+        facts = replace(facts, teacher=read_model_facts(present_model(loaded, teacher)))
     if model is not loaded.run.model:
         missing = f"{loaded.run.model.name_or_path} has yet to be trained"
         checks.append(Check("model", "note", f"{missing}: using its base, {model.name_or_path}"))

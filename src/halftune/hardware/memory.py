@@ -77,6 +77,7 @@ class Workload:
         processes: number of processes.
         offload: with fsdp2, whether shards are in main memory.
         regather: with fsdp2, whether layers are resharded after forward and gathered again for backward.
+        teacher: bytes of another model that each device holds whole.
         sync_each: with fsdp2 and gradient accumulation, whether gradients are reduced after each micro-batch.
     """
 
@@ -108,6 +109,7 @@ class Workload:
     offload: bool = False
     regather: bool = True
     sync_each: bool = True
+    teacher: int = 0
 
     @property
     def full(self) -> bool:
@@ -148,6 +150,7 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
     logits = _logits(work, facts)
     if work.strategy == "fsdp2":
         weights, gradients, moments = _sharded(work, facts, weights, gradients, moments)
+    weights += work.teacher
     overlap = min(gradients, activations + logits) if work.accumulation == 1 and work.strategy == "single" else 0
     rest = weights + gradients + moments + activations + logits - overlap
     overhead = RUNTIME_BYTES[work.kind] + round(rest * FRAGMENTATION[work.kind])

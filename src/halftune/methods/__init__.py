@@ -109,6 +109,7 @@ METHODS: dict[str, str] = {
     "orpo": "halftune.methods.reference_free:Orpo",
     "cpo": "halftune.methods.reference_free:Cpo",
     "grpo": "halftune.methods.grpo:Grpo",
+    "distill": "halftune.methods.distill:Distill",
 }
 
 __all__ = ["METHODS", "AdapterOff", "Loss", "Method", "Reference", "make_method"]

@@ -12,7 +12,8 @@ from typing import get_args
 from halftune.config.builtin_models import find
 from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.folder import read_json as read_config
-from halftune.config.facts.model import ModelFacts, read_model_facts
+from halftune.config.facts.model import ModelFacts
+from halftune.config.facts.of_recipe import run_facts
 from halftune.config.facts.safetensors_headers import main_format, read_header
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.reading.overrides import COMMAND_LINE
@@ -95,7 +96,7 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> CompletedRun:
         _check_base(loaded, final)
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
     stored = _adapter_format(final) if is_adapter else None
-    plan = _plan(loaded, read_model_facts(section), folder, partial(resolve_inference, adapter=stored))
+    plan = _plan(loaded, run_facts(loaded.run, section), folder, partial(resolve_inference, adapter=stored))
     return CompletedRun(loaded, folder, plan, is_adapter)
 
 
@@ -113,7 +114,7 @@ def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> 
     """
     folder = _folder(checkpoint.resolve().parent)
     loaded = load_run(folder, overrides, look_at_files=False)
-    plan = _plan(loaded, read_model_facts(loaded.run.model), folder, resolve)
+    plan = _plan(loaded, run_facts(loaded.run), folder, resolve)
     return CompletedRun(loaded, folder, plan, loaded.run.adapter.type != "none", place)
 
 

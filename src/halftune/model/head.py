@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -68,14 +69,18 @@ def cross_entropy_rows(
     Returns:
         fp32 ``[N]``; fp64 for fp64 logits.
     """
-    if chunk_bytes is None:
-        chunk_bytes = _LOSS_CHUNK_BYTES.get(logits.device.type, _LOSS_CHUNK_BYTES_ELSEWHERE)
     if overwrite is None:
         overwrite = _may_overwrite(logits)
-    rows = max(1, chunk_bytes // (4 * logits.shape[-1]))
+    rows = scratch_rows(logits) if chunk_bytes is None else max(1, chunk_bytes // (4 * logits.shape[-1]))
     with torch.autocast(logits.device.type, enabled=False):
         found = _CrossEntropy.apply(logits, targets, rows, overwrite, all_labelled, label_smoothing)
         return found  # type: ignore[return-value]
+
+
+def scratch_rows(logits: torch.Tensor) -> int:
+    """Rows of logits whose fp32 scratch fits the cache."""
+    size = _LOSS_CHUNK_BYTES.get(logits.device.type, _LOSS_CHUNK_BYTES_ELSEWHERE)
+    return max(1, size // (4 * logits.shape[-1]))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -146,6 +151,26 @@ def _may_overwrite(logits: torch.Tensor) -> bool:
 
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [N, H] -> [N, V]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """What a head computes the logits of a batch's labels from.
+
+    Attributes:
+        rows: ``[N, H]``, N > 0.
+        head: from rows to logits ``[N, V]``.
+        vocabulary: V.
+        targets: int64 ``[N]``.
+        places: int64 ``[K]``: indices of the labels in the batch; K is N, or 0 where one row stands for none.
+    """
+
+    rows: torch.Tensor
+    head: Head
+    vocabulary: int
+    targets: torch.Tensor
+    places: torch.Tensor
+
 
 # Bytes of a chunk's fp32 logits, and minimum rows: reading the head once per chunk must stay cheap.
 _CHUNK_BYTES = {"cpu": 4 << 20}

@@ -22,6 +22,7 @@ from halftune.data.batch import LABEL_POSITIONS, Batch
 from halftune.data.store import NO_LABEL
 from halftune.model.head import (
     Head,
+    HeadRows,
     cross_entropy_sum,
     decoder_of,
     head_loss_sum,
@@ -109,7 +110,7 @@ class PolicyModel:
             batch: as for :meth:`nll_sum`.
             temperature: divides the logits.
         """
-        return self._logprobs(batch, labels_of(batch), temperature)[0]
+        return self._logprobs(batch, temperature)[0]
 
     def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
         """Sum of the labels' log-probabilities per segment: fp64 ``[S]`` (fp32 on MPS).
@@ -117,8 +118,31 @@ class PolicyModel:
         Segments without a label have 0. Without labels the sums still have a graph through every weight.
         """
         labels = labels_of(batch)
-        values, places = self._logprobs(batch, labels, 1.0)
+        values, places = self._logprobs(batch, 1.0)
         return _sums_of_segments(batch, labels, places, values)
+
+    def head_rows(self, batch: Batch) -> HeadRows:
+        """What the head computes the logits of the labels from; of one position where there are no labels."""
+        labels = labels_of(batch)
+        places = labels.places()
+        # without labels, compute and drop one, so that every weight is in the graph
+        used = places if places.numel() else places.new_zeros(1)
+        rows, head, vocabulary = self._head_rows(batch, labels.positions)
+        return HeadRows(rows.flatten(0, 1)[used], head, vocabulary, labels.targets.flatten()[used].clamp(min=0), places)
+
+    def divergences(self, batch: Batch, teacher: HeadRows, beta: float, temperature: float) -> torch.Tensor:
+        """Divergence from a teacher and cross-entropy of the K labels: fp32 ``[2, K]`` (fp64 for an fp64 model).
+
+        Args:
+            batch: as for :meth:`nll_sum`.
+            teacher: of the same batch.
+            beta, temperature: see ``halftune.model.divergence``.
+        """
+        from halftune.model.divergence import divergences  # few runs have a teacher
+
+        own = self.head_rows(batch)
+        chunk = rows_at_a_time(own.vocabulary, own.rows.device)
+        return divergences(own, teacher, beta, temperature, chunk)[:, : own.places.numel()]
 
     @staticmethod
     def label_segments(batch: Batch) -> torch.Tensor:
@@ -156,15 +180,12 @@ class PolicyModel:
         # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
         return tokens[0, last[: len(batch.segment_of_example)], 0] + pooled[:0].sum()
 
-    def _logprobs(self, batch: Batch, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities ``[K]``, and their indices among the B·P targets."""
-        places = labels.places()
-        # without labels, compute and drop one, so that every weight is in the graph
-        used = places if places.numel() else places.new_zeros(1)
-        rows, head, vocabulary = self._head_rows(batch, labels.positions)
-        targets, chunk = labels.targets.flatten()[used].clamp(min=0), rows_at_a_time(vocabulary, rows.device)
-        found = logprobs(head, rows.flatten(0, 1)[used], targets, temperature, chunk)
-        return found[: places.numel()], places
+        own = self.head_rows(batch)
+        chunk = rows_at_a_time(own.vocabulary, own.rows.device)
+        found = logprobs(own.head, own.rows, own.targets, temperature, chunk)
+        return found[: own.places.numel()], own.places
 
     def _head_rows(self, batch: Batch, positions: torch.Tensor) -> tuple[torch.Tensor, Head, int]:
         """The head's input at P positions ``[B, P, H]``, the head, and V; or logits and the identity."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.log import get_logger
-from halftune.plan.tree import Plan
+from halftune.plan.tree import Plan, unpacked
 
 log = get_logger(__name__)
 
@@ -62,10 +62,8 @@ def finalise(plan: Plan, evidence: Evidence) -> Plan:
         what = f"packing is not possible: {reason}"
         raise PlanError(what, remedy="data.packing: false", code="attention.packing_unsupported")
     log.warning("packing is off: %s", reason)
-    batch = replace(plan.batch, packing=Choice(False, reason))
-    attention = replace(plan.attention, varlen=Choice("none", "rows are not packed"))
-    warnings = (*plan.warnings, f"Packing is off: {reason}.")
-    return replace(plan, batch=batch, attention=attention, warnings=warnings)
+    teacher = unpacked(plan.teacher, reason) if plan.teacher is not None else None
+    return replace(unpacked(plan, reason), teacher=teacher, warnings=(*plan.warnings, f"Packing is off: {reason}."))
 
 
 def _with_batch_of(plan: Plan, resumed: ResumedBatch) -> Plan:

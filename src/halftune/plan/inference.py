@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
+from halftune.config.sections.method import SftMethod
 from halftune.config.sections.model import LoraAdapter
 from halftune.config.sections.training import DistributedSection
 from halftune.core.choice import Choice, Format
@@ -47,6 +48,33 @@ def resolve_inference(config: RunConfig, hardware: Hardware, facts: ModelFacts, 
     )
 
 
+def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Plan:
+    """Decides how a run's teacher is computed beside the model in training: on the same batches, and frozen; pure.
+
+    Args:
+        config: of the run.
+        hardware: the machine.
+        facts: of the teacher.
+
+    Raises:
+        PlanError: this machine or the teacher cannot honour what was asked.
+    """
+    teacher = config.method.teacher_model
+    assert teacher is not None
+    asked = _without_training(config.model_copy(update={"model": teacher, "method": SftMethod()}))
+    plan = resolve(asked.model_copy(update={"data": config.data}), hardware, facts)
+    precision = frozen_precision(plan.precision, None)
+    off = Choice(False, NOTHING_TRAINED)
+    return replace(
+        plan,
+        precision=precision,
+        batch=replace(plan.batch, gradient_checkpointing=off, fused_layers=off),
+        memory=_memory(plan, facts, BYTES[precision.storage.value]),
+        num_trainable=Choice(0, NOTHING_TRAINED),
+        warnings=precision.warnings,
+    )
+
+
 def _without_training(config: RunConfig) -> RunConfig:
     precision = {"trainable": "auto", "optimizer_state": "auto"}
     training = {"torch_compile": False, "gradient_checkpointing": False, "optim": "adamw"}
@@ -58,6 +86,7 @@ def _without_training(config: RunConfig) -> RunConfig:
             "data": config.data.model_copy(update={"packing": packing}),
             "distributed": DistributedSection(),
             "adapter": LoraAdapter(),  # its base is frozen, as all is here
+            "method": config.method if config.method.teacher_model is None else SftMethod(),
         }
     )
 

@@ -11,14 +11,14 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.method import GrpoMethod, ReferenceMethod
 from halftune.config.sections.model import LoraAdapter, ModelSection, NoAdapter
 from halftune.config.weight_formats import WEIGHT_FORMATS
-from halftune.core.choice import Choice
+from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError, ProblemCollector
 from halftune.hardware import Hardware
 from halftune.plan.distribution import choose_strategy, choose_sync, main_memory, plan_parallel, sharing_problems
 from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.packing import Rows, choose_rows
 from halftune.plan.trainable import Adapted, choose_optimizer, count_trainable
-from halftune.plan.tree import NO_REFERENCE, MethodPlan, Plan, WeightsPlan, choose_fused, plan_batch
+from halftune.plan.tree import NO_REFERENCE, MethodPlan, Plan, WeightsPlan, choose_fused, plan_batch, unpacked
 from halftune.precision import PrecisionPlan
 from halftune.precision.resolve import asked_compute, resolve_precision
 
@@ -60,14 +60,19 @@ def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -
     return quantised, WeightsPlan(Choice(asked, reason), "on_load", experts)
 
 
-def plan_method(config: RunConfig, facts: ModelFacts) -> MethodPlan:
-    """The method's part of the plan. The reference is the model before training, with an adapter that it starts from.
+def plan_method(config: RunConfig, facts: ModelFacts, teacher: Plan | None = None) -> MethodPlan:
+    """The method's part of the plan. The reference is the model before training, with an adapter that it starts from,
+    or the teacher.
 
     Raises:
         PlanError: the base model is asked for as the reference, and this run does not keep it.
     """
     method, adapter = config.method, config.adapter
     name = Choice(method.type, method.learns)
+    if teacher is not None:
+        storage, compute = teacher.precision.storage.value, teacher.precision.compute.value
+        stored = f"{teacher.num_parameters.value:,} frozen weights in {storage}, computed in {compute}"
+        return MethodPlan(name, Choice("teacher", f"{teacher.model}: {stored}"))
     if method.head == "score":
         from halftune.plan.score_head import score_head  # few runs train a reward model
 
@@ -142,10 +147,12 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         from halftune.plan.score_head import with_score_head  # few runs train a reward model
 
         config, facts = with_score_head(config, facts)
+    teacher = _teacher(config, hardware, facts)
     facts, weights = choose_weights(config.model, hardware, facts)
-    precision, (packing, attention), adapted, method = _decided(config, hardware, facts)
+    precision, (packing, attention), adapted, method = _decided(config, hardware, facts, teacher)
     fused = choose_fused(config, hardware.kind)
     work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
+    work = replace(work, teacher=teacher.memory.weights if teacher else 0)
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
     available = per_process(hardware, max(1, world_size // config.distributed.num_machines))
     sync = choose_sync(config, facts, work, available)
@@ -176,7 +183,18 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         method=method,
         added_tokens=added,
         train_only=_trained(config, facts),
+        teacher=teacher if teacher is None or packing.value else unpacked(teacher, packing.reason),
     )
+
+
+def _teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Plan | None:
+    """The plan of the model that this one learns from."""
+    if config.method.teacher_model is None:
+        return None
+    from halftune.plan.inference import resolve_teacher  # few runs have a teacher
+
+    assert facts.teacher is not None
+    return resolve_teacher(config, hardware, facts.teacher)
 
 
 def _whole_where_generating(config: RunConfig) -> RunConfig:
@@ -217,7 +235,7 @@ def _towers(config: RunConfig, facts: ModelFacts) -> Choice[str] | None:
 
 
 def _decided(
-    config: RunConfig, hardware: Hardware, facts: ModelFacts
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, teacher: Plan | None
 ) -> tuple[PrecisionPlan, Rows, Adapted, MethodPlan]:
     """What hangs together least, each decided whether or not the others can be.
 
@@ -228,14 +246,32 @@ def _decided(
     precision = tried.collect(lambda: _precision(config, hardware, facts))
     compute = asked_compute(config.precision, hardware, full=config.adapter.type == "none")
     compute = precision.compute.value if precision is not None else compute
-    rows = choose_rows(config, hardware, facts, compute, tried)
+    rows = _rows(config, hardware, facts, compute, tried, teacher)
     adapted = tried.collect(lambda: count_trainable(facts, config.adapter))
-    method = tried.collect(lambda: plan_method(config, facts))
+    method = tried.collect(lambda: plan_method(config, facts, teacher))
     tried.add(sharing_problems(config, hardware, facts, compute))
     if tried.error is not None:
         raise tried.error
     assert precision is not None and rows is not None and adapted is not None and method is not None  # noqa: PT018
     return precision, rows, adapted, method
+
+
+def _rows(
+    config: RunConfig,
+    hardware: Hardware,
+    facts: ModelFacts,
+    compute: Format,
+    tried: ProblemCollector,
+    teacher: Plan | None,
+) -> Rows | None:
+    """As ``choose_rows``; not packed where the teacher's are not."""
+    data, known = config.data, None if teacher is None else teacher.batch.packing
+    if known is None or known.value or data.packing.enabled is False:
+        return choose_rows(config, hardware, facts, compute, tried)
+    packing = data.packing.model_copy(update={"enabled": False})
+    alone = config.model_copy(update={"data": data.model_copy(update={"packing": packing})})
+    rows = choose_rows(alone, hardware, facts, compute, tried)
+    return rows and (Choice(False, f"as with the teacher: {known.reason}"), rows[1])
 
 
 def _precision(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> PrecisionPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from halftune.attention.contract import AttentionPlan
@@ -94,7 +94,8 @@ class MethodPlan:
 
     Attributes:
         name: type of the method.
-        reference: ``none``, ``adapter off`` (the base model, in every step) or ``precomputed`` (before training).
+        reference: ``none``, ``adapter off`` (the base model, in every step), ``precomputed`` (before training) or
+            ``teacher`` (another model, in every step).
         head: what the model ends in: ``tokens`` or ``score``.
     """
 
@@ -223,6 +224,7 @@ class Plan:
         train_only: regular expressions of the parameters that full fine-tuning trains; None: all, or an adapter.
         added_tokens: embedding rows that ``model.tokens.add`` adds; None without it.
         optimizer: by its name in ``training.optim``, and which weights it updates.
+        teacher: how the model that this one learns from is computed; None without one.
         towers: what becomes of a multimodal checkpoint's towers, ``kept | left out``; None without any.
     """
 
@@ -244,3 +246,10 @@ class Plan:
     weights: WeightsPlan = WeightsPlan()
     added_tokens: Choice[int] | None = None
     train_only: tuple[str, ...] | None = None
+    teacher: Plan | None = None
+
+
+def unpacked(plan: Plan, reason: str) -> Plan:
+    """The plan with one sample in a row."""
+    batch = replace(plan.batch, packing=Choice(False, reason))
+    return replace(plan, batch=batch, attention=replace(plan.attention, varlen=Choice("none", "rows are not packed")))

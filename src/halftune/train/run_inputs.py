@@ -41,6 +41,7 @@ PARTS = {
     "train_data": "the training data",
     "eval_data": "the evaluation data",
     "rewards": "the reward functions",
+    "teacher": "the teacher",
 }
 
 
@@ -64,6 +65,7 @@ def run_inputs(
         "train_data": list(data.fingerprints["train"]),
         "eval_data": list(data.fingerprints["eval"]),
         "rewards": _rewards(method),
+        "teacher": digests(model_identity(method.teacher_model)) if method.teacher_model is not None else {},
         "day": data.day,
     }
 

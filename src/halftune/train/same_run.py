@@ -43,6 +43,7 @@ ALLOWED = {
     "train_data": ("data.train",),
     "eval_data": ("data.eval",),
     "rewards": ("method.rewards",),
+    "teacher": ("method.teacher.name_or_path", "method.teacher.revision"),
 }
 HARMLESS_SECTIONS = ("distributed.", "logging.", "generation.", "depends_on")
 # Keys with which a run that is finished has something to do again.

@@ -46,6 +46,7 @@ from halftune.train.state import TrainState
 
 if TYPE_CHECKING:
     from halftune.data.media.processor import ImageProcessor
+    from halftune.train.teacher import Teacher
 
 log = get_logger(__name__)
 
@@ -65,8 +66,7 @@ def build(
     """
     config = loaded.run
     phase("tokenising")
-    check_weights(config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = check_models(config)
     data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from), images_of(config))
     phase("loading")
     accelerator = make_accelerator(plan)
@@ -78,6 +78,7 @@ def build(
     plan = finalise(plan, evidence(config, plan, resume_from))
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
     compile_ahead(config, plan, accelerator.device, phase)
+    teacher = place_teacher(config, plan, accelerator.device, tokenizer, data)
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
     feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer), image_inputs(config, tokenizer))
     check_agreed(accelerator, "training data", feed.fingerprint())
@@ -109,11 +110,29 @@ def build(
         steps_per_epoch=feed.steps_in(0),
     )
     check_same_data(run)
-    return with_reference(run)
+    return with_reference(run, teacher)
 
 
-def with_reference(run: TrainState) -> TrainState:
-    """The run, with the log-probabilities of the model before training where the plan says so."""
+def place_teacher(
+    config: RunConfig, plan: Plan, device: torch.device, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+) -> Teacher | None:
+    """The model that is learned from. It comes before the model in training, whose attention guard is the run's.
+
+    Raises:
+        ModelError: it cannot be loaded, or a token has no embedding.
+    """
+    if config.method.teacher_model is None or plan.teacher is None:
+        return None
+    from halftune.train.teacher import load_teacher
+
+    teacher = load_teacher(config.method.teacher_model, plan.teacher, device)
+    check_tokens(teacher.policy.model, tokenizer, data)
+    return teacher
+
+
+def with_reference(run: TrainState, teacher: Teacher | None) -> TrainState:
+    """The run, with its teacher, or the log-probabilities of the model before training where the plan says so."""
+    run.reference = run.eval_reference = teacher
     if run.config.method.generates:
         from halftune.train.rollout import Rollouts  # few runs answer prompts
 
@@ -127,17 +146,28 @@ def with_reference(run: TrainState) -> TrainState:
     return run
 
 
-def check_weights(config: RunConfig) -> None:
+def check_models(config: RunConfig) -> PreTrainedTokenizerBase:
     """Finds the weights that training starts from, before the data is prepared; of the hub: downloads them.
 
+    Returns:
+        the tokenizer of the model in training.
+
     Raises:
-        ModelError: the base model or the adapter is not there, or they do not belong together.
+        ModelError: the base model, its tokenizer, the adapter or the teacher is not there, or they do not belong
+            together.
     """
     locate(config.model)
     if isinstance(config.adapter, LoraAdapter) and config.adapter.name_or_path is not None:
         from halftune.model.adapters.start import check_start  # few runs start from an adapter
 
         check_start(config)
+    tokenizer, teacher = load_tokenizer(config.model), config.method.teacher_model
+    if teacher is not None:
+        from halftune.train.teacher import check_vocabulary  # few runs have a teacher
+
+        locate(teacher)
+        check_vocabulary(tokenizer, teacher)
+    return tokenizer
 
 
 def place_model(
@@ -207,6 +237,9 @@ def evidence(config: RunConfig, plan: Plan, resume_from: Path | None) -> Evidenc
     """What is to be known before the plan is final."""
     asked = config.data.packing.enabled is True
     packing = check_packing(config.model, plan) if plan.batch.packing.value else None
+    teacher = config.method.teacher_model
+    if packing is not None and packing.value and teacher is not None and plan.teacher is not None:
+        packing = check_packing(teacher, plan.teacher)
     return Evidence(packing, packing_asked=asked, resumed=None if resume_from is None else resumed_batch(resume_from))
 
 

@@ -75,6 +75,7 @@ class ModelFacts:
         prediction_heads: names of its tensors for multi-token prediction, which transformers does not load.
         text_type: ``model_type`` of the decoder, if it is a part of the model.
         scores: whether the checkpoint is a reward model: its output layer has one output.
+        teacher: the model that this one learns from, with ``method: distill``.
     """
 
     name_or_path: str
@@ -110,6 +111,7 @@ class ModelFacts:
     prediction_heads: tuple[str, ...] = ()
     text_type: str = ""
     scores: bool = False
+    teacher: ModelFacts | None = None
 
     @property
     def num_parameters_exact(self) -> bool:

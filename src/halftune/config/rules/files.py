@@ -137,13 +137,15 @@ def _near(path: str) -> str:
     return f"there is no {name} in {folder}"
 
 
-@rule("model.not_found", "model.name_or_path", "model.tokenizer", "depends_on")
+@rule("model.not_found", "model.name_or_path", "model.tokenizer", "method.teacher.name_or_path", "depends_on")
 def model_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
     """The model is builtin, a model folder, the output of a dependency, or possibly a hub id."""
     for field in ("name_or_path", "tokenizer"):
         name: str | None = getattr(run.model, field)
         if name is not None:
             yield from _model(("model", field), name, context)
+    if (teacher := run.method.teacher_model) is not None:
+        yield from _model(("method", "teacher", "name_or_path"), teacher.name_or_path, context)
 
 
 def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import Field
 
 from halftune.config.sections import LISTED, TYPED, Flag, Int, Number, Section
+from halftune.config.sections.model import ModelSection, TeacherSection
 
 RecordName = Literal["conversation", "document", "preference", "rated", "prompt"]
 
@@ -33,6 +34,11 @@ class Method(Section):
     head: ClassVar[Literal["tokens", "score"]] = "tokens"
 
     @property
+    def teacher_model(self) -> ModelSection | None:
+        """The frozen model that the trained one learns from, if any."""
+        return None
+
+    @property
     def rows(self) -> int:
         """Rows of data in an example."""
         return 1
@@ -48,15 +54,10 @@ class Method(Section):
         return 0.5  # answers are about as long as what they answer
 
 
-class SftMethod(Method):
-    """Supervised fine-tuning on conversations."""
+class ConversationMethod(Method):
+    """A method on the labelled tokens of conversations."""
 
-    title: ClassVar[str] = "Supervised fine-tuning"
-    learns: ClassVar[str] = "the labelled tokens of conversations"
     records: ClassVar[tuple[RecordName, ...]] = ("conversation",)
-
-    type: Literal["sft"] = "sft"
-    """Supervised fine-tuning."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Labelled tokens: every assistant turn, the last assistant turn only, or the whole conversation."""
@@ -64,13 +65,23 @@ class SftMethod(Method):
     train_line_break: Flag = False
     """Label what the chat template writes after an answer's end-of-turn token too, such as ChatML's line break."""
 
-    loss: Literal["nll", "dft"] = "nll"
-    """`dft` weights the loss of each token with its probability (dynamic fine-tuning, arXiv:2508.05629); the evaluation
-    loss is the plain one."""
-
     @property
     def labelled_share(self) -> float:
         return 1.0 if self.train_on == "all" else super().labelled_share
+
+
+class SftMethod(ConversationMethod):
+    """Supervised fine-tuning on conversations."""
+
+    title: ClassVar[str] = "Supervised fine-tuning"
+    learns: ClassVar[str] = "the labelled tokens of conversations"
+
+    type: Literal["sft"] = "sft"
+    """Supervised fine-tuning."""
+
+    loss: Literal["nll", "dft"] = "nll"
+    """`dft` weights the loss of each token with its probability (dynamic fine-tuning, arXiv:2508.05629); the evaluation
+    loss is the plain one."""
 
 
 class PretrainMethod(Method):
@@ -326,6 +337,33 @@ class GrpoMethod(Method):
         return self.max_completion_length
 
 
+class DistillMethod(ConversationMethod):
+    """Knowledge distillation: the model learns a teacher's probabilities of every token (arXiv:2306.13649, eq. 1)."""
+
+    title: ClassVar[str] = "Distillation"
+    learns: ClassVar[str] = "a teacher's probabilities at the labelled tokens of conversations"
+
+    type: Literal["distill"]
+    """Distillation: at every labelled token, the model learns the probabilities that a teacher gives to all tokens."""
+
+    teacher: TeacherSection
+    """The model that is learned from, or its name."""
+
+    beta: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """0: forward KL divergence KL(teacher ‖ model). 1: reverse, KL(model ‖ teacher). Between: the generalised
+    Jensen-Shannon divergence to the mixture with this share of the teacher, as in GKD."""
+
+    temperature: Annotated[Number, Field(gt=0)] = 1.0
+    """Divides the logits of both models before the divergence."""
+
+    sft_weight: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the labels' cross-entropy beside the divergence."""
+
+    @property
+    def teacher_model(self) -> ModelSection:
+        return ModelSection(**self.teacher.model_dump())
+
+
 MethodSection = Annotated[
     SftMethod
     | PretrainMethod
@@ -335,7 +373,8 @@ MethodSection = Annotated[
     | SimpoMethod
     | OrpoMethod
     | CpoMethod
-    | GrpoMethod,
+    | GrpoMethod
+    | DistillMethod,
     Field(discriminator="type"),
     TYPED,
 ]

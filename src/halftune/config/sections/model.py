@@ -260,3 +260,18 @@ class ModelSection(Section):
 
     trust_remote_code: Flag = False
     """Execute the checkpoint's remote code. Requires `revision`, so that the code cannot change."""
+
+
+class TeacherSection(Section):
+    """The frozen model that is learned from. A plain string is short for `{name_or_path: string}`."""
+
+    word: ClassVar[str | None] = "name_or_path"
+
+    name_or_path: str
+    """A Hugging Face hub id, a local folder, or `builtin:<name>`, with the vocabulary of the trained model."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    quantization: OnLoad = "none"
+    """As `model.quantization`."""

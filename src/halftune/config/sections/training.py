@@ -259,6 +259,9 @@ class TrainingSection(Section):
     """`auto`: resume from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""
 
     allow_changes: Annotated[
-        tuple[Literal["model", "adapter", "tokenizer", "template", "train_data", "eval_data", "rewards"], ...], LISTED
+        tuple[
+            Literal["model", "adapter", "tokenizer", "template", "train_data", "eval_data", "rewards", "teacher"], ...
+        ],
+        LISTED,
     ] = ()
     """Accepted differences from the checkpoint when resuming; others are errors."""

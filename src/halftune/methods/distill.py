@@ -1,0 +1,47 @@
+"""Knowledge distillation: the divergence of the model's probabilities from a teacher's, at the labelled tokens.
+
+With β between 0 and 1 it is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2023, arXiv:2306.13649,
+eq. 1), with 0 the forward and with 1 the reverse KL divergence.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, cast
+
+from halftune.config.sections.method import DistillMethod
+from halftune.data.batch import Batch
+from halftune.methods import Loss, Reference
+from halftune.methods.sft import Sft
+from halftune.model.head import HeadRows
+from halftune.model.policy import PolicyModel
+
+
+class Teacher(Protocol):
+    """A frozen model with the vocabulary of the model in training."""
+
+    def head_rows(self, batch: Batch) -> HeadRows:
+        """The head's input at the labels, without a graph; see ``PolicyModel.head_rows``."""
+        ...
+
+
+class Distill(Sft):
+    """Mean divergence over the labelled tokens of the global batch, and a share of their cross-entropy."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("divergence", "cross_entropy")
+
+    def __init__(self, section: DistillMethod) -> None:
+        self.section = section
+
+    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+        """Sum of the divergences plus ``sft_weight`` times that of the cross-entropy, in nats.
+
+        The teacher runs first: its activations are gone before those of the model exist.
+        """
+        section = self.section
+        teacher = cast("Teacher", reference).head_rows(batch)
+        found = policy.divergences(batch, teacher, float(section.beta), float(section.temperature))
+        divergence, cross_entropy = found.sum(dim=1)
+        total = divergence + section.sft_weight * cross_entropy
+        count = divergence.new_tensor(found.shape[1])
+        sums = {"divergence": divergence, "cross_entropy": cross_entropy}
+        return Loss(total, {name: (value.detach(), count) for name, value in sums.items()})
