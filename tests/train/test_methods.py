@@ -79,7 +79,7 @@ def test_the_table_and_the_sections_name_the_same_methods() -> None:
     for name, section in METHOD_SECTIONS.items():
         assert set(section.records) <= ROWS.keys()
         more = {"rewards": ["exact_answer"]} if section.generates else {}
-        assert isinstance(make_method(section(type=name, **more)).metrics, tuple)
+        assert isinstance(make_method(section(type=name, **KEYS.get(name, {}), **more)).metrics, tuple)
 
 
 def same(one: Path, other: Path) -> None:
