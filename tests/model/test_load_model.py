@@ -14,6 +14,7 @@ from tiny_model import checkpoint, plan, section
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
+from halftune.model.architectures import read_config
 from halftune.model.load import load_model
 from halftune.precision.report import check_dtypes
 
@@ -152,3 +153,14 @@ def test_gradient_checkpointing_leaves_the_gradients_alone(tmp_path: Path, adapt
         assert model.training
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
     assert all(gradient.abs().sum() > 0 for name, gradient in gradients[0].items() if "k_proj.bias" not in name)
+
+
+@pytest.mark.parametrize("named", ["eager", "flash_attention_2", "someone/kernels", "no such thing"])
+def test_attention_named_in_config_json_is_not_used(tmp_path: Path, named: str) -> None:
+    """transformers prefers it to its caller's, without a word; one may name code on the hub."""
+    folder = checkpoint(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "_attn_implementation": named}))
+    model = load_model(section(folder), plan("fp32"))
+    assert model.config._attn_implementation.startswith("halftune_")
+    assert read_config(folder, trust_remote_code=False)._attn_implementation is None

@@ -84,7 +84,7 @@ def is_multimodal(folder: Path, model: ModelSection) -> bool:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration object of a checkpoint; imports its remote code if trusted.
+    """The configuration of a checkpoint, but for its attention implementation; imports its remote code if trusted.
 
     Raises:
         ModelError: transformers rejects a value in it.
@@ -92,8 +92,11 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         with own_architectures():
             trusted = runs_its_code(folder, trust_remote_code=trust_remote_code)
-            return AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     except StrictDataclassError as error:
         raise ModelError(
             first_line(error), where=str(folder), remedy="download the checkpoint again", code="model.config_invalid"
         ) from error
+    if isinstance(config, PreTrainedConfig):
+        config._attn_implementation = None  # the plan's, not the file's: one may name code on the hub
+    return config

@@ -215,6 +215,9 @@ def _read(
         if remote_code:
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
+        attend: Any = for_parts(config, attention) if config is not None else attention
+        if "config" not in arguments:
+            arguments["_attn_implementation"] = attend  # else that of config.json would be used
         packed = nullcontext()
         if plan.weights.experts:
             from halftune.model.quantised_experts import quantised_experts  # few runs quantise experts
@@ -225,7 +228,7 @@ def _read(
                 folder,
                 **arguments,
                 dtype=torch_dtype(plan.precision.storage.value),
-                attn_implementation=for_parts(config, attention) if config is not None else attention,
+                attn_implementation=attend,
                 trust_remote_code=trusted,
                 use_safetensors=True,
                 output_loading_info=True,
