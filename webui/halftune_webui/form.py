@@ -34,6 +34,7 @@ COMMON = (
     "data.packing.enabled",
     "data.eval_split",
     "method.type",
+    "method.teacher.name_or_path",
     "adapter.type",
     "adapter.rank",
     "adapter.alpha",

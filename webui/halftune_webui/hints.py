@@ -20,6 +20,7 @@ def hints(settings: Settings) -> dict[str, list[str]]:
     sources = [*data, *_data_files(settings.roots[0])]
     return {
         "model.name_or_path": [*models, *_finished_models(settings)],
+        "method.teacher.name_or_path": [*models, *_finished_models(settings)],
         "data.train.path": sources,
         "data.eval.path": sources,
         "model.chat_template": ["chatml"],

@@ -80,7 +80,7 @@ def examine(text: str, settings: Settings) -> Examined:
 
 
 # Where these are wrong there is nothing to plan.
-_NEEDED: tuple[KeyPath, ...] = (("model",), ("model", "name_or_path"), ("depends_on",))
+_NEEDED: tuple[KeyPath, ...] = (("model",), ("model", "name_or_path"), ("method", "teacher"), ("depends_on",))
 
 
 def _values(text: str) -> dict[str, Any] | None:
