@@ -78,7 +78,7 @@ def draw(path: Path, title: str, training: Series, evaluations: dict[str, Series
         plot(thinned(evaluation), marker="o", markersize=5, label=f"{name}, best {significant(best)}", **style)
     axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=14, parse_math=False)
     axes.set_xlabel("optimizer step", color=_SOFT, labelpad=8)
-    axes.set_ylabel("loss, nats per trained token", color=_SOFT, labelpad=8)
+    axes.set_ylabel("loss", color=_SOFT, labelpad=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#bdb8ae")
     axes.tick_params(colors=_SOFT, length=0)

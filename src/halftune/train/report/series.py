@@ -121,7 +121,7 @@ _CHARTS = {
     "loss_scale": {"training": "loss_scale"},
 }
 _WORDS = {
-    "loss": "Loss, nats per trained token",
+    "loss": "Loss",
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
     "tokens_per_second": "Tokens per second",
