@@ -144,7 +144,9 @@ class ImageProcessor:
 
     @cached_property
     def _options(self) -> dict[str, Any]:
-        return self._own._merge_kwargs(tokenizer_init_kwargs=self._own.tokenizer.init_kwargs)["images_kwargs"]
+        return self._own._merge_kwargs(
+            self._own.valid_processor_kwargs, tokenizer_init_kwargs=self._own.tokenizer.init_kwargs
+        )["images_kwargs"]
 
     def text(self, ref: MediaRef) -> str:
         """The text that stands for an image.
