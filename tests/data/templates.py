@@ -229,6 +229,24 @@ CHANNELS = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}
 """
 
+# Of parallel calls, only the first.
+FIRST_CALL = CHANNELS.replace("{{- raise_exception('one call') }}", "").replace(
+    "for call in message.tool_calls", "for call in (message.tool_calls or [])[:1]"
+)
+
+# A later turn with a call has no header, and a prompt has a thought block that no conversation has.
+NO_HEADER = """
+{%- set ns = namespace(called=false) %}
+{%- for message in messages %}
+    {%- if not message.tool_calls or not ns.called %}{{- '<|im_start|>' + message.role + '\n' }}{%- endif %}
+    {%- for call in message.tool_calls or [] %}{%- set ns.called = true %}
+        {{- '\n<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}
+    {%- endfor %}
+    {{- message.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
+"""
+
 # An end of the text behind the end of the last turn, with a line break before it.
 END_OF_TEXT = (
     LLAMA3.replace("'<|eot_id|>' }}", "'<|eot_id|>\n' }}")

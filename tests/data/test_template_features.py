@@ -7,10 +7,10 @@ import re
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.mask import LEFT_OUT, NO_SYSTEM_SHOWN
+from halftune.data.mask import LEFT_OUT, NO_SYSTEM_SHOWN, VAGUE
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
-from halftune.data.template_features import MADE_IDS, MERGED_SYSTEM, NO_SYSTEM, SPLIT
+from halftune.data.template_features import MADE_IDS, MERGED_SYSTEM, NO_PARALLEL, NO_SYSTEM, SPLIT
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 SYSTEM = {"role": "system", "content": "Be brief: four."}
@@ -145,11 +145,12 @@ def test_reasoning_and_arguments_in_the_form_that_is_taken(train):
     assert not report.dropped
 
 
-def test_parallel_calls_are_split_where_a_template_takes_one(train):
+@pytest.mark.parametrize("template", ["CHANNELS", "FIRST_CALL"])
+def test_parallel_calls_are_split_where_a_template_takes_one(train, template):
     calls = [{"id": "a", **call(of="two")}, {"id": "b", **call(of="four")}]
     results = [result("B", tool_call_id="b"), result("A", tool_call_id="a")]
     row = [user("Add."), assistant("", tool_calls=calls), *results, assistant("four")]
-    trained, whole, report = train("CHANNELS", row, family="qwen2", tools=TOOLS)
+    trained, whole, report = train(template, row, family="qwen2", tools=TOOLS)
     assert trained == [
         ' to=add\n{"of": "two"}<|im_end|>',
         ' to=add\n{"of": "four"}<|im_end|>',
@@ -157,8 +158,26 @@ def test_parallel_calls_are_split_where_a_template_takes_one(train):
     ]
     assert whole.index('"two"') < whole.index("\nA<") < whole.index('"four"') < whole.index("\nB<")
     assert report.notes[SPLIT].count == 1
-    with pytest.raises(DataError, match="one call"):  # whose result is whose is not known
-        train("CHANNELS", [*row[:2], *results[:1], row[-1]], family="qwen2", tools=TOOLS)
+    joined = [*row[:2], result('["A", {"is": "B"}]'), row[-1]]
+    again, whole, report = train(template, joined, family="qwen2", tools=TOOLS)
+    assert again == trained
+    assert whole.index("\nA<") < whole.index('"four"') < whole.index('\n{"is": "B"}<')
+    assert report.notes[SPLIT].count == 1
+    for known in (results[:1], [result('["A"]')], [result("[4")], []):  # whose result is whose is not known
+        with pytest.raises(DataError, match=NO_PARALLEL):
+            train(template, [*row[:2], *known, row[-1]], family="qwen2", tools=TOOLS)
+
+
+def test_an_answer_whose_beginning_is_not_shown_is_not_trained(train):
+    trained, whole, report = train("NO_HEADER", CALLED, family="qwen2", tools=TOOLS)
+    assert trained == [
+        '\n<tool_call>add{"of": "two and two"}</tool_call><|im_end|>',
+        "The answer is four.<|im_end|>",
+        "four<|im_end|>",
+    ]
+    assert 'And again?<|im_end|>\n<tool_call>add{"n": 2}' in whole
+    assert report.notes[VAGUE].count == 1
+    assert not report.dropped
 
 
 def test_contents_in_parts(train):

@@ -41,6 +41,7 @@ class Turn:
         full_end: end of the turn, e.g. after the line break that follows the end-of-turn token.
         complete: whether the turn ends with an end-of-turn token.
         trained: whether its tokens have labels.
+        vague: whether its start is not known: it is somewhere after ``start``.
     """
 
     message: int
@@ -49,6 +50,7 @@ class Turn:
     full_end: int
     complete: bool
     trained: bool = False
+    vague: bool = False
 
 
 def by_prefix(
@@ -111,7 +113,7 @@ def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: st
     """Find the turns of all answers by their content.
 
     Raises:
-        RowDropped: the turns are ambiguous.
+        RowDropped: the starts of all turns are ambiguous.
     """
     replaced = with_placeholders(template, messages)
     other = render_placeholders(template, replaced, tools, whole)
@@ -122,12 +124,19 @@ def by_content(template: ChatTemplate, messages: Messages, tools: Any, whole: st
     ending = {answer.until for answer in answers if not _closes(template, messages, other, answer)}
     throughs = _by_length(template, replaced, tools, ending)
     for answer in answers:
-        start = _start(template, other, answer.span, answer.before, prompts(answer.asked) if answer.asked else None)
+        try:
+            start = _start(template, other, answer.span, answer.before, prompts(answer.asked) if answer.asked else None)
+        except RowDropped:
+            first, end = answer.before.end if answer.before else 0, answer.span.end
+            turns.append(Turn(answer.span.message, first, end, end, complete=True, vague=True))
+            continue
         if _closes(template, messages, other, answer):
             turns.append(_closed(template, answer.span.message, other, start, answer.span.end))
         else:
             through = throughs(answer.until) if answer.until < len(messages) else other
             turns.append(_ended(template, through, other, answer.span, start, answer.limit))
+    if turns and all(turn.vague for turn in turns):
+        raise RowDropped(LOST)
     return turns
 
 

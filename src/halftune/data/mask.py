@@ -20,6 +20,7 @@ NO_TOOLS = "the chat template does not support tools: they are omitted"
 NO_SYSTEM_SHOWN = "the chat template omits the system message (set data.merge_system: true to keep it)"
 NO_REASONING = "the chat template does not support reasoning: it is not trained"
 LEFT_OUT = "the chat template omits an answer's text: it is not trained"
+VAGUE = "the chat template does not show where an answer begins: it is not trained"
 _RATIO, _SMALL = 100, 1 << 20  # largest ratio of a rendering's length to its texts'; length that is always accepted
 
 
@@ -84,6 +85,8 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
         raise RowError(what, TRUSTED)
     if turns and not all(turn.complete for turn in turns):
         notes.append(NO_END)
+    if any(turn.vague for turn in turns):
+        notes.append(VAGUE)
     written = _written(conversation, text, turns)
     _check_calls(conversation, written)
     notes += _omitted(template, conversation, written)
@@ -198,7 +201,8 @@ def _chosen(
     def is_trained(turn: Turn) -> bool:
         asked = train_on != "last" or turn.message == turns[-1].message
         message = conversation.messages[turn.message]
-        return asked and conversation.train[turn.message] is not False and not _is_empty(message, written[turn.message])
+        asked = asked and not turn.vague and conversation.train[turn.message] is not False
+        return asked and not _is_empty(message, written[turn.message])
 
     return tuple(replace(turn, trained=True) if is_trained(turn) else turn for turn in turns)
 

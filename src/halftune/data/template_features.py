@@ -7,12 +7,14 @@ import json
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from halftune.data.conversation import Conversation, RowDropped
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 SPLIT = "parallel tool calls split into one call per turn (the chat template supports one)"
+NO_PARALLEL = "the chat template supports one tool call per turn; parallel tool calls without results cannot be split"
 MADE_IDS = "generated tool call ids (the chat template requires them)"
 MERGED_SYSTEM = "system message merged into the first user message"
 NO_SYSTEM = "the chat template does not support system messages"
@@ -20,7 +22,7 @@ _LETTERS = string.ascii_letters + string.digits
 _LONG = "call_Zq8halftuneZq8"  # the length of OpenAI's ids
 _SHORT = "Zq8idZq80"
 _ASK, _SAY, _THINK, _SYSTEM = (f"Zq{word} halftune {word}qZ" for word in ("asks", "says", "thinks", "orders"))
-_NAME, _VALUE = "zq_probe", "Zqvalue halftune"
+_NAME, _VALUE, _NEXT = "zq_probe", "Zqvalue halftune", "Zqnext halftune"
 TOOL = {
     "type": "function",
     "function": {
@@ -78,7 +80,11 @@ class TemplateFeatures:
         return made
 
     def of_conversation(self, made: Conversation) -> Conversation:
-        """The conversation with valid tool call ids and a supported number of tool calls per turn."""
+        """The conversation with valid tool call ids and a supported number of tool calls per turn.
+
+        Raises:
+            RowDropped: the template supports one call per turn, and parallel calls have no results.
+        """
         if not any(message.get("tool_calls") for message in made.messages):
             return made
         if self.ids_required or self.short_ids:
@@ -138,16 +144,17 @@ def _of_tools(features: TemplateFeatures, shows: Callable[..., bool]) -> Templat
         if any(taken.values()):
             features = replace(features, ids_required=not taken[""], short_ids=not taken[_LONG] and taken[_SHORT])
             given = "" if taken[""] else _SHORT
-            single = not shows(features, _tool_conversation(given, given and "Zq8idZq81"), _VALUE, tools=[TOOL])
+            both = _tool_conversation(given, given and "Zq8idZq81")
+            single = not shows(features, both, _VALUE, _NEXT, tools=[TOOL])
             return replace(features, one_call=single)
     return replace(features, string_arguments=False)
 
 
 def _tool_conversation(*ids: str) -> list[Message]:
-    """A conversation with one tool call per id; "" means no id."""
+    """A conversation with one tool call per id, at most two; "" means no id."""
     calls, results = [], []
-    for given in ids:
-        call = {"type": "function", "function": {"name": _NAME, "arguments": {"zq": _VALUE}}}
+    for given, value in zip(ids, (_VALUE, _NEXT), strict=False):
+        call = {"type": "function", "function": {"name": _NAME, "arguments": {"zq": value}}}
         calls.append({"id": given, **call} if given else call)
         result = {"role": "tool", "name": _NAME, "content": "four"}
         results.append({**result, "tool_call_id": given} if given else result)
@@ -223,14 +230,20 @@ def _made_id(place: int, number: int, function: Message) -> str:
 
 
 def _one_call_a_turn(made: Conversation) -> Conversation:
-    """Split parallel calls into one turn per call, followed by its result; unchanged if a result is missing."""
+    """Split parallel calls into one turn per call, followed by its result.
+
+    Raises:
+        RowDropped: a result is missing.
+    """
     messages, train, position, split = list[dict[str, Any]](), list[bool | None](), 0, False
     while position < len(made.messages):
         message, wish = made.messages[position], made.train[position]
         calls = message.get("tool_calls") or []
-        results = made.messages[position + 1 : position + 1 + len(calls)]
+        results, length = _results(made.messages[position + 1 :], len(calls))
         position += 1
-        if len(calls) < 2 or len(results) < len(calls) or any(result["role"] != "tool" for result in results):
+        if len(results) < len(calls) > 1:
+            raise RowDropped(NO_PARALLEL)
+        if len(calls) < 2:
             messages.append(message)
             train.append(wish)
             continue
@@ -242,9 +255,24 @@ def _one_call_a_turn(made: Conversation) -> Conversation:
                 else {"role": "assistant", "content": "", "tool_calls": [call]}
             )
             messages += [alone, result]
-            train += [wish, made.train[position + number]]
-        position += len(calls)
+            train += [wish, made.train[position + min(number, length - 1)]]
+        position += length
     return replace(made, messages=messages, train=tuple(train), notes=(*made.notes, SPLIT)) if split else made
+
+
+def _results(following: Sequence[Message], calls: int) -> tuple[list[Message], int]:
+    """The results of ``calls`` tool calls and the number of messages with them: one each, or one with a JSON list."""
+    results = list(takewhile(lambda message: message["role"] == "tool", following[:calls]))
+    if len(results) != 1 or calls < 2:
+        return results, len(results)
+    try:
+        parts = json.loads(results[0]["content"])
+    except ValueError:
+        return results, 1
+    if not isinstance(parts, list) or len(parts) != calls:
+        return results, 1
+    texts = [part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts]
+    return [{**results[0], "content": text} for text in texts], 1
 
 
 def _in_order(calls: Sequence[Message], results: Sequence[Message]) -> list[Message]:
