@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiny_model import batch_of
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from halftune.core.choice import Choice
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
 from halftune.model.policy import PolicyModel
@@ -147,12 +149,17 @@ def test_weight_that_is_broken_already(run: TrainState, batch: Batch) -> None:
     assert "the weight model.layers.0.self_attn.q_proj.weight is not finite" in stop(run, [batch])
 
 
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_broken_frozen_weight_is_the_files_fault(run: TrainState, batch: Batch, number: float) -> None:
+def test_a_broken_frozen_weight_is_the_files_fault(
+    run: TrainState, batch: Batch, number: float, compute: Literal["fp32", "fp16"]
+) -> None:
+    run.plan = replace(run.plan, precision=replace(run.plan.precision, compute=Choice(compute, "test")))
     weight = run.model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
     weight.data[0, 0] = number
     words = stop(run, [batch])
     assert "learning_rate" not in words
+    assert "precision:" not in words
     assert "model.layers.1.mlp.up_proj.weight is frozen" in words
 
 
@@ -161,10 +168,6 @@ def test_what_does_not_come_back_is_said_so(run: TrainState, batch: Batch) -> No
 
 
 def test_fp16_is_told_about_its_range(run: TrainState, batch: Batch) -> None:
-    from dataclasses import replace
-
-    from halftune.core.choice import Choice
-
     spoil(run.model.get_submodule("lm_head"))
     run.plan = replace(run.plan, precision=replace(run.plan.precision, compute=Choice("bf16", "test")))
     assert "bfloat16, largest finite magnitude" not in stop(run, [batch])  # autocast is off: the logits are fp32

@@ -271,11 +271,9 @@ def _bad(tensor: torch.Tensor | None) -> bool:
 
 
 def _remedy(run: TrainState) -> str:
-    frozen = first_bad_weight(run.model, frozen=True)
-    fp16 = run.plan.precision.compute.value == "fp16"
-    # rounding to fp16 makes infinities of large weights, and never NaN
-    if frozen is not None and (not fp16 or bool(torch.isnan(run.model.get_parameter(frozen)).any())):
+    # a load in fp16 refuses numbers that its rounding would make infinite
+    if (frozen := first_bad_weight(run.model, frozen=True)) is not None:
         return f"{frozen} is frozen: the base model's files hold that number; copy or download them again"
-    if fp16:
+    if run.plan.precision.compute.value == "fp16":
         return "fp16 overflows above 65504: use precision: bf16 or fp32"
     return "lower training.learning_rate, lengthen the warm-up, or look at the data of this step"
