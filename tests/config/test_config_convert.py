@@ -461,6 +461,15 @@ def axolotl(more: str, accepted: tuple[str, ...] = ()) -> Any:
     return convert_file(Path("old.yaml"), "axolotl", accepted)
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"], ["-o", "new.yaml"]])
+@pytest.mark.parametrize(("more", "code"), [("", 0), ("a_new_key: 3\n", 0), ("relora: true\n", 4)])
+def test_exit_codes(more: str, code: int, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("old.yaml").write_text(SAME + more)
+    with pytest.raises(SystemExit) as left:
+        main(["convert", "old.yaml", *flags])
+    assert left.value.code == code
+
+
 LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_proj]\n"
 
 
