@@ -3,7 +3,8 @@
 #   bash scripts/compat.sh                              the lowest versions that pyproject.toml declares, but torch's
 #   bash scripts/compat.sh transformers==5.17.0         these, and of all else what .venv has
 #   TESTS="tests/model tests/train" bash scripts/compat.sh …     a part of the tests
-# torch is not replaced: its builds differ by machine. Name it to try it: bash scripts/compat.sh torch==2.11.0
+# torch is not replaced: its builds differ by machine. Name it to try it (the registry's build has 5 GB of CUDA packages):
+#   bash scripts/compat.sh torch==2.11.0
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh dev
@@ -22,12 +23,12 @@ read -ra wanted <<<"${*:-$(floors)}"
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 echo "with ${wanted[*]}"
-# What depends on torch comes without what it depends on; of all else pip chooses one set of versions that fit together.
+# What depends on torch comes without it; of all else pip chooses one set of versions that fit together.
 install() { python -m pip install --quiet --disable-pip-version-check --only-binary :all: --target "$folder" "$@"; }
 whole=() alone=()
 for package in "${wanted[@]}"; do
     case "$package" in
-        torch==* | accelerate==* | peft==*) alone+=("$package") ;;
+        accelerate==* | peft==*) alone+=("$package") ;;
         *) whole+=("$package") ;;
     esac
 done
