@@ -1,7 +1,6 @@
 """Counts how many recipes of other frameworks in a folder convert, and which keys stand in the way.
 
 python scripts/coverage.py FOLDER
-python scripts/coverage.py FOLDER --assume training.optim=lion     as if the schema had this name already
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 from halftune.config.convert.convert import Converted, convert_file
-from halftune.config.convert.names import assumed
 from halftune.config.load import read_draft
 from halftune.core.errors import ConfigError
 
@@ -30,9 +28,7 @@ def main() -> None:
     """Print status counts, then the keys by number of recipes, and by recipes that only they hold back."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--assume", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    assumed.update(tuple(one.split("=", 1)) for one in args.assume)  # type: ignore[misc]
     counts, invalid = Counter[str](), Counter[str]()
     keys = {"refused": Counter[str](), "changed": Counter[str]()}
     alone = Counter[str]()

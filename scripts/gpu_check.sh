@@ -5,16 +5,20 @@
 #   bash scripts/gpu_check.sh                       the python3 on PATH if its torch sees the device, else a new .venv
 #   GPU_CHECK_OUT=FOLDER bash scripts/gpu_check.sh  the folder (default: gpu_check)
 #   GPU_CHECK_SECONDS=N bash scripts/gpu_check.sh   the time for all of it (default: 540)
+#   GPU_CHECK_ONLY=REGEX bash scripts/gpu_check.sh  the parts whose names match, such as steps or '^train_|^check_'
 #   GPU_CHECK_DRY=1 bash scripts/gpu_check.sh       without a device: what of it runs on a CPU, and what is left
 # Parts, the most telling first: the operators' self-checks, LoRA at the width of a 7B model beside transformers and
 # peft, operators' times beside published ones, attention routes, formats in training (fp16 overflow, exact resume),
 # recipes of hybrids, FlashAttention-2 and a profile, other cuts of the operators, every operator, dtype and head size.
+# Only by name, since it takes several calls: steps, the whole sizes of four models in every way of a step. It goes on
+# where an earlier call with the same folder ended; FOLDER/steps.jsonl is all that it needs.
 # A machine without a network needs what pip would install: PYTHONPATH may name a folder of unpacked wheels.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${GPU_CHECK_OUT:-gpu_check}"
 dry="${GPU_CHECK_DRY:-}"
 limit="${GPU_CHECK_SECONDS:-540}"
+only="${GPU_CHECK_ONLY:-}"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 : >"$out/summary.txt"
@@ -36,6 +40,7 @@ has() { [[ "$present" == *" $1 "* ]]; }
 part() {
     local name="$1" seconds="$2" needs="$3" start=$SECONDS package rc
     shift 3
+    [[ "$name" =~ $only ]] || return 0
     for package in $needs; do
         has "$package" || { say "left    $name: no $package here"; return; }
     done
@@ -99,7 +104,7 @@ part plan 100 "$all" python3 -m halftune plan --config configs/quickstart.yaml
 if [ -n "$dry" ]; then
     say "left    the operators' Triton kernels: no CUDA device; scripts/bench/compile_table.py compiles them without one"
     part check_gated_rms_norm 200 torch python3 -m halftune_kernels check --operators gated_rms_norm
-    part lora 300 "$all" python3 scripts/bench/beside_trainer.py --wide --dry-run
+    part lora 300 "$all" python3 scripts/bench/gpu_step.py --dry-run
     part times 200 torch python3 scripts/bench/operators.py --gpu --out "$out" --dry-run
     tests attention 120 "$all pytest" tests/attention/test_flash_on_gpu.py
     tests formats 200 "$all pytest" tests/end_to_end/test_gpu.py
@@ -113,12 +118,13 @@ if [ -n "$dry" ]; then
     say "left    train_fa2, tune: no CUDA device"
 else
     # One process for each operator: they compile for most of the time, each on its own core.
-    for operator in gated_delta_rule kda rwkv7 ssd causal_conv1d gated_rms_norm; do
+    for operator in gated_delta_rule kda rwkv7 ssd causal_conv1d gated_rms_norm rms_norm gated_activation \
+        adapted_activation rope linear_cross_entropy float8_rows; do
         part "check_$operator" 120 "torch triton" python3 -m halftune_kernels check --operators "$operator" &
     done
     wait
     # Measured one after the other: nothing else may be on the device.
-    part lora 150 "$all" python3 scripts/bench/beside_trainer.py --wide
+    part lora 180 "$all" python3 scripts/bench/gpu_step.py --models qwen2.5-7b --layers 8 --out "$out/lora.jsonl"
     part times 100 torch python3 scripts/bench/operators.py --gpu --out "$out"
     tests attention 60 "$all pytest" tests/attention/test_flash_on_gpu.py &
     tests formats 120 "$all pytest" tests/end_to_end/test_gpu.py $(has xdist && echo "-n 4") &
@@ -137,6 +143,11 @@ else
     # Cuts of the scans with two and three stages are among those that it tries.
     part tune 90 "torch triton" python3 scripts/tune_kernels.py --operators gated_delta_rule --sizes 128 --heads 16 32
     tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 14")
+    if [ -n "$only" ]; then
+        part steps "$limit" "$all" python3 scripts/bench/gpu_step.py --out "$out/steps.jsonl"
+    else
+        say "left    steps: only by GPU_CHECK_ONLY=steps, in several calls"
+    fi
 fi
 count() { grep -c "^$1" "$out/summary.txt"; }
 say "in all $(count passed) passed, $(count failed) failed, $(count stopped) stopped, $(count left) left out;" \

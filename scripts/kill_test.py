@@ -2,6 +2,8 @@
 
     python scripts/kill_test.py                     100 kills over the whole matrix, one process
     python scripts/kill_test.py --kills 20 --ways end start
+    python scripts/kill_test.py --methods           every training method
+    python scripts/kill_test.py --methods --commands --kills 22     each sitting is a `halftune train` of its own
     python scripts/kill_test.py --processes 2 --kills 20 --case fsdp2-full     one of two: FSDP2 full and LoRA, DDP
 
 Every case is trained once without a kill. Then its run folder is started again and again, and in each sitting one
@@ -12,12 +14,14 @@ process is killed in one of these ways:
     call    at a random one of the system calls that sync, rename, remove …
     start   the same, before the first step: while a run goes on from what the last kill left
     end     the same, from the final save on: the result, that the run is finished, its report
+    answer  while the model samples an answer, before a random token (methods that train on its answers)
 
 Other processes have to end by themselves. After every kill the newest checkpoint must be valid, and no older than
 before. The last sitting may finish. Final weights, the last checkpoint and every number of metrics.jsonl but times and
 memory must be bit for bit those of the uninterrupted run, and the report must say that the run is finished.
 
-Sittings are forks of one process that has imported everything, so that a kill costs less than a second.
+Sittings are forks of one process that has imported everything, so that a kill costs less than a second. The cache
+does not keep the log-probabilities of a reference for the next run, so that computing them is killed, too.
 """
 
 from __future__ import annotations
@@ -38,77 +42,37 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
-from harness import fork_ranks, no_plots, planned, read_lines, write_lines
+from harness import fork_ranks, no_plots, planned, read_lines
+from kill_cases import LENGTH, Tree, alone, of_methods, shared, write_data
 
-from halftune.cli.train import train_one
+from halftune.cli.train import checked
 from halftune.core import log
 from halftune.core.errors import HalftuneError
-from halftune.train import trainer
+from halftune.train import stepper, trainer
 from halftune.train.checkpoint_list import folders, newest_valid, step_of
+from halftune.train.rollouts.sampling import Sampling
 from halftune.train.state import TrainState
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}  # of a line of metrics: differ from run to run
 KILLS_PER_RUN = 7
-LENGTH = 48  # tokens of a row
 FINISHED = "finished before it could be killed"
 # Ways that count system calls → the last one at which it may happen: some 20 come before the first step, some 30 from
 # the final save on. Processes that write less make fewer.
 CALLS, CALLS_OF_OTHERS = {"call": 80, "start": 20, "end": 24}, 12
-WAYS = ("time", "save", *CALLS)
+ANSWER = "answer"
+WAYS = ("time", "save", *CALLS, ANSWER)
+TOKENS = 60  # of a sitting's answers, before one of which the process is killed
 PACE = 0.03  # seconds that a step is made to last, so that random times fall into all of its parts
 PATIENCE = 30.0  # seconds in which processes have to notice that another one is gone; torchrun gives them as many
-LORA = {"type": "lora", "rank": 4, "dropout": 0.1}
-Tree = dict[str, Any]
-
-
-def alone() -> dict[str, Tree]:
-    """bf16/fp32 × LoRA/full × packed or not: name → sections of the recipe.
-
-    Taking turns: accumulation, batches of as many tokens as fit, grouped by length, and the best weights as the result
-    with early stopping; the last one (fp32, full, padded) has Muon.
-    """
-    found = {}
-    kinds = itertools.product(("bf16", "fp32"), ("lora", "full"), (True, False))
-    for number, (precision, adapter, packing) in enumerate(kinds):
-        passes, by_tokens, best = 1 + number.bit_count() % 2, number % 6 == 1, number % 3 == 1
-        optim = "muon" if number == 7 else "adamw"
-        rows = "packed" if packing else "tokens" if by_tokens else "padded"
-        training: Tree = {"gradient_accumulation_steps": passes, "optim": optim}
-        if by_tokens:
-            training["tokens_per_batch"] = 4 * LENGTH // passes
-        else:
-            training["per_device_train_batch_size"] = 4 // passes
-        if best:
-            training |= {"load_best": True, "early_stopping_patience": 3}
-        name = "-".join([precision, adapter, rows, f"x{passes}", *(["best"] if best else []), optim])
-        found[name] = {
-            "precision": precision,
-            "adapter": LORA if adapter == "lora" else "none",
-            "data": {"packing": packing, "eval_split": 8, "group_by_length": by_tokens},
-            "training": {**training, "max_steps": 20, "eval_steps": 4},
-        }
-    return found
-
-
-def shared() -> dict[str, Tree]:
-    """Several processes that share a model: name → sections of the recipe."""
-    found = {}
-    for strategy, adapter in (("fsdp2", "full"), ("fsdp2", "lora"), ("ddp", "full")):
-        found[f"{strategy}-{adapter}"] = {
-            "precision": "fp32",
-            "adapter": LORA if adapter == "lora" else "none",
-            "data": {"packing": True},
-            "distributed": {"strategy": strategy},
-            "training": {"per_device_train_batch_size": 2, "max_steps": 16},
-        }
-    return found
 
 
 class Case:
     """One line of a matrix, in a folder of its own."""
 
-    def __init__(self, name: str, sections: Tree, room: Path, processes: int) -> None:
+    def __init__(self, name: str, sections: Tree, room: Path, processes: int, *, commands: bool = False) -> None:
         self.name, self.folder, self.journal, self.processes = name, room / name, room / f"{name}.log", processes
+        self.recipe, self.cache = room / f"{name}.yaml", room / "cache"
+        self.command = [sys.executable, "-m", "halftune", "train", "--config", str(self.recipe)] if commands else []
         rest = {
             "learning_rate": 1e-3,
             "save_steps": 3,
@@ -118,16 +82,31 @@ class Case:
         tree = {
             **sections,
             "model": {"name_or_path": "builtin:qwen2-tiny"},
-            "data": {"train": str(room / "rows.jsonl"), "max_length": LENGTH, **sections["data"]},
+            "data": {"train": str(room / "conversation.jsonl"), "max_length": LENGTH, **sections["data"]},
             "training": {"output_dir": str(self.folder), **rest, **sections["training"]},
             "logging": {"progress": False},
         }
-        self.loaded, self.plan = planned(tree, room / f"{name}.yaml", processes=processes)
+        self.loaded, self.plan = planned(tree, self.recipe, processes=processes)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How it can be killed: a command is not changed on the inside."""
+        if self.command:
+            return ("time", "save")
+        return WAYS if self.loaded.run.method.samples_answers else WAYS[:-1]
+
+    def clear(self) -> None:
+        """Removes what its sittings have left, and what is known of the reference."""
+        for folder in (self.folder, self.cache / "reference"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def sitting(self, prepare: Callable[[], None] = lambda: None, victim: int = 0) -> list[int]:
         """Forks the processes of a sitting; ``prepare`` is called in one of them."""
 
         def work(rank: int) -> int:
+            os.environ["HALFTUNE_CACHE"] = str(self.cache)
+            if self.command:
+                os.execv(self.command[0], self.command)
             log.configure()
             slow_down()
             if rank == victim:
@@ -136,7 +115,9 @@ class Case:
                 if self.processes > 1:
                     trainer.train(self.loaded, self.plan)
                 else:
-                    train_one(self.loaded)
+                    with checked(self.loaded) as start_training:
+                        if start_training is not None:
+                            start_training()
             except HalftuneError as error:
                 print(f"rank {rank}: {error}", flush=True)
                 return error.exit_code
@@ -158,13 +139,13 @@ class Case:
 def slow_down() -> None:
     """Makes a step last ``PACE`` longer, so that kills do not all fall into the start; draws no plots."""
     no_plots()
-    step = trainer.train_step
+    step = stepper.start_step
 
-    def slowly(run: TrainState, batches: Any) -> Any:
+    def slowly(run: TrainState, batches: Any, **options: Any) -> Any:
         time.sleep(PACE)
-        return step(run, batches)
+        return step(run, batches, **options)
 
-    trainer.train_step = slowly
+    stepper.start_step = slowly
 
 
 def kill_at_call(number: int, *, in_the_end: bool = False) -> Callable[[], None]:
@@ -200,6 +181,22 @@ def kill_at_call(number: int, *, in_the_end: bool = False) -> Callable[[], None]
     return prepare
 
 
+def kill_at_token(number: int) -> Callable[[], None]:
+    """Makes a process kill itself before it samples the ``number``-th token, counted from 1, of all rows at once."""
+
+    def prepare() -> None:
+        left, sample = itertools.count(1), Sampling.__call__
+
+        def sampled(self: Sampling, input_ids: Any, scores: Any) -> Any:
+            if next(left) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sample(self, input_ids, scores)
+
+        Sampling.__call__ = sampled  # type: ignore[method-assign]
+
+    return prepare
+
+
 def wait(children: Sequence[int], seconds: float) -> list[int | None]:
     """Exit codes of processes; None of those that do not end in time, which are killed."""
     codes: dict[int, int | None] = {}
@@ -220,7 +217,9 @@ def wait(children: Sequence[int], seconds: float) -> list[int | None]:
 def one_kill(case: Case, way: str, seconds: float, numbers: random.Random) -> str:
     """A sitting in which one process is killed; says where it was, by what it has left."""
     victim = numbers.randrange(case.processes)
-    if way in CALLS:
+    if way == ANSWER:
+        children = case.sitting(kill_at_token(numbers.randint(1, TOKENS)), victim)
+    elif way in CALLS:
         last = CALLS_OF_OTHERS if victim else CALLS[way]
         prepare = kill_at_call(numbers.randint(1, last), in_the_end=way == "end")
         children = case.sitting(prepare, victim)
@@ -277,7 +276,7 @@ def kill_and_compare(
     Raises:
         SystemExit: says what differs or broke.
     """
-    shutil.rmtree(case.folder, ignore_errors=True)
+    case.clear()
     known = -1
     for way in order:
         place = one_kill(case, way, seconds, numbers)
@@ -303,16 +302,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--processes", type=int, default=1, help="of a run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--methods", action="store_true", help="the training methods")
+    parser.add_argument("--commands", action="store_true", help="no forks; kills at random times and in saves")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of killing; all by default")
+    parser.add_argument("--per-run", type=int, default=KILLS_PER_RUN, help=f"kills of a run (default {KILLS_PER_RUN})")
     parser.add_argument("--case", action="append", help="these cases only")
     parser.add_argument("--room", type=Path, help="keep everything in this folder (a temporary one by default)")
     asked = parser.parse_args()
     numbers, began = random.Random(asked.seed), time.monotonic()
     room = asked.room or Path(tempfile.mkdtemp(prefix="kill-test-"))
     room.mkdir(parents=True, exist_ok=True)
-    sums = [[numbers.randint(1, 99) for _ in range(numbers.randint(2, 6))] for _ in range(64)]
-    write_lines(room / "rows.jsonl", ({"prompt": f"Add {one}.", "completion": f"{sum(one)}"} for one in sums))
-    matrix = alone() if asked.processes == 1 else shared()
+    write_data(room, numbers)
+    matrix = of_methods(room) if asked.methods else alone() if asked.processes == 1 else shared()
     names = asked.case or numbers.sample(list(matrix), len(matrix))
     places, killed, lengths = Counter[str](), 0, dict[str, float]()
     for name in itertools.cycle(names):
@@ -320,14 +321,15 @@ def main() -> None:
             break
         if name not in lengths:
             started = time.monotonic()
-            shutil.rmtree(room / f"{name}-whole", ignore_errors=True)
-            Case(f"{name}-whole", matrix[name], room, asked.processes).finish()
+            whole = Case(f"{name}-whole", matrix[name], room, asked.processes, commands=asked.commands)
+            whole.clear()
+            whole.finish()
             lengths[name] = time.monotonic() - started
-        kills = min(KILLS_PER_RUN, asked.kills - killed)
-        order = [asked.ways[turn % len(asked.ways)] for turn in range(kills)]
+        case = Case(name, matrix[name], room, asked.processes, commands=asked.commands)
+        ways = [way for way in asked.ways if way in case.ways]
+        order = [ways[turn % len(ways)] for turn in range(min(asked.per_run, asked.kills - killed))]
         numbers.shuffle(order)
         order.sort(key="end".__eq__)  # behind the end there is nothing left to kill
-        case = Case(name, matrix[name], room, asked.processes)
         found = Counter(kill_and_compare(case, room / f"{name}-whole", order, lengths[name], numbers))
         places += found
         killed += found.total() - found[FINISHED]

@@ -31,11 +31,12 @@ import yaml
 from halftune.train.checkpoint_list import find_damage, folders, step_of
 
 
-def watch(folder: Path, stop: Event, verdict: Path) -> None:
-    """Polls the folder until ``stop``; writes how often it looked, how many checkpoints it saw, and what was wrong."""
+def watch(folder: Path, ready: Event, stop: Event, verdict: Path) -> None:
+    """Polls the folder from ``ready`` until ``stop``; writes how often it looked, what it saw and what was wrong."""
     seen: set[int] = set()
     wrong: list[str] = []
     looks, newest = 0, -1
+    ready.set()
     while not stop.is_set():
         looks += 1
         found = folders(folder)
@@ -119,9 +120,10 @@ def main() -> None:
     options = parser.parse_args()
     room = Path(tempfile.mkdtemp(prefix="soak-"))
     context = multiprocessing.get_context("spawn")
-    stop, verdict = context.Event(), room / "verdict.json"
-    reader = context.Process(target=watch, args=(room / "run", stop, verdict), daemon=True)
+    ready, stop, verdict = context.Event(), context.Event(), room / "verdict.json"
+    reader = context.Process(target=watch, args=(room / "run", ready, stop, verdict), daemon=True)
     reader.start()
+    ready.wait()
     memory = soak(room / "run", options.minutes * 60, options.every)
     stop.set()
     reader.join()

@@ -5,7 +5,7 @@ python scripts/templates_page.py > docs/reference/chat-templates.md
 
 from __future__ import annotations
 
-from halftune.config.chat_templates import TEMPLATES, TemplateRow
+from halftune.config.chat_templates import TemplateRow, templates
 
 HEAD = """# Chat templates
 
@@ -46,4 +46,4 @@ def line(row: TemplateRow) -> str:
 
 
 if __name__ == "__main__":
-    print(HEAD + "\n".join(map(line, TEMPLATES)))
+    print(HEAD + "\n".join(map(line, templates())))

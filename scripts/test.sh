@@ -21,8 +21,16 @@ fi
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 ruff check .
 ruff format --check .
-pyright --pythonpath "$(command -v python)"
+# The types are checked beside the tests: one thread works on them for a minute. What it found is told at the end.
+types="$(mktemp)"
+trap 'kill "$checking" 2>/dev/null || true; rm -f "$types"' EXIT
+pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
+checking=$!
 jobs="$(python -c 'import os; print(min(8, os.cpu_count() or 1))')"
 marks="slow or not slow"
 [ "${1:-}" = fast ] && marks="not slow"
-pytest -q -n "$jobs" -m "$marks" --durations=25 --durations-min=20
+failed=0
+pytest -q -n "$jobs" -m "$marks" --durations=25 --durations-min=20 || failed=$?
+wait "$checking" || failed=$?
+cat "$types"
+exit "$failed"

@@ -72,9 +72,12 @@ def _logger_as_imported() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-n``, processes take whole files and slow tests in order (see below) instead of single tests."""
+    """With ``-n``, processes take whole files in order (see below) instead of single tests.
+
+    What a file's tests share is then made once. Not by xdist's groups: with pytest 9.2, xdist 3.8 does not see them.
+    """
     if vars(config.option).get("dist") == "load":  # what -n alone makes of it
-        config.option.dist, config.option.loadscopereorder = "loadgroup", False
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
 
 
 def pytest_collection_finish() -> None:
@@ -97,21 +100,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-STARTED_ONCE = {"webui", "launch"}  # folders whose files share a server, or a run that others are compared with
+LONG = {"webui", "launch", "test_additions", "test_quickstart", "test_sweep"}  # folders and files that take a minute
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests come first, so that at the end no process works alone for long.
+    """Slow tests come first, and the longest before them, so that at the end no process works alone for long.
 
-    Of those that are not slow, and where something dear is started once, one process gets the whole file. Tests marked
-    ``gpu`` skip without a CUDA device; nothing else asks torch for one.
+    Tests marked ``gpu`` skip without a CUDA device; nothing else asks torch for one.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    for item in items if vars(config.option).get("loadgroup") else ():  # in the processes of -n
-        apart = item.get_closest_marker("gpu") or item.get_closest_marker("slow")
-        if not apart or item.path.parent.name in STARTED_ONCE:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(REPOSITORY))))
+
+    def late(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("slow") is None, LONG.isdisjoint((item.path.parent.name, item.path.stem))
+
+    items.sort(key=late)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -68,6 +68,16 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
         )
         for kind, images in (("glm4v", "Glm4vImageProcessor"), ("glm46v", "Glm46VImageProcessor"))
     },
+    "qwen2_5_omni_thinker": (
+        {"text_config": {**_TEXT, "rope_parameters": _ROPE},
+         "vision_config": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "window_size": 16},
+         "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
+                          "output_dim": 32, "num_mel_bins": 16, "n_window": 10, "max_source_positions": 300}},
+        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>",
+        {"image_token": "<|image_pad|>", "audio_token": "<|audio|>", "video_token": "<|video_pad|>",
+         "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+         "audio_bos_token": "<|audio>", "audio_eos_token": "<audio|>"},
+    ),
     "paddleocr_vl": (
         {"text_config": {**_TEXT, "rope_parameters": _ROPE, "tie_word_embeddings": False}, "vision_config": {
             "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -141,7 +151,8 @@ _SPECIAL = (
 )  # fmt: skip
 _IDS = {
     "image_token_id": "image_token", "image_token_index": "image_token", "boi_token_index": "boi_token",
-    "eoi_token_index": "eoi_token",
+    "eoi_token_index": "eoi_token", "audio_token_id": "audio_token", "audio_start_token_id": "audio_bos_token",
+    "audio_end_token_id": "audio_eos_token",
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def plan_of(precision: PrecisionPlan, *, checkpointing: bool = False) -> Plan:
         precision=precision,
         attention=attention,
         batch=BatchPlan(1, 1, 1, 512, because(False), because(checkpointing)),
-        memory=MemoryPlan(0, 0, 0, 0, 0, 0, 1, 0, because("fits")),
+        memory=MemoryPlan(0, 0, 0, 0, 0, 0, available=1, checkpoint_disk=0, verdict=because("fits")),
         distribution=because("one process"),
         num_parameters=because(1000),
         num_trainable=because(100),

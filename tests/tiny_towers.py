@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ LARGE = {
 def multimodal(folder: Path, kind: str = "qwen3_5", dtype: torch.dtype = torch.bfloat16) -> Path:
     """Writes a random checkpoint of hidden size 32: the language model in ``dtype``, its towers in fp32."""
     for_ids = dict.fromkeys(("image_token_id", "image_token_index", "video_token_id"), 250)
-    config = AutoConfig.for_model(kind, **MODELS[kind], **for_ids)
+    config = AutoConfig.for_model(kind, **copy.deepcopy(MODELS[kind]), **for_ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -97,7 +98,11 @@ def few_layers(kind: str) -> PretrainedConfig:
 
 # What published checkpoints say, where the code contradicts the default config: sections of 32 numbers turn.
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-_SAID = {**dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF), "glm4v_moe": {"head_dim": 128}}
+_SAID = {
+    **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
+    "glm4v_moe": {"head_dim": 128},
+    "glm5_next": {"linear_num_heads": 2},
+}
 
 
 def _turning(values: dict[str, Any]) -> dict[str, Any]:

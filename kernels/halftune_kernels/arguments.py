@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,15 +73,14 @@ def find_segments(
         raise ArgumentError(operator, "seq_idx", came="given with cu_seqlens", expected="one of the two")
     if cu_seqlens is not None:
         return _of_one_row(operator, batch, length, cu_seqlens)
+    if seq_idx is not None and (tuple(seq_idx.shape) != (batch, length) or seq_idx.dtype.is_floating_point):
+        came = f"{seq_idx.dtype} of shape {list(seq_idx.shape)}"
+        raise ArgumentError(operator, "seq_idx", came=came, expected=f"integers of shape [B, T] = [{batch}, {length}]")
+    if not length:
+        return Segments((0,) * (batch + 1))
     if seq_idx is not None:
-        if tuple(seq_idx.shape) != (batch, length) or seq_idx.dtype.is_floating_point:
-            came = f"{seq_idx.dtype} of shape {list(seq_idx.shape)}"
-            raise ArgumentError(
-                operator, "seq_idx", came=came, expected=f"integers of shape [B, T] = [{batch}, {length}]"
-            )
-        if length:
-            return Segments(_read(seq_idx, changes=True))
-    return Segments(tuple(range(0, batch * length + 1, length)) if length else (0,) * (batch + 1))
+        return Segments(_changes(seq_idx))
+    return Segments(tuple(range(0, batch * length + 1, length)))
 
 
 def _of_one_row(operator: str, batch: int, length: int, cu_seqlens: torch.Tensor) -> Segments:
@@ -90,7 +89,7 @@ def _of_one_row(operator: str, batch: int, length: int, cu_seqlens: torch.Tensor
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         came = f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
         raise ArgumentError(operator, "cu_seqlens", came=came, expected="int32 or int64 of shape [N + 1], N >= 1")
-    bounds = _read(cu_seqlens)
+    bounds = on_host(cu_seqlens)
     if bounds[0] != 0 or bounds[-1] != length:
         came = f"from {bounds[0]} to {bounds[-1]}"
         raise ArgumentError(operator, "cu_seqlens", came=came, expected=f"from 0 to T = {length}")
@@ -101,27 +100,40 @@ def _of_one_row(operator: str, batch: int, length: int, cu_seqlens: torch.Tensor
     return Segments(bounds)
 
 
-def _read(tensor: torch.Tensor, changes: bool = False) -> tuple[int, ...]:
-    """Boundaries on the host; remembered per tensor, so that a model's layers wait for the device once, not each.
+def on_host(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The integers of a one-dimensional tensor; a model's layers wait for the device once, not each.
 
-    Not of the CPU, where nothing waits: numpy may write there, which no version counts. Nor of inference tensors,
-    which count none.
+    Not at all where `remember` was told them.
     """
-    remembered = tensor.device.type != "cpu" and not tensor.is_inference()
-    known = _READ.get(id(tensor)) if remembered else None
-    if known is not None and known[0]() is tensor and known[1] == tensor._version:
-        return known[2]
-    if changes:
-        batch, length = tensor.shape
-        new = torch.ones(batch, length, dtype=torch.bool, device=tensor.device)
-        new[:, 1:] = tensor[:, 1:] != tensor[:, :-1]
-        bounds = (*new.flatten().nonzero().flatten().tolist(), batch * length)
-    else:
-        bounds = tuple(tensor.tolist())
-    if remembered:
+    return _known(tensor) or remember(tensor, tensor.tolist())
+
+
+def remember(tensor: torch.Tensor, values: Iterable[int]) -> tuple[int, ...]:
+    """Say what a tensor on a GPU holds, until it changes, and return it.
+
+    Of the CPU nothing is kept, where nothing waits: numpy may write there, which no version counts. Nor of inference
+    tensors, which count none.
+    """
+    values = tuple(values)
+    if tensor.device.type != "cpu" and not tensor.is_inference():
         number = id(tensor)
-        _READ[number] = (weakref.ref(tensor, lambda _: _READ.pop(number, None)), tensor._version, bounds)
-    return bounds
+        _READ[number] = (weakref.ref(tensor, lambda _: _READ.pop(number, None)), tensor._version, values)
+    return values
+
+
+def _known(tensor: torch.Tensor) -> tuple[int, ...]:
+    reference, version, values = _READ.get(id(tensor), (lambda: None, 0, ()))
+    return values if reference() is tensor and version == tensor._version else ()
+
+
+def _changes(seq_idx: torch.Tensor) -> tuple[int, ...]:
+    """Boundaries from ``seq_idx`` ``[B, T]``."""
+    if known := _known(seq_idx):
+        return known
+    batch, length = seq_idx.shape
+    new = torch.ones(batch, length, dtype=torch.bool, device=seq_idx.device)
+    new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return remember(seq_idx, (*new.flatten().nonzero().flatten().tolist(), batch * length))
 
 
 @functools.lru_cache(maxsize=32)

@@ -216,6 +216,54 @@ def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator, chose
     return Case("rwkv7", "halftune_kernels.ops.rwkv7:rwkv7", inputs, ("w", "initial_state"), options)
 
 
+def _rms_norm(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    shape = (1, bounds[-1], heads[1] if heads else 2, size)
+    inputs = {"x": _normal(generator, *shape), "residual": _normal(generator, *shape)}
+    inputs["weight"] = _normal(generator, size)
+    function = "halftune_kernels.ops.rms_norm:add_rms_norm"
+    return Case("rms_norm", function, inputs, ("weight",), {"eps": 1e-6, "offset": 1.0})
+
+
+def _gated_activation(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    inputs = {name: 2 * _normal(generator, 1, bounds[-1], size) for name in ("gate", "up")}
+    return Case("gated_activation", "halftune_kernels.ops.gated_activation:gated_activation", inputs)
+
+
+def _adapted_activation(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    rows, ranks = bounds[-1], (5, 3, 7) if heads is None else (*heads, heads[1])
+    inputs = {name: 2 * _normal(generator, rows, size) for name in ("gate", "up")}
+    inputs["low"] = _normal(generator, rows, ranks[0] + ranks[1])
+    shapes = {"b_gate": (size, ranks[0]), "b_up": (size, ranks[1]), "a_down": (ranks[2], size)}
+    factors = {name: _normal(generator, *shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    inputs |= {name: value.bfloat16().to(value.dtype) for name, value in factors.items()}  # casting them rounds nothing
+    function = "halftune_kernels.ops.adapted_activation:adapted_activation"
+    return Case("adapted_activation", function, inputs, tuple(shapes), {"scales": (0.5, 1.7)})
+
+
+def _rope(size: int, bounds: tuple[int, ...], generator: torch.Generator, chosen: Heads) -> Case:
+    length, (keys, queries) = bounds[-1], chosen or (2, 6)
+    inputs = {"q": _normal(generator, 1, queries, length, size), "k": _normal(generator, 1, length, keys, size)}
+    inputs["k"] = inputs["k"].transpose(1, 2)  # as projections come
+    angles = 3 * _normal(generator, 1, length, size - size % 2)
+    return Case("rope", "halftune_kernels.ops.rope:rope", inputs, (), {"cos": angles.cos(), "sin": angles.sin()})
+
+
+def _linear_cross_entropy(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    words = 5 * size + 3
+    inputs = {"hidden": _normal(generator, bounds[-1], size), "weight": _normal(generator, words, size) * size**-0.5}
+    targets = torch.randint(words, (bounds[-1],), generator=generator)
+    targets[::5] = -100
+    options = {"targets": targets, "scale": 0.25, "label_smoothing": 0.1}
+    function = "halftune_kernels.ops.linear_cross_entropy:linear_cross_entropy_sum"
+    return Case("linear_cross_entropy", function, inputs, (), options)
+
+
+def _float8_rows(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
+    options = {"columns": torch.rand(size, generator=generator) + 0.5}
+    inputs = {"x": _normal(generator, bounds[-1], size)}
+    return Case("float8_rows", "halftune_kernels.ops.float8_rows:rounded_rows", inputs, (), options)
+
+
 _MAKERS: dict[str, _Maker] = {
     "causal_conv1d": _conv,
     "gated_rms_norm": _norm,
@@ -223,4 +271,10 @@ _MAKERS: dict[str, _Maker] = {
     "gated_delta_rule": _delta("gated_delta_rule", "halftune_kernels.ops.gated_delta_rule:gated_delta_rule"),
     "kda": _delta("kda", "halftune_kernels.ops.kda:kda"),
     "rwkv7": _rwkv7,
+    "rms_norm": _rms_norm,
+    "gated_activation": _gated_activation,
+    "adapted_activation": _adapted_activation,
+    "rope": _rope,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "float8_rows": _float8_rows,
 }

@@ -53,6 +53,44 @@ class ChannelDecay:
             total, half = pairs.sum(2), 2 * half
         self.rising, self.falling, self.whole = sums.exp_(), after.exp_(), total.view(units, channels, 1).exp()
 
+    def following(self, written: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The states [U, K, V] after the chunk, of its first ``len(written)`` units."""
+        return written if state is None else written.addcmul_(state[: len(written)], self.whole[: len(written)])
+
+    def following_backward(
+        self,
+        writing: torch.Tensor,
+        values: torch.Tensor,
+        state: torch.Tensor | None,
+        d_state: torch.Tensor | None,
+        d_values: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of ``writing`` and of the whole log decay [U, K], for the states ``writingᵀ values`` added up.
+
+        Args:
+            writing: [U, C, K].
+            values: [U, C, V]; ``d_values`` is added to.
+            state: [U, K, V] before the chunk; None is zeros.
+            d_state: [U', K, V] gradient of the states after the chunk, of the first units.
+        """
+        d_writing, d_whole = torch.zeros_like(writing), writing.new_zeros(writing.shape[0], writing.shape[2])
+        if d_state is not None:
+            going = len(d_state)
+            d_values[:going].baddbmm_(writing[:going], d_state)
+            d_writing[:going] = torch.bmm(values[:going], d_state.transpose(1, 2))
+            if state is not None:
+                d_whole[:going] = (state[:going] * d_state).sum(-1) * self.whole[:going, :, 0]
+        return d_writing, d_whole
+
+    def entering_backward(
+        self, reading: torch.Tensor, d_read: torch.Tensor, d_state: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Gradient of the states before the chunk, which it reads and hands on."""
+        d_entering = torch.bmm(reading.transpose(1, 2), d_read)
+        if d_state is not None:
+            d_entering[: len(d_state)].addcmul_(d_state, self.whole[: len(d_state)])
+        return d_entering
+
     def products(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """[U, N, C, M, C] of rows [U, N, C, K] and columns [U, M, C, K], strictly lower in C × C."""
         units, n, size, _ = rows.shape

@@ -20,7 +20,10 @@ from halftune_kernels.launch import stands_in
 
 Name = Literal["triton", "torch", "cpu", "reference"]
 NAMES: tuple[str, ...] = get_args(Name)
-OPERATORS = ("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7")
+OPERATORS = (
+    *("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7"),
+    *("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows"),
+)
 # cpu.py is plain torch, which also runs on a GPU
 _FILES: dict[str, str] = {"triton": "triton", "torch": "cpu", "cpu": "cpu", "reference": "reference"}
 
@@ -40,6 +43,12 @@ def module(operator: str, device: torch.device, dtype: torch.dtype, requested: s
     return importlib.import_module(f"halftune_kernels.ops.{operator}.{_FILES[backend.name]}")
 
 
+def implementation(operator: str, like: torch.Tensor, requested: str | None = None) -> ModuleType:
+    """As `module`, for operators whose implementations are a forward and a backward: never the reference."""
+    found = choose(operator, like.device, like.dtype, requested).name
+    return importlib.import_module(f"halftune_kernels.ops.{operator}.{'triton' if found == 'triton' else 'cpu'}")
+
+
 def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: str | None = None) -> Backend:
     """Choose the implementation.
 
@@ -57,23 +66,25 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
             on a machine with a GPU.
     """
     check_choice("dispatch", "operator", operator, OPERATORS)
-    for source, value in (
-        ("requested", requested),
-        (f"HALFTUNE_KERNELS_{operator.upper()}", os.environ.get(f"HALFTUNE_KERNELS_{operator.upper()}")),
-        ("HALFTUNE_KERNELS", os.environ.get("HALFTUNE_KERNELS")),
-    ):
+    variables = (f"HALFTUNE_KERNELS_{operator.upper()}", "HALFTUNE_KERNELS")
+    for source, value in (("requested", requested), *((name, os.environ.get(name)) for name in variables)):
         if value and value != "auto":
             check_choice("dispatch", source, value, (*NAMES, "auto"))
-            runs = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") or stands_in()
-            if value == "triton" and not runs:
-                if source != "requested" and torch.cuda.is_available():  # meant for the GPU
-                    return Backend("cpu", f"the tensors are on the CPU, where {source}=triton has no effect")
-                expected = "cpu, torch, reference or auto for tensors on the CPU"
-                raise ArgumentError(operator, source, came="'triton'", expected=expected)
-            return Backend(value, "asked for" if source == "requested" else f"{source}={value}")  # type: ignore[arg-type]
+            return _asked(operator, device, source, value)
     if device.type == "cpu":
         return Backend("cpu", "the tensors are on the CPU")
     return _on_gpu(operator, device, dtype)
+
+
+def _asked(operator: str, device: torch.device, source: str, value: str) -> Backend:
+    """The implementation that an argument or a variable asks for."""
+    runs = value != "triton" or device.type != "cpu" or os.environ.get("TRITON_INTERPRET") or stands_in()
+    if runs:
+        return Backend(value, "asked for" if source == "requested" else f"{source}={value}")  # type: ignore[arg-type]
+    if source != "requested" and torch.cuda.is_available():  # meant for the GPU
+        return Backend("cpu", f"the tensors are on the CPU, where {source}=triton has no effect")
+    expected = "cpu, torch, reference or auto for tensors on the CPU"
+    raise ArgumentError(operator, source, came="'triton'", expected=expected)
 
 
 @functools.cache

@@ -40,15 +40,18 @@ class Row:
 
 _ALL = ((0, 0, 0), (999,))
 DELTA = ("gated_delta_rule", "kda", "rwkv7")
+DENSE = ("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows")
 ROWS: tuple[Row, ...] = (
     Row((0, 70), _ALL, (), "refuse", "Triton supports no GPU older than sm_70"),
     Row(
         (70, 80),
         _ALL,
-        ("ssd", *DELTA),
+        ("ssd", "adapted_activation", *DELTA),
         "refuse",
         "Triton 3.6 to 3.9 emit no tensor-core instructions for sm_70 and sm_75; torch's matmuls use them",
     ),
+    Row((70, 89), _ALL, ("float8_rows",), "refuse", "Triton rounds to float8 from sm_89 on"),
+    Row((80, 999), _ALL, DENSE, "prove", "layers of every model depend on it"),
     Row(
         (90, 100),
         ((3, 4, 0), (3, 7, 1)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -69,31 +70,39 @@ def verdict(operator: str, device: torch.device, backend: str = "triton") -> Ver
 
 def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
     """Compare ``backend`` of an operator, forward and backward in every dtype, with the fp64 reference on the CPU."""
-    start, worst, problem, lasting = time.perf_counter(), (0.0, ""), "", True  # the first problem, which is the cause
+    start, worst = time.perf_counter(), (0.0, "")
     dtypes = [dtype for dtype in BOUNDS if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
-    for size in sizes:
-        plain = cases.case(operator, size)
-        for dtype in dtypes:
-            case = cases.rounded(plain, dtype)
-            try:
-                truth = case.call(torch.float64, torch.device("cpu"), "reference")
-                first, second = (case.call(dtype, device, backend) for _ in range(2))
-            except failures() as error:  # no shared memory, a compiler crash, an illegal access
-                if not problem:
-                    lasting = not isinstance(error, (torch.OutOfMemoryError, OSError, subprocess.SubprocessError))
-                    said = (str(error).splitlines() or [""])[0]
-                    problem = f"{_name(dtype)}, head size {size}: {type(error).__name__}: {said}"
-                break
-            for name, value in first.items():
-                error, allowed = relative_error(value, truth[name]), bound(name, dtype)
-                what = f"{name} {_name(dtype)}, head size {size}: error {error:.1e}, bound {allowed:.0e}"
-                worst = max(worst, (error / allowed, what))
-                if value.isfinite().all() and not torch.equal(value, second[name]):
-                    problem = problem or f"{name} {_name(dtype)}, head size {size}: not deterministic"
-                if not error <= allowed:
-                    problem = problem or what
-    detail = problem or f"worst: {worst[1]}"
-    return Verdict(operator, backend, not problem, detail, round(time.perf_counter() - start, 2), lasting)
+
+    def verdict_of(passed: bool, detail: str, lasting: bool = True) -> Verdict:
+        return Verdict(operator, backend, passed, detail, round(time.perf_counter() - start, 2), lasting)
+
+    for size, dtype in itertools.product(sizes, dtypes):
+        try:
+            errors = _errors(operator, size, dtype, device, backend)
+        except failures() as error:  # no shared memory, a compiler crash, an illegal access
+            lasting = not isinstance(error, (torch.OutOfMemoryError, OSError, subprocess.SubprocessError))
+            said = (str(error).splitlines() or [""])[0]
+            return verdict_of(False, f"{_name(dtype)}, head size {size}: {type(error).__name__}: {said}", lasting)
+        for name, (error, deterministic) in errors.items():
+            what, allowed = f"{name} {_name(dtype)}, head size {size}", bound(name, dtype)
+            if not deterministic:
+                return verdict_of(False, f"{what}: not deterministic")
+            what += f": error {error:.1e}, bound {allowed:.0e}"
+            if not error <= allowed:
+                return verdict_of(False, what)
+            worst = max(worst, (error / allowed, what))
+    return verdict_of(True, f"worst: {worst[1]}")
+
+
+def _errors(
+    operator: str, size: int, dtype: torch.dtype, device: torch.device, backend: str
+) -> dict[str, tuple[float, bool]]:
+    """Relative error of each result, and whether two calls give the same; not asked of numbers that are not finite."""
+    case = cases.rounded(cases.case(operator, size), dtype)
+    truth = case.call(torch.float64, torch.device("cpu"), "reference")
+    first, second = (case.call(dtype, device, backend) for _ in range(2))
+    same = {name: torch.equal(value, second[name]) or not bool(value.isfinite().all()) for name, value in first.items()}
+    return {name: (relative_error(value, truth[name]), same[name]) for name, value in first.items()}
 
 
 def bound(name: str, dtype: torch.dtype) -> float:

@@ -1,14 +1,12 @@
-"""halftune beside transformers' Trainer with peft, on the same packed rows: how the cost grows, and the width of a 7B.
+"""halftune beside transformers' Trainer with peft, on the same packed rows: how the cost grows.
 
   python scripts/bench/beside_trainer.py                  3 M parameters, CPU: every length and vocabulary
   python scripts/bench/beside_trainer.py --lengths 512 --vocabularies 4096 --tokens 4096          a small part of it
-  python scripts/bench/beside_trainer.py --wide           the width of Qwen2.5-7B, 8 layers, bf16, on the CUDA device
-  python scripts/bench/beside_trainer.py --wide --dry-run     a tiny width in fp32 on the CPU: is the script right?
 
 LoRA on all linear layers, random weights, rows packed from documents of Python's library (short and very long ones).
 Every case is a process of its own, so that its peak memory is its own. The Trainer is fed position ids and no attention
-mask, and computes all logits. A case that would need more than ``--memory`` GiB is ended and noted. The table of
-``--wide`` also holds what the plan expected; it leaves with 1 if a framework failed.
+mask, and computes all logits. A case that would need more than ``--memory`` GiB is ended and noted. ``gpu_step.py`` has
+the sizes of published models on a GPU.
 """
 
 from __future__ import annotations
@@ -28,15 +26,6 @@ LENGTHS, VOCABULARIES = (512, 2048, 8192), (4_096, 32_000, 152_000)
 SECONDS = 150.0  # after so long, what has been measured counts
 LONGEST, CHARACTERS, QUESTION = 24_000, 700_000, 0.6  # of a document, of all; the question's share
 OURS, PLAIN = "halftune", "Trainer + peft"
-WIDTH = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
 
 
 def documents() -> list[dict[str, str]]:
@@ -54,47 +43,29 @@ def documents() -> list[dict[str, str]]:
     return rows
 
 
-def write_wide(folder: Path, layers: int) -> None:
-    """A bf16 checkpoint of random weights in real sizes, made on the device."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def recipe(folder: Path, rows: int, length: int, rank: int, **sections: Any) -> dict[str, Any]:
+    """Of a run on ``folder/model``; writes the documents."""
+    write_lines(folder / "documents.jsonl", documents())
+    training = {"output_dir": str(folder / "run"), "max_steps": 1_000_000, "per_device_train_batch_size": rows}
+    training |= {"gradient_checkpointing": False, "save_steps": "end", **sections.pop("training", {})}
+    return {
+        "model": {"name_or_path": str(folder / "model")},
+        "adapter": {"type": "lora", "rank": rank, "alpha": 2 * rank},
+        "data": {"train": str(folder / "documents.jsonl"), "max_length": length, "packing": True},
+        "training": training,
+        "logging": {"progress": False},
+        **sections,
+    }
 
-    tiny_model(folder)  # for its tokenizer
-    raw = {**json.loads((folder / "config.json").read_text()), **WIDTH, "num_hidden_layers": layers}
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
 
-
-def measured(framework: str, rows: int, length: int, vocabulary: int, layers: int, steps: int, gib: float) -> dict:
-    """One case, in this process; ``layers``: of the wide model, 0 for the tiny one in fp32."""
-    if gib:
-        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
+def measured(framework: str, rows: int, length: int, vocabulary: int, gib: float) -> dict:
+    """One case, in this process."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if layers:
-            write_wide(folder / "model", layers)
-        else:
-            tiny_model(folder / "model", vocab_size=vocabulary, max_position_embeddings=max(LENGTHS))
-        write_lines(folder / "documents.jsonl", documents())
-        training = {
-            "output_dir": str(folder / "run"),
-            "max_steps": 1_000_000,
-            "per_device_train_batch_size": rows,
-            "gradient_checkpointing": False,
-            "save_steps": "end",
-        }
-        recipe = {
-            "model": {"name_or_path": str(folder / "model")},
-            "precision": "auto" if layers else "fp32",
-            "adapter": {"type": "lora", "rank": 16 if layers else 8, "alpha": 32 if layers else 16},
-            "data": {"train": str(folder / "documents.jsonl"), "max_length": length, "packing": True},
-            "training": training,
-            "logging": {"progress": False},
-        }
-        file = folder / "recipe.yaml"
-        file.write_text(json.dumps(recipe))
-        return (ours if framework == OURS else plain)(file, steps)
+        folder, file = Path(name), Path(name, "recipe.yaml")
+        tiny_model(folder / "model", vocab_size=vocabulary, max_position_embeddings=max(LENGTHS))
+        file.write_text(json.dumps(recipe(folder, rows, length, 8, precision="fp32")))
+        return (ours if framework == OURS else plain)(file, 4)
 
 
 def ours(file: Path, steps: int) -> dict[str, Any]:
@@ -194,7 +165,7 @@ def growth(asked: argparse.Namespace) -> None:
     print(head("vocabulary", *columns))
     for vocabulary in asked.vocabularies:
         for length in asked.lengths:
-            words = (max(1, asked.tokens // length), length, vocabulary, 0, 4, asked.memory)
+            words = (max(1, asked.tokens // length), length, vocabulary, asked.memory)
             found = [fresh(name, *words) for name in (OURS, PLAIN)]
             for one in found:
                 if "allocate" in one.get("note", ""):
@@ -211,36 +182,18 @@ def growth_row(vocabulary: int, length: int, mine: dict[str, Any], theirs: dict[
     return row(f"{vocabulary:,}", f"{length:,}", *speeds, ratio, *memory)
 
 
-def wide(asked: argparse.Namespace) -> int:
-    """A row per framework; 1 if one failed."""
-    words = (2, 128, 4096, 0, 10, 0) if asked.dry_run else (2, 4096, 0, asked.layers, 10, 0)
-    found = {name: fresh(name, *words) for name in (OURS, PLAIN)}
-    print(head("", "tokens / s", "peak GiB", "plan expects GiB", "MFU"))
-    for name, one in found.items():
-        expected, mfu = one.get("expected"), one.get("mfu")
-        speed = f"{one['wall']:,.0f}" if "wall" in one else one["note"]
-        peak = f"{one['peak'] / 2**30:.1f}" if "peak" in one else "–"
-        print(row(name, speed, peak, f"{expected / 2**30:.1f}" if expected else "–", f"{mfu:.0%}" if mfu else "–"))
-    return int(any("note" in one for one in found.values()))
-
-
 def main() -> int:
     """Measures, or is one case."""
     if (words := case()) is not None:
-        print(json.dumps(measured(words[0], *map(int, words[1:6]), float(words[6]))))
+        rows, length, vocabulary = map(int, words[1:4])
+        print(json.dumps(measured(words[0], rows, length, vocabulary, float(words[4]))))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--tokens", type=int, default=8192, help="fed a step: rows × max_length (default 8,192)")
     parser.add_argument("--memory", type=float, default=14.0, help="GiB that a case may take")
-    parser.add_argument("--wide", action="store_true", help="the width of Qwen2.5-7B on the CUDA device")
-    parser.add_argument("--layers", type=int, default=8, help="with --wide")
-    parser.add_argument("--dry-run", action="store_true", help="with --wide: a tiny width on the CPU")
-    asked = parser.parse_args()
-    if asked.wide:
-        return wide(asked)
-    growth(asked)
+    growth(parser.parse_args())
     return 0
 
 

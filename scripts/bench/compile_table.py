@@ -218,7 +218,7 @@ def tables(found: dict[Combination, list[Compiled]]) -> str:
                     rows.setdefault((one.size, kernel.kernel, kernel.cut), {})[one.gpu] = cell
         if rows:
             lines += [f"**{operator}, {dtype}**", ""]
-            lines += ["| head size | kernel | cut | " + " | ".join(f"sm_{gpu}" for gpu in gpus) + " |"]
+            lines += ["| head size | kernel | tiles | " + " | ".join(f"sm_{gpu}" for gpu in gpus) + " |"]
             lines += ["|---|---|---|" + "---|" * len(gpus)]
             for (size, kernel, cut), cells in sorted(rows.items()):
                 row = [str(size), kernel, cut, *(cells.get(gpu, "") for gpu in gpus)]
@@ -273,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
         fresh = len(found) - len(older)
         share = f"{fresh} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
         if older:
-            share += f" Of kernels or cuts before the present ones: {named(older)}."
+            share += f" Compiled from older kernels or tile sizes: {named(older)}."
         write(PAGE, f"{share}\n\n{largest(found)}\n\n{tables(found)}")
     return 0 if fits else 1
 

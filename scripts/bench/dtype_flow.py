@@ -17,7 +17,8 @@ from harness import head, planned, row
 from transformers import AutoConfig
 
 from halftune.core.errors import HalftuneError
-from halftune.doctor import trace_model, traced_model
+from halftune.doctor import trace_model
+from halftune.model import without_weights
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0}
 SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -36,7 +37,7 @@ def casts(kind: str, adapter: str, *, raw: bool) -> str:
             "data": {"train": "builtin:python-docs"},
             "training": {"output_dir": f"{folder}/run"},
         }
-        as_loaded = patch.object(traced_model, "cast_qk_to_compute_dtype", lambda model, plan: None)
+        as_loaded = patch.object(without_weights, "cast_qk_to_compute_dtype", lambda model, plan: None)
         try:
             loaded, plan = planned(tree, Path(folder, "recipe.yaml"), "a100")
             with as_loaded if raw else nullcontext():

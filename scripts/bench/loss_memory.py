@@ -1,7 +1,7 @@
 """Peak memory and time of the loss of a large head, forward and backward: four ways to compute the same number.
 
-  python scripts/bench/loss_memory.py                       8,192 labels, 151,936 words, 1,024 channels
-  python scripts/bench/loss_memory.py 2048 32000 1024       labels, words, channels
+  python scripts/bench/loss_memory.py                       8,192 labels, vocabulary 151,936, hidden size 1,024
+  python scripts/bench/loss_memory.py 2048 32000 1024       labels, vocabulary, hidden size
 
 fp32, one thread, a frozen head as under LoRA; each way in a process of its own. Memory is what the peak resident size
 grows by over the inputs.
@@ -24,7 +24,7 @@ WAYS = {
     "all logits, F.cross_entropy": lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t, reduction="sum"),
     "all logits, cross-entropy in chunks": lambda x, w, t: cross_entropy_sum(F.linear(x, w), t),
     "torch's F.linear_cross_entropy": lambda x, w, t: F.linear_cross_entropy(x, w, t, reduction="sum"),
-    "rows at a time (ours)": linear_cross_entropy_sum,
+    "chunks of rows (halftune)": linear_cross_entropy_sum,
 }
 
 
@@ -46,7 +46,9 @@ def main() -> None:
         print(json.dumps(measure(words[0], *map(int, words[1:]))))
         return
     sizes = sys.argv[1:4] or ["8192", "151936", "1024"]
-    print(head(f"{sizes[0]} labels, {sizes[1]} words, {sizes[2]} channels", "peak grows by MiB", "CPU-s", "loss"))
+    print(
+        head(f"{sizes[0]} labels, vocabulary {sizes[1]}, hidden size {sizes[2]}", "peak grows by MiB", "CPU-s", "loss")
+    )
     for way in WAYS:
         found = fresh(way, *sizes)
         numbers = (

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from halftune.train import setup
 from halftune.train.folder import RunFolder
-from halftune.train.parallel import make_strategy, reading
+from halftune.train.parallel import make_strategy
 from halftune.train.processes import make_accelerator
-from halftune.train.step import train_step
+from halftune.train.step import finish_step, start_step
 from halftune.train.trainer import train
 
 ROWS, LENGTH, STEPS = 12, 128, 3
@@ -114,13 +114,13 @@ def measure(tree: dict[str, Any], processes: int, folder: Path) -> dict[str, Any
     run = setup.build(loaded, plan, RunFolder(folder, None, finished=False))
     model, steps = run.model, run.feed.steps(0, 100)
     for _ in range(2):  # after the first, DDP orders its buckets anew
-        train_step(run, next(steps)[1])
+        finish_step(run, start_step(run, next(steps)[1]))
     with Counted(processes) as counted:
-        train_step(run, next(steps)[1])
+        finish_step(run, start_step(run, next(steps)[1]))
     seconds, tokens = [], 0
     for _ in range(STEPS):
         batches, began = next(steps)[1], clock()
-        tokens = train_step(run, batches).tokens
+        tokens = finish_step(run, start_step(run, batches)).tokens
         seconds.append(clock() - began)
     moments = (value for state in run.optimizer.state.values() for value in state.values())
     gradients = (weight for weight in model.parameters() if weight.requires_grad)
@@ -210,10 +210,10 @@ def read(tree: dict[str, Any], folder: Path, processes: int, whole: bool) -> tup
     loaded, plan = planned(tree, folder / "recipe.yaml", "cpu-amx", processes)
     accelerator = make_accelerator(plan)
     if whole:
-        reading.needs_whole_weights = lambda _config: "to compare"
+        setup.needs_whole_weights = lambda _config: "to compare"
     strategy, began = make_strategy(accelerator, plan), clock()
     with Peak() as peak:
-        model, unread = reading.make_model(loaded.run, plan)
+        model, unread = setup.make_model(loaded.run, plan)
         strategy.place(model, unread)
         strategy.wrap(model, unread)
     return sum(local(one) for one in model.parameters()), peak.most, clock() - began

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from halftune.attention.backends import BACKENDS
-from halftune.attention.flash import FlashAttention, Varlen, flash_attn_varlen, torch_varlen, transformers_flash
-from halftune.hardware import version_numbers
+from halftune.attention.flash import (
+    FlashAttention,
+    Varlen,
+    flash_attn_3_varlen,
+    flash_attn_4_varlen,
+    flash_attn_varlen,
+    torch_varlen,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +29,11 @@ pytestmark = [
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LENGTHS = (1, 64, 130, 61)
 ROUTES: dict[str, tuple[str, Callable[[], Varlen]]] = {
-    "torch": ("torch.nn.attention.varlen", torch_varlen),
+    "torch": ("torch", torch_varlen),
     "flash_attn": ("flash_attn", flash_attn_varlen),
+    "flash_attn_3": ("flash_attn_interface", flash_attn_3_varlen),
+    "flash_attn_4": ("flash_attn.cute", flash_attn_4_varlen),
 }
-LATER = {"flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn.cute"}
 
 
 def needs(module: str) -> None:
@@ -37,14 +43,6 @@ def needs(module: str) -> None:
         there = False
     if not there:
         pytest.skip(f"{module} is not installed")
-    if module.startswith("torch.") and not supports("fa2", "torch"):
-        pytest.skip(f"torch {torch.__version__} has no varlen attention with scale, window and grouped heads")
-
-
-def supports(name: str, provider: str) -> bool:
-    """Whether the installed torch is as new as a backend asks."""
-    (backend,) = (one for one in BACKENDS if (one.name, one.provider) == (name, provider))
-    return version_numbers(torch.__version__) >= version_numbers(backend.torch)
 
 
 def operands(rows: int, length: int, size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -101,11 +99,3 @@ def both_ways(flash: FlashAttention, window: int | None, **how: Any) -> None:
 
     check(row, 1, LENGTHS, window, **how)
     check(batch, 3, (50,), window, **how)
-
-
-@pytest.mark.parametrize("dtype", list(BOUNDS))
-@pytest.mark.parametrize("implementation", LATER)
-def test_later_flash_attention(implementation: str, dtype: torch.dtype) -> None:
-    needs(LATER[implementation])
-    attend, layer = transformers_flash(implementation), nn.Module()
-    check(lambda q, k, v: attend(layer, q, k, v, None)[0], 3, (50,), None, size=64, dtype=dtype, device="cuda")

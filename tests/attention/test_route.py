@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from halftune.attention.backends import BACKENDS, ON_REQUEST
+from halftune.attention.backends import BACKENDS
 from halftune.attention.contract import AttentionPlan
 from halftune.attention.route import route_attention
 from halftune.config.facts.model import ModelFacts, facts_from_config
@@ -46,11 +46,14 @@ AUTO = [
     ("a100", False, {"torch": "2.9.1"}, ("sdpa", "torch", "none")),
     ("a100", True, {}, ("fa2", "torch", "torch_varlen")),
     ("a100", True, {"torch": "2.9.1"}, ("sdpa", "torch", "segments")),
-    ("a100", True, {"torch": "2.12.1+cu128"}, ("sdpa", "torch", "segments")),
-    ("a100", True, {"torch": "2.13.0+cu128"}, ("fa2", "torch", "torch_varlen")),
+    ("a100", True, {"torch": "2.11.0+cu128"}, ("fa2", "torch", "torch_varlen")),
+    ("a100", True, {"flash-attn-3": "3.0.0"}, ("fa2", "torch", "torch_varlen")),
+    ("rtx5090", True, {"flash-attn-4": "4.0.0"}, ("fa2", "torch", "torch_varlen")),
     ("a100", False, FLASH, ("fa2", "flash_attn", "none")),
     ("a100", True, FLASH, ("fa2", "flash_attn", "flash_attn_varlen")),
-    ("h200", True, {"flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0"}, ("fa2", "torch", "torch_varlen")),
+    ("h200", True, {"flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0"}, ("fa3", "flash_attn_3", "flash_attn_3_varlen")),
+    ("h200", True, FLASH | {"flash-attn-4": "4.0.0"}, ("fa4", "flash_attn_4", "flash_attn_4_varlen")),
+    ("b200", False, {"flash-attn-4": "4.0.0"}, ("fa4", "flash_attn_4", "none")),
     ("rtx5090", True, {}, ("fa2", "torch", "torch_varlen")),
     ("t4", False, FLASH, ("sdpa", "torch", "none")),
     ("t4", True, FLASH, ("sdpa", "torch", "segments")),
@@ -75,10 +78,10 @@ def test_auto(machine: str, packing: bool, packages: dict, expected: tuple) -> N
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_backend_is_taken_or_rejected_with_a_reason(machine: str, packing: bool) -> None:
     routed = route(machine, packing=packing)
-    assert len(routed.rejected) == len(BACKENDS) + len(ON_REQUEST) - 1
+    assert len(routed.rejected) == len(BACKENDS) - 1
     assert all(reason for _, reason in routed.rejected)
     names = [name.partition(" ")[0] for name, _ in routed.rejected] + [routed.softmax.value]
-    assert sorted(names) == sorted(backend.name for backend in (*BACKENDS, *ON_REQUEST))
+    assert sorted(names) == sorted(backend.name for backend in BACKENDS)
 
 
 def why_not(routed: AttentionPlan, label: str) -> str:
@@ -143,8 +146,8 @@ def test_an_impossible_request_is_an_error_with_ways_out(
         ("fa2", "a100", FLASH, False),
         ("fa2", "a100", {}, True),
         ("fa2", "a100", {}, False),
-        ("fa3", "h100", {"flash-attn-3": "3.0"}, False),
-        ("fa4", "b200", {"flash-attn-4": "4.0"}, False),
+        ("fa3", "a100", {"flash-attn-3": "3.0"}, True),
+        ("fa4", "rtx5090", {"flash-attn-4": "4.0"}, True),
         ("sdpa", "h200", FLASH, True),
         ("eager", "cpu", {}, False),
         ("flex", "a100", {}, False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,17 +9,20 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
-from halftune.attention.backends import BACKENDS, ON_REQUEST
+from halftune.attention.backends import BACKENDS
 from halftune.attention.contract import AttentionPlan
-from halftune.attention.flash import FlashAttention, flash_attn_varlen, torch_varlen
+from halftune.attention.flash import (
+    FlashAttention,
+    flash_attn_3_varlen,
+    flash_attn_4_varlen,
+    flash_attn_varlen,
+    torch_varlen,
+)
 from halftune.attention.varlen import attention_callable
 from halftune.core.choice import Choice
 from halftune.core.errors import ModelError
 from halftune.core.table import named
 from halftune.train.numeric_environment import set_rounding
-
-pytest.importorskip("torch", minversion="2.13", reason="its varlen kernel takes what the route passes")
-from torch.nn.attention.varlen import varlen_attn
 
 D = 8
 
@@ -69,17 +71,64 @@ def flash_attn_stand_in(
     return torch.cat(outputs)
 
 
-def torch_stand_in(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The same behind torch's own signature; what it could not bind, torch could not either."""
-    bound = inspect.signature(varlen_attn).bind(*args, **kwargs).arguments
-    left, right = bound["window_size"]
-    assert bound["enable_gqa"] == (bound["query"].shape[1] != bound["key"].shape[1])
-    names = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
-    operands = [bound[name] for name in names]
-    return flash_attn_stand_in(*operands, softmax_scale=bound["scale"], causal=right == 0, window_size=(left, right))
+def torch_stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    left: int,
+    right: int,
+) -> tuple[torch.Tensor, None]:
+    """The same behind the signature of our operator on torch's kernels."""
+    lengths = (cu_q, cu_k, max_q, max_k)
+    return flash_attn_stand_in(q, k, v, *lengths, softmax_scale=scale, window_size=(left, right)), None
 
 
-KERNELS = {"flash_attn": flash_attn_varlen(flash_attn_stand_in), "torch": torch_varlen(torch_stand_in)}
+def flash_attn_3_stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: None = None,
+    seqused_k: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """FlashAttention-3's names, in its order: no dropout."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_stand_in(q, k, v, *lengths, 0.0, softmax_scale, causal, window_size, softcap)
+
+
+def flash_attn_4_stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window_size: tuple[int | None, int | None] = (None, None),
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """FlashAttention-4: no limit is None, and log Σ exp comes along."""
+    assert all(side is None or side >= 0 for side in window_size)
+    window = tuple(-1 if side is None else side for side in window_size)
+    return flash_attn_3_stand_in(q, k, v, window_size=window, **options), None  # type: ignore[arg-type]
+
+
+KERNELS = {
+    "flash_attn": flash_attn_varlen(flash_attn_stand_in),
+    "flash_attn_3": flash_attn_3_varlen(flash_attn_3_stand_in),
+    "flash_attn_4": flash_attn_4_varlen(flash_attn_4_stand_in),
+    "torch": torch_varlen(torch_stand_in),
+}
 
 
 @pytest.fixture(params=sorted(KERNELS))
@@ -184,7 +233,7 @@ def test_packed_row_takes_ints_and_never_waits(varlen: str, monkeypatch: pytest.
     torch.testing.assert_close(out, torch.cat(parts, 1))
 
 
-ROWS = {f"{row.name}, {row.provider}": row for row in (*BACKENDS, *ON_REQUEST)}
+ROWS = {f"{row.name}, {row.provider}": row for row in BACKENDS}
 
 
 @pytest.mark.parametrize("label", ROWS)

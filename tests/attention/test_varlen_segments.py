@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
-from halftune.attention.varlen import LengthsCache, band_mask, segment_attention
+from halftune.attention.varlen import band_mask, segment_attention
 from halftune.core.errors import ModelError
 
 LENGTHS = [7, 1, 300, 33]
@@ -119,20 +119,6 @@ def test_sinks_by_the_models_own_function() -> None:
 def test_a_model_without_an_eager_function_is_refused() -> None:
     with pytest.raises(ModelError, match="Identity has no eager_attention_forward"):
         segment_attention(nn.Identity(), *operands(), bounds(), eager=True)
-
-
-def test_lengths_are_read_once_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    original = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or original(self))
-    cache = LengthsCache()
-    row = torch.tensor([0, 3, 5])
-    assert [cache.of(row) for _ in range(5)] == [[3, 2]] * 5
-    assert len(reads) == 1
-    row[1] = 2  # written in place: read again
-    assert cache.of(row) == [2, 3]
-    assert cache.of(torch.tensor([0, 1, 5])) == [1, 4]  # another row
-    assert len(reads) == 3
 
 
 def test_any_square_of_a_band_mask_is_a_shorter_mask() -> None:

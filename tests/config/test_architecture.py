@@ -79,6 +79,19 @@ def test_a_package_that_is_missing_is_no_answer(cache: Path, monkeypatch: pytest
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("content", ["[1]", "[" * 100_000, '{"tensors": [1], "text": {}}', '{"tensors": []}', "pipe"])
+def test_what_others_left_in_a_shared_cache_is_built_again(cache: Path, content: str) -> None:
+    built = architecture_of(LLAMA, multimodal=False)
+    (file,) = cache.iterdir()
+    if content == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        file.write_text(content)
+    architecture._architecture.cache_clear()
+    assert architecture_of(LLAMA, multimodal=False) == built
+
+
 def test_another_config_is_built_apart(cache: Path) -> None:
     for layers in (1, 2):
         built = architecture_of({**LLAMA, "num_hidden_layers": layers}, multimodal=False)

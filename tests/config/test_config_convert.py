@@ -12,10 +12,12 @@ import yaml
 
 from halftune.cli import main
 from halftune.config import convert
+from halftune.config.convert import names as convert_names
 from halftune.config.convert.convert import convert_file, report
 from halftune.config.convert.draft import Note
-from halftune.config.convert.names import accepts
 from halftune.config.load import load_config
+from halftune.config.optimizers import OPTIMIZERS
+from halftune.config.prompts import find_prompt
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
 
@@ -211,7 +213,7 @@ def test_result_is_valid_but_for_files(framework: str) -> None:
         ("LLaMA-Factory", "finetuning_type: vera", "not supported yet"),
         ("LLaMA-Factory", "fp16: true", "bf16 is true as well"),
         ("LLaMA-Factory", "dataset: null", "nothing to train on"),
-        ("axolotl", "rl: grpo", "not supported yet"),
+        ("axolotl", "rl: gdpo", "not supported yet"),
         ("axolotl", "datasets: []", "no data"),
         ("TRL", "beta: 0.1", "loss_type"),
     ],
@@ -522,14 +524,14 @@ LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_pr
         ("datasets: [{path: a/b, type: gpteacher}]", "same"),
         ("datasets: [{path: a/b, type: jeopardy}]", "approximate"),
         ("base_model: m/Llama-3-8B-Instruct\nchat_template: llama3", "same"),
-        ("base_model: m/Llama-3-8B\nchat_template: llama3", "approximate"),
+        ("base_model: m/Llama-3-8B\nchat_template: llama3", "same"),
         ("base_model: m/Llama-3-8B\nchat_template: llama3\nspecial_tokens: {eos_token: <|eot_id|>}", "same"),
         ("base_model: m/gemma-3-it\nchat_template: gemma3\neot_tokens: [<end_of_turn>]", "same"),
-        ("base_model: m/gemma-3-it", "approximate"),
+        ("base_model: m/gemma-3-it", "same"),
         ("base_model: m/gemma-3-it\neot_tokens: [<end_of_turn>]", "same"),
-        ("base_model: m/gpt-oss-20b", "approximate"),
-        ("base_model: m/Qwen3-8B", "approximate"),
-        ("base_model: m/Qwen3-8B\nchat_template: qwen3", "approximate"),
+        ("base_model: m/gpt-oss-20b", "same"),
+        ("base_model: m/Qwen3-8B", "same"),
+        ("base_model: m/Qwen3-8B\nchat_template: qwen3", "same"),
         ("chat_template: mistral_v2v3", "approximate"),
         ("chat_template: mistral_v1", "same"),
         ("special_tokens: {pad_token: x}", "same"),
@@ -580,8 +582,38 @@ def test_dynamic_fine_tuning_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "status", "method"),
+    [
+        ("use_eaft_loss: true\neaft_alpha: 0.5\n", "translated", {"type": "sft", "loss": "eaft", "eaft_alpha": 0.5}),
+        (
+            "use_asft_loss: true\nasft_alpha: 0.05\n", "changed",
+            {"type": "distill", "teacher": {"name_or_path": "builtin:qwen2-tiny"}, "divergence_weight": 0.05,
+             "sft_weight": 1.0, "sft_loss": "dft"},
+        ),
+    ],
+)  # fmt: skip
+def test_other_losses_of_llamafactory(more: str, status: str, method: dict[str, Any]) -> None:
+    text = LLAMAFACTORY.replace("quantization_bit: 4\n", "").replace("mask_history: true\n", "")
+    Path("old.yaml").write_text(text + more)
+    made = convert_file(Path("old.yaml"))
+    assert more.partition(":")[0] in [note.key for note in made.of(status)]
+    found = made.values["method"]
+    assert {key: found[key] for key in method} == method
+
+
+def test_eaft_of_axolotl_does_not_divide_the_entropy() -> None:
+    Path("old.yaml").write_text(SAME + "use_eaft: true\neaft_k: 10\n")
+    made = convert_file(Path("old.yaml"))
+    assert made.status == "same"
+    found = made.values["method"]
+    assert {key: found[key] for key in ("loss", "eaft_tokens", "eaft_scale")} == {
+        "loss": "eaft", "eaft_tokens": 10, "eaft_scale": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
     "more",
-    ["use_llama_pro: true", "use_asft_loss: true", "mixture_of_depths: convert", "use_apollo: true",
+    ["use_llama_pro: true", "mixture_of_depths: convert", "use_badam: true",
      "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
      "adapter_name_or_path: saves/x", "optim: ademamix"],
 )  # fmt: skip
@@ -688,7 +720,7 @@ def test_media_of_llamafactory_are_refused() -> None:
     [
         ("load_in_4bit: true", "nf4", "same"),
         ("load_in_8bit: true", "int8", "same"),
-        ("load_in_4bit: true\nbnb_4bit_use_double_quant: false", "nf4", "approximate"),
+        ("load_in_4bit: true\nbnb_4bit_use_double_quant: false", "nf4_single", "same"),
         ("load_in_4bit: true\nbnb_4bit_quant_type: fp4", None, "refused"),
         ("load_in_4bit: false", None, "same"),
     ],
@@ -779,32 +811,17 @@ max_new_tokens: 128
     assert [note.key for note in convert_file(Path("v1.yaml")).of("changed")] == ["cutoff_len"], (
         "answers are rows there"
     )
-    for more, key in (("quant_config: {name: bnb, quantization_bit: 4}", "quant_config"),
-                      ("peft_config: {name: freeze}", "peft_config"), ("pref_beta: 0.1", "pref_beta"),
+    for more, key in (("quant_config: {name: hqq, quantization_bit: 4}", "quant_config"),
+                      ("peft_config: {name: oft}", "peft_config"), ("pref_beta: 0.1", "pref_beta"),
                       ("train_dataset: data/v1_dpo_demo.yaml", "train_dataset"),
-                      ("optim_config: {name: muon}", "optim_config")):  # fmt: skip
+                      ("optim_config: {name: came}", "optim_config")):  # fmt: skip
         lines = [line for line in text.split("\n") if not line.startswith(f"{key}:")]
         Path("v1.yaml").write_text("\n".join([*lines, more]))
         assert [note.key for note in convert_file(Path("v1.yaml")).of("refused")] == [key]
 
 
-def test_names_are_those_of_the_schema() -> None:
-    assert accepts("training.optim", "adamw")
-    assert not accepts("training.optim", "no_such_optimizer")
-    assert accepts("adapter.rank")
-    assert not accepts("adapter.no_such_key")
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_optimizer_is_the_same_only_where_the_schema_has_it(
-    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("halftune.config.convert.trainer.accepts", lambda _, value="": known or value == "adamw")
-    path = tmp_path / "a.yaml"
-    path.write_text("base_model: builtin:qwen2-tiny\ndatasets: [{path: a}]\noptimizer: paged_adamw_8bit\n")
-    (note,) = [note for note in convert_file(path, "axolotl").notes if note.key == "optimizer"]
-    assert note.kind == ("translated" if known else "changed")
-    assert convert_file(path, "axolotl").values["training"]["optim"] == ("paged_adamw_8bit" if known else "adamw")
+def test_optimizers_are_those_of_the_schema() -> None:
+    assert set(convert_names.OPTIMIZERS.values()) <= OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
@@ -834,3 +851,201 @@ def test_a_file_name_too_long_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         convert_file(path, "LLaMA-Factory v1")
     assert caught.value.code == "convert.unexpected_value"
+
+
+V1 = "model: Qwen/Qwen3-0.6B\ntrain_dataset: sets.yaml\nlearning_rate: 1.0e-5\nmax_steps: 10\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("quant_config: {name: bnb, quantization_bit: 4}", ("model.quantization", "nf4")),
+        ("quant_config: {name: bnb, double_quantization: false}", ("model.quantization", "nf4_single")),
+        ("quant_config: {name: auto}", ("model.quantization", None)),
+        ("peft_config: {name: freeze, freeze_trainable_layers: -3}", ("adapter.train_layers", -3)),
+        ("batching_strategy: padding_free", ("data.packing", False)),
+    ],
+)
+def test_the_new_trainer_of_llamafactory(more: str, expected: tuple[str, object]) -> None:
+    Path("sets.yaml").write_text("one: {path: a.json, converter: alpaca}\n")
+    Path("old.yaml").write_text(f"{V1}{more}\n")
+    converted = convert_file(Path("old.yaml"), "LLaMA-Factory v1")
+    section, key = expected[0].split(".")
+    assert (converted.status, converted.values[section].get(key)) == ("same", expected[1])
+    Path("old.yaml").write_text(f"{V1}peft_config: {{name: freeze, unheard_of: 1}}\n")
+    assert convert_file(Path("old.yaml"), "LLaMA-Factory v1").status == "approximate"
+
+
+def test_the_phi_style_of_alpaca() -> None:
+    """As ``AlpacaPrompter`` of axolotl writes it: no line break around a row's input."""
+    kept = [line for line in SAME.split("\n") if not line.startswith("datasets:")]
+    Path("old.yaml").write_text("\n".join([*kept, "datasets: [{path: a/b, type: 'alpaca:phi'}]"]))
+    converted = convert_file(Path("old.yaml"), "axolotl")
+    assert converted.values["data"]["train"] == [{"path": "a/b", "format": "alpaca", "prompt": "alpaca_phi"}]
+    row = find_prompt("alpaca_phi")
+    user = "<|system|>\nBelow is an instruction that describes a task{}. Write a response that appropriately completes "
+    user += "the request.<|end|>\n<|user|>\n{{instruction}}<|end|>"
+    paired = ", paired with an input that provides further context"
+    assert row.with_input == user.format(paired) + "{input}<|assistant|>"
+    assert row.without_input == user.format("") + "\n<|assistant|>\n"
+
+
+def test_llama_pro_trains_layers_at_equal_distances() -> None:
+    text = LLAMAFACTORY.replace("quantization_bit: 4\n", "").replace("finetuning_type: lora", "finetuning_type: freeze")
+    Path("old.yaml").write_text(text + "use_llama_pro: true\nfreeze_trainable_layers: 8\n")
+    made = convert_file(Path("old.yaml"))
+    assert made.values["adapter"] == {"type": "none", "train_layers": 8, "spread_layers": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("", {"optim": None, "learning_rate": 1e-5, "weight_decay": 0.01, "weight_decay_on": "all"}),
+        ("optim_config: {name: muon, wd: 0.2}\n",
+         {"optim": "muon", "learning_rate": 1e-3, "weight_decay": 0.2, "weight_decay_on": "all", "adam_beta2": 0.95}),
+    ],
+)  # fmt: skip
+def test_optimizers_of_llamafactory_v1_decay_every_weight(more: str, wanted: dict[str, Any]) -> None:
+    Path("old.yaml").write_text("model: builtin:qwen2-tiny\nlearning_rate: 1.0e-5\ntrain_dataset: data.yaml\n" + more)
+    made = convert_file(Path("old.yaml"), "LLaMA-Factory v1")
+    assert not made.of("refused")
+    assert {key: made.values["training"].get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("use_galore: true\ngalore_layerwise: true\ngalore_rank: 64\n",
+         {"optim": "galore", "projection_rank": 64, "projection_scale": 2.0, "max_grad_norm": 0}),
+        ("use_apollo: true\napollo_update_interval: 50\n",
+         {"optim": "apollo", "projection_rank": 16, "projection_interval": 50, "projection_scale": 32.0}),
+        ("use_apollo: true\napollo_proj: svd\n", None),
+        ("use_galore: true\noptim: adamw_8bit\n", None),
+    ],
+)  # fmt: skip
+def test_projected_optimizers_of_llamafactory(more: str, wanted: dict[str, Any] | None) -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + more)
+    made = convert_file(Path("old.yaml"))
+    assert bool(made.of("refused")) is (wanted is None)
+    if wanted is not None:
+        assert {key: made.values["training"].get(key) for key in wanted} == wanted
+
+
+GRPO = """\
+model_name_or_path: builtin:qwen2-tiny
+dataset_name: trl-lib/DeepMath-103K
+use_peft: true
+lora_target_modules: all-linear
+num_generations: 4
+max_completion_length: 96
+reward_funcs: [accuracy_reward, think_format_reward]
+reward_weights: [1.0, 0.5]
+loss_type: dr_grpo
+beta: 0.04
+scale_rewards: none
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+max_steps: 100
+output_dir: out
+"""
+
+
+def test_grpo_of_trl() -> None:
+    Path("old.yaml").write_text(GRPO)
+    made = convert_file(Path("old.yaml"), "TRL")
+    assert made.status == "approximate"
+    method, training, data = (made.values[name] for name in ("method", "training", "data"))
+    wanted = {"type": "grpo", "num_generations": 4, "max_completion_length": 96, "loss": "dr_grpo", "beta": 0.04}
+    assert {key: method[key] for key in wanted} == wanted
+    assert method["scale_rewards"] is False
+    assert [(one["function"], one.get("weight", 1.0)) for one in method["rewards"]] == [
+        ("same_maths", 1.0),
+        ("matches", 0.5),
+    ]
+    # 8 x 4 answers are 8 prompts with 4 answers each; rows hold both
+    assert (training["per_device_train_batch_size"], training["gradient_accumulation_steps"]) == (1, 8)
+    assert training["learning_rate"] == 1e-6
+    assert data["max_length"] == 1024 + 96
+    pattern = method["rewards"][1]["pattern"]
+    theirs = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)  # TRL's
+    for answer in (
+        "<think>a\nb</think>\nc",
+        "<think>a",
+        "x<think>a</think>",
+        "<think><think>a</think>",
+        "<think></think>",
+    ):
+        assert bool(re.fullmatch(pattern, answer)) == bool(theirs.match(answer)), answer
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("loss_type: dr_grpo", "loss_type: cispo", "loss_type"),
+        ("scale_rewards: none", "scale_rewards: batch", "scale_rewards"),
+        ("beta: 0.04", "top_entropy_quantile: 0.2", "top_entropy_quantile"),
+        ("beta: 0.04", "steps_per_generation: 8", "steps_per_generation"),
+        ("beta: 0.04", "multi_objective_aggregation: normalize_then_sum", "multi_objective_aggregation"),
+        ("reward_funcs: [accuracy_reward, think_format_reward]", "", "reward_funcs"),
+        ("reward_weights: [1.0, 0.5]", "reward_model_name_or_path: org/reward", "reward_model_name_or_path"),
+    ],
+)
+def test_parts_of_grpo_that_are_not_there(old: str, new: str, key: str) -> None:
+    Path("old.yaml").write_text(GRPO.replace(old, new))
+    made = convert_file(Path("old.yaml"), "TRL")
+    assert key in [note.key for note in made.of("refused")]
+
+
+def test_a_server_and_functions_of_a_module() -> None:
+    more = "use_vllm: true\nvllm_mode: server\nvllm_server_host: 10.0.0.1\n"
+    Path("old.yaml").write_text(
+        GRPO.replace("[accuracy_reward, think_format_reward]", "[lib.rewards.short, accuracy_reward]") + more
+    )
+    method = convert_file(Path("old.yaml"), "TRL").values["method"]
+    assert method["rewards"][0] == {"function": "short", "file": "lib/rewards.py"}
+    assert method["server"] == {"url": "http://10.0.0.1:8000"}
+
+
+def test_grpo_of_axolotl() -> None:
+    section = {"num_generations": 4, "reward_funcs": ["lib.short"], "max_completion_length": 64, "temperature": 0.7}
+    tree = {
+        "base_model": "builtin:qwen2-tiny", "rl": "grpo", "adapter": "lora", "lora_target_linear": True,
+        "trl": section, "datasets": [{"path": "org/prompts", "type": "chat_template"}],
+        "micro_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 9, "learning_rate": 1e-5,
+    }  # fmt: skip
+    Path("old.yaml").write_text(yaml.safe_dump(tree))
+    made = convert_file(Path("old.yaml"), "axolotl")
+    assert not made.of("refused")
+    assert (made.values["method"]["type"], made.values["method"]["temperature"]) == ("grpo", 0.7)
+    assert made.values["training"]["gradient_accumulation_steps"] == 2
+    tree["datasets"] = [{"path": "org/prompts", "type": "lib.transform"}]
+    Path("old.yaml").write_text(yaml.safe_dump(tree))
+    assert [note.key for note in convert_file(Path("old.yaml"), "axolotl").of("refused")] == ["type"]
+
+
+def test_on_policy_distillation_of_trl() -> None:
+    text = "model_name_or_path: builtin:qwen2-tiny\nteacher_model_name_or_path: builtin:qwen2-small\n"
+    text += "dataset_name: org/chats\nlmbda: 0.25\nbeta: 0.3\nmax_new_tokens: 64\nmax_steps: 9\noutput_dir: out\n"
+    Path("old.yaml").write_text(text)
+    made = convert_file(Path("old.yaml"), "TRL")
+    assert not made.of("refused")
+    wanted = {"type": "distill", "beta": 0.3, "on_policy": 0.25, "temperature": 0.9, "sampling_temperature": 0.9}
+    wanted |= {"max_completion_length": 64, "train_on": "last", "teacher": {"name_or_path": "builtin:qwen2-small"}}
+    assert made.values["method"] == wanted
+    Path("old.yaml").write_text(text + "seq_kd: true\n")
+    assert [note.key for note in convert_file(Path("old.yaml"), "TRL").of("refused")] == ["seq_kd"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours", "schedule"),
+    [
+        ("optim: stable_adamw\nlr_scheduler_type: cosine\n", "stable_adamw", "cosine"),
+        ("optim: schedule_free_adamw\nlr_scheduler_type: linear\n", "adamw_schedule_free", "constant_with_warmup"),
+        ("optim: schedule_free_adamw\nlr_scheduler_type: constant\n", "adamw_schedule_free", "constant"),
+        ("optim: schedule_free_adamw\n", "adamw_schedule_free", "constant_with_warmup"),
+    ],
+)
+def test_optimizers_with_averages(asked: str, ours: str, schedule: str) -> None:
+    Path("old.yaml").write_text(TRL.replace("lr_scheduler_type: cosine_with_restarts\n", asked))
+    training = convert_file(Path("old.yaml"), "TRL").values["training"]
+    assert (training["optim"], training["lr_scheduler_type"]) == (ours, schedule)

@@ -39,7 +39,7 @@ x.yaml:5: attention: expected one of auto, fa2, fa3, fa4, sdpa, flex, eager, got
 x.yaml:6: adapter.lora_alpha: unknown key · did you mean adapter.alpha?
 x.yaml:6: adapter.rank: expected an integer ≥ 1, got 3.0 · write 3
 x.yaml:6: adapter.target_modules: a string with commas matches no module · use a list: [q_proj, v_proj]
-x.yaml:8: data.train[0].path: no such file or folder: nope.jsonl · relative paths start in the working or the recipe's folder
+x.yaml:8: data.train[0].path: no such file or folder: nope.jsonl · paths are relative to the working directory or the recipe's folder
 x.yaml:8: data.train[0].spilt: unknown key · did you mean data.train[0].split?
 x.yaml:9: data.packing: expected true or false, or auto, got 'yes' · write true
 x.yaml:10: data.max_length: expected an integer ≥ 8, got 4

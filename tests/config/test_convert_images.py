@@ -69,11 +69,13 @@ def converted(text: str, framework: str, **changes: Any) -> Any:
             {"base_model": "gemma-3-4b-it", "chat_template": "gemma3", "attn_implementation": "flash_attention_2"},
             "approximate",
         ),
-        ({"base_model": "llava-hf/llava-1.5-7b-hf", "chat_template": "llava"}, "approximate"),
+        ({"base_model": "llava-hf/llava-1.5-7b-hf", "chat_template": "llava"}, "same"),
+        ({"base_model": "llava-hf/llava-v1.6-mistral-7b-hf", "chat_template": "llava"}, "approximate"),
         ({"lora_target_modules": ["q_proj"]}, "approximate"),
         ({"lora_target_modules": r"(model\.language_model|model\.visual).*(q|v)_proj"}, "approximate"),
         ({"image_size": 512}, "approximate"),
-        ({"adapter": None, "lora_target_modules": None}, "refused"),
+        ({"adapter": None, "lora_target_modules": None}, "same"),
+        ({"lora_target_modules": None, "lora_target_linear": True}, "same"),
         ({"adapter": None, "lora_target_modules": None, "freeze_mm_modules": True}, "same"),
         ({"base_model": "mistralai/Voxtral-Mini-3B-2507"}, "refused"),
         ({"base_model": "google/gemma-3-1b-it"}, "refused"),
@@ -102,11 +104,14 @@ def test_texts_that_have_labels_in_axolotl(template: str | None, labels: str | N
 @pytest.mark.parametrize(
     ("columns", "changes", "status"),
     [
-        ({"images": "images"}, {}, "approximate"),
-        ({"images": "pictures"}, {"image_max_pixels": 262144}, "approximate"),
+        ({"images": "images"}, {}, "same"),
+        ({"images": "pictures"}, {"image_max_pixels": 262144}, "same"),
+        ({"images": "images"}, {"template": "qwen3_vl"}, "approximate"),
         ({"images": "images"}, {"stage": "dpo"}, "refused"),
         ({"images": "images"}, {"model_name_or_path": "org/unknown"}, "refused"),
-        ({"images": "images"}, {"freeze_vision_tower": False}, "refused"),
+        ({"images": "images"}, {"freeze_vision_tower": False}, "same"),
+        ({"images": "images"}, {"freeze_multi_modal_projector": False}, "approximate"),
+        ({}, {"freeze_vision_tower": False}, "same"),
         ({"images": "images", "videos": "videos"}, {}, "refused"),
         ({"audios": "audios"}, {}, "refused"),
         ({}, {"image_max_pixels": 262144}, "same"),
@@ -119,7 +124,7 @@ def test_llamafactory(columns: dict[str, str], changes: dict[str, Any], status: 
     Path("data/dataset_info.json").write_text(json.dumps({"seen": entry}))
     made = converted(LLAMA_FACTORY, "LLaMA-Factory", **changes)
     assert made.status == status
-    if status == "approximate":
+    if status == "same" and columns:
         data = made.values["data"]
         assert data["images"] is True
         assert data["image_max_pixels"] == changes.get("image_max_pixels", 768 * 768)
@@ -148,3 +153,62 @@ def test_llamafactory(columns: dict[str, str], changes: dict[str, Any], status: 
 )
 def test_models_are_known_by_name(name: str | None, known: bool) -> None:
     assert (find_family(name) is not None) == known
+
+
+FULL = {"finetuning_type": "full", "lora_target": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, None),
+        ({"freeze_vision_tower": False}, {"vision": "lora"}),
+        ({"freeze_vision_tower": False, "freeze_language_model": True}, {"language": "frozen", "vision": "lora"}),
+        ({**FULL, "freeze_vision_tower": True}, None),
+        ({**FULL, "freeze_vision_tower": False}, {"vision": "full"}),
+        (
+            {**FULL, "freeze_multi_modal_projector": False, "freeze_language_model": True},
+            {"language": "frozen", "projector": "full"},
+        ),
+        ({**FULL, "train_mm_proj_only": True}, {"language": "frozen", "projector": "full"}),
+    ],
+)
+def test_parts_of_llamafactory(changes: dict[str, Any], parts: dict[str, str] | None) -> None:
+    Path("data").mkdir()
+    entry = {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}}
+    Path("data/dataset_info.json").write_text(json.dumps({"seen": entry}))
+    made = converted(LLAMA_FACTORY, "LLaMA-Factory", **changes)
+    assert made.status != "refused"
+    assert made.values["model"].get("train") == parts
+
+
+WHOLE = {"adapter": None, "lora_target_modules": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "only"),
+    [
+        ({}, None, None),
+        (WHOLE, {"vision": "full", "projector": "full"}, None),
+        ({**WHOLE, "freeze_mm_modules": True}, None, None),
+        ({"lora_target_modules": None, "lora_target_linear": True}, {"vision": "lora", "projector": "lora"}, None),
+        (
+            {**WHOLE, "unfrozen_parameters": ["model.visual.merger.*"]},
+            {"language": "frozen", "projector": "full"}, None,
+        ),
+        (
+            {**WHOLE, "unfrozen_parameters": ["^model.visual.*", "^lm_head.weight$"]},
+            {"vision": "full", "projector": "full"}, [r"^lm_head\.weight$"],
+        ),
+    ],
+)  # fmt: skip
+def test_parts_of_axolotl(changes: dict[str, Any], parts: dict[str, str] | None, only: list[str] | None) -> None:
+    made = converted(AXOLOTL, "axolotl", **changes)
+    assert made.status == "same"
+    assert made.values["model"].get("train") == parts
+    assert made.values["adapter"].get("train_only") == only
+
+
+def test_a_piece_of_a_tower_is_refused_in_axolotl() -> None:
+    made = converted(AXOLOTL, "axolotl", **WHOLE, unfrozen_parameters=["model.visual.blocks.3.*"])
+    assert made.status == "refused"

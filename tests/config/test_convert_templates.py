@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from halftune.config.chat_templates import find_template
 from halftune.config.convert.draft import Draft
-from halftune.config.convert.templates import AXOLOTL, LLAMA_FACTORY, llamafactory_template
+from halftune.config.convert.templates import AXOLOTL, LLAMA_FACTORY, axolotl_template, llamafactory_template
 from halftune.model.named_templates import jinja_of
 
 CONVERSATION = [("system", " S "), ("user", " U "), ("assistant", " A "), ("user", "V"), ("assistant", "B")]
@@ -45,6 +45,10 @@ AXOLOTL_TEXTS = {
         "<s><start_of_turn>user\n S \n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
         "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n"
     ),
+    ("gemma4", "gemma4_unified"): (
+        "<s><|turn>system\nS<turn|>\n<|turn>user\nU<turn|>\n<|turn>model\nA<turn|>\n<|turn>user\nV<turn|>\n"
+        "<|turn>model\nB<turn|>\n"
+    ),
     ("jamba",): (
         "<s><|bom|><|system|>  S <|eom|><|bom|><|user|>  U <|eom|><|bom|><|assistant|>  A "
         "<|eom|><|bom|><|user|> V<|eom|><|bom|><|assistant|> B<|eom|>"
@@ -71,14 +75,28 @@ AXOLOTL_TEXTS = {
         "<|system|>\n S <|end|>\n<|user|>\n U <|end|>\n<|assistant|>\n A <|end|>\n<|user|>\nV<|end|>\n"
         "<|assistant|>\nB<|end|>\n"
     ),
-    ("qwen3",): (
+    ("qwen3", "qwen3_5"): (
         "<|im_start|>system\n S <|im_end|>\n<|im_start|>user\n U <|im_end|>\n"
         "<|im_start|>assistant\n A <|im_end|>\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"
         "<think>\n\n</think>\n\nB<|im_end|>\n"
     ),
 }
 LLAMA_FACTORY_TEXTS = {
-    ("chatml", "opencoder", "qwen", "qwen2_vl", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "smollm", "yi"): (
+    (
+        "chatml",
+        "opencoder",
+        "qwen",
+        "qwen2_omni",
+        "qwen2_vl",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_vl",
+        "qwen3_nothink",
+        "qwen3_5_nothink",
+        "qwen3_vl_nothink",
+        "smollm",
+        "yi",
+    ): (
         "<|im_start|>system\n S <|im_end|>\n<|im_start|>user\n U <|im_end|>\n"
         "<|im_start|>assistant\n A <|im_end|>\n<|im_start|>user\nV<|im_end|>\n"
         "<|im_start|>assistant\nB<|im_end|>\n"
@@ -139,6 +157,7 @@ LLAMA_FACTORY_TEXTS = {
 DEFAULTS = {
     "moonlight": "You are a helpful assistant provided by Moonshot-AI.",
     "opencoder": "You are OpenCoder, created by OpenCoder Team.",
+    "qwen2_omni": "You are a helpful assistant.",
     "qwen2_vl": "You are a helpful assistant.",
     **dict.fromkeys(("qwen", "qwen_25"), "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     **dict.fromkeys(("exaone", "jamba"), ""),
@@ -149,9 +168,10 @@ DEFAULTS = {
 }
 # LLaMA-Factory's that train the line break after the end of a turn.
 LINE_BREAK = {
-    "chatml", "cpm4", "falcon_h1", "gemma3", "gemma3n", "granite3", "opencoder", "phi", "qwen", "qwen2_vl", "qwen3",
-    "qwen3_nothink", "qwen3_5_nothink", "smollm", "yi",
+    "chatml", "cpm4", "falcon_h1", "gemma3", "gemma3n", "granite3", "opencoder", "phi", "qwen", "qwen2_omni",
+    "qwen2_vl", "qwen3", "qwen3_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_vl", "qwen3_vl_nothink", "smollm", "yi",
 }  # fmt: skip
+THOUGHT = ("qwen3", "qwen3_5", "qwen3_vl")  # an answer without a thought gets an empty one
 
 
 def render(name, turns, **variables):
@@ -187,7 +207,7 @@ def test_text_and_labels_of_llamafactory(name, text):
     variables = draft.get("model.chat_template_kwargs") or {}
     found = render(draft.get("model.chat_template"), CONVERSATION, **variables)
     # the thought that encode_multiturn puts before an answer without one
-    assert found == (text.replace("assistant\nB", "assistant\n<think>\n\n</think>\n\nB") if name == "qwen3" else text)
+    assert found == (text.replace("assistant\nB", "assistant\n<think>\n\n</think>\n\nB") if name in THOUGHT else text)
     assert bool(draft.get("method.train_line_break")) is (name in LINE_BREAK)
 
 
@@ -205,3 +225,42 @@ def test_thoughts_of_llamafactory_need_single_turns(source, kind):
     draft.put("data.train", [{"path": "x", **source}])
     llamafactory_template(draft)
     assert [note.kind for note in draft.notes] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("more", "values"),
+    [
+        ({"chat_template": "falcon_h1"}, {"chat_template": "falcon_h1", "labels": "text", "label_ends": None}),
+        ({"chat_template": "qwen3", "eot_tokens": ["<|x|>"]},
+         {"chat_template": "qwen3", "labels": "text", "label_ends": ["<|x|>"]}),
+        ({"base_model": "openai/gpt-oss-20b", "eot_tokens": ["<|end|>"]},
+         {"chat_template": None, "labels": "text", "label_ends": ["<|end|>"]}),
+        ({"base_model": "mistralai/Devstral-Small-2507", "tokenizer_use_mistral_common": True},
+         {"chat_template": "mistral_v7_tekken", "labels": None, "label_ends": None}),
+    ],
+)  # fmt: skip
+def test_labels_of_axolotl(more, values):
+    source = {"datasets": [{"path": "x/y", "type": "chat_template"}], **more}
+    draft = Draft(source, "axolotl")
+    draft.put("model.name_or_path", source.get("base_model", "some/base"))
+    draft.put("method.type", "sft")
+    draft.put("data.train", [{"path": "x/y"}])
+    axolotl_template(draft)
+    assert {note.kind for note in draft.notes} <= {"translated", "none"}
+    assert draft.get("model.chat_template") == values["chat_template"]
+    assert [draft.get(f"method.{key}") for key in ("labels", "label_ends")] == [values["labels"], values["label_ends"]]
+    assert draft.get("model.chat_template_kwargs") == ({"trim_answers": True} if "Devstral" in str(more) else None)
+
+
+@pytest.mark.parametrize("more", [
+    {"base_model": "mistralai/Mistral-Small-Instruct-2409"},  # v3
+    {"base_model": "mistralai/Ministral-8B-Instruct-2410"},  # the system text stands before the last question there
+    {"base_model": "mistralai/Devstral-Small-2507", "datasets": [{"path": "x/think", "type": "chat_template"}]},
+])  # fmt: skip
+def test_other_formats_of_mistral_common(more):
+    draft = Draft({"datasets": [{"path": "x/y"}], "tokenizer_use_mistral_common": True, **more}, "axolotl")
+    draft.put("model.name_or_path", more["base_model"])
+    draft.put("method.type", "sft")
+    draft.put("data.train", [{"path": "x/y"}])
+    axolotl_template(draft)
+    assert draft.has("tokenizer_use_mistral_common")

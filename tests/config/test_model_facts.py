@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import Tensor
@@ -176,7 +177,7 @@ def test_sizes_are_those_of_transformers(model_type: str, extra: dict[str, Any])
 def test_builtin_models_are_counted_exactly(name: str) -> None:
     facts = read_model_facts(ModelSection(name_or_path=f"builtin:{name}"))
     with torch.device("meta"):
-        kind = AutoModelForImageTextToText if facts.multimodal else AutoModelForCausalLM
+        kind = AutoModelForMultimodalLM if facts.multimodal else AutoModelForCausalLM
         model = kind.from_config(built_config(BUILTIN_MODELS[name]))
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert facts.num_parameters + (facts.tower_parameters or 0) == whole
@@ -306,6 +307,34 @@ def test_a_damaged_weight_file_is_an_error(tmp_path: Path, damage: str) -> None:
     )
     with pytest.raises(ModelError, match="corrupt or truncated safetensors file"):
         read_model_facts(section)
+
+
+TENSOR = {"dtype": "F32", "shape": [2, 2]}
+FIRST, SECOND = {**TENSOR, "data_offsets": [0, 16]}, {**TENSOR, "data_offsets": [16, 32]}
+LIES = {
+    "overlap": json.dumps({"a": FIRST, "b": SECOND, "c": FIRST}),
+    "partly": json.dumps({"a": FIRST, "b": {**TENSOR, "data_offsets": [8, 24]}, "c": SECOND}),
+    "gap": json.dumps({"b": SECOND}),
+    "twice": f'{{"a": {json.dumps(FIRST)}, "a": {json.dumps(SECOND)}, "b": {json.dumps(FIRST)}}}',
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_tensors_that_share_bytes_or_a_name_are_an_error(tmp_path: Path, lie: str) -> None:
+    section, header = folder_with(tmp_path, {**SMALL, "model_type": "llama"}), LIES[lie].encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(32))
+    with pytest.raises(ModelError) as caught:
+        read_model_facts(section)
+    assert caught.value.code == "core.file_damaged"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool])
+def test_weights_of_whole_numbers_need_a_quantisation(tmp_path: Path, dtype: torch.dtype) -> None:
+    section = folder_with(tmp_path, {**SMALL, "model_type": "llama"})
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4, dtype=dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        read_model_facts(section)
+    assert caught.value.code == "model.quantization_unknown"
 
 
 def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(

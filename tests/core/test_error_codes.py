@@ -188,7 +188,7 @@ def test_json_carries_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[st
     recipe = tmp_path / "x.yaml"
     recipe.write_text("colour: blue\nmodel: 7\n")
     for verb in (["plan"], ["data"], ["doctor"], ["launch"]):
-        assert cli._run(verb[0], ["--config", str(recipe), "--json"]) == 2
+        assert cli.run_verb(verb[0], ["--config", str(recipe), "--json"]) == 2
         out, err = capsys.readouterr()
         error = json.loads(out)["error"]
         assert {"config.unknown_key", "config.invalid_value", "config.missing_key"} == {
@@ -200,16 +200,16 @@ def test_json_carries_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._run("explain", ["[config.unknown_key]"]) == 0
+    assert cli.run_verb("explain", ["[config.unknown_key]"]) == 0
     entry = catalogue()["config.unknown_key"]
     said = capsys.readouterr().out
     assert all(part in said for part in ("config.unknown_key", entry.means, entry.fix))
-    assert cli._run("explain", ["config.unknown_kei"]) == 2
+    assert cli.run_verb("explain", ["config.unknown_kei"]) == 2
     said = capsys.readouterr()
     assert not said.out
     assert "config.unknown_key" in said.err
-    assert cli._run("explain", []) == 0
+    assert cli.run_verb("explain", []) == 0
     said = capsys.readouterr().out
     assert all(code in said for code in catalogue())
-    assert cli._run("explain", ["--json"]) == 0
+    assert cli.run_verb("explain", ["--json"]) == 0
     assert {entry["code"] for entry in json.loads(capsys.readouterr().out)} == set(catalogue())

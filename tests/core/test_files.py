@@ -11,6 +11,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from halftune.config.facts.safetensors_headers import read_headers
 from halftune.config.reading.yaml_source import read_text as read_recipe
 from halftune.core.atomic import whole_folder, write_text
 from halftune.core.errors import ConfigError, DataError, ModelError, TrainingError
-from halftune.core.files import open_file, read_limited
+from halftune.core.files import open_file, open_input, read_limited
 from halftune.core.log import log_to
 from halftune.core.status import StatusFile
-from halftune.core.time_limit import Limits, OutOfTime
+from halftune.core.time_limit import Limits, OutOfTime, within
 from halftune.data.files import read_file
 from halftune.model.tokenizer import excess
 from halftune.train.callbacks import samples
@@ -125,6 +126,17 @@ def test_git_runs_no_program_that_a_repository_names(tmp_path: Path) -> None:
     changed = git_state(tmp_path)
     assert changed == {"commit": unchanged["commit"], "changed": True}
     assert not (tmp_path / "ran").exists()
+
+
+def test_git_answers_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "a.txt").write_text("1")
+    for words in ("init", "add .", "-c user.name=a -c user.email=a@b.c commit -m one"):
+        subprocess.run(["git", *words.split()], cwd=folder, check=True, capture_output=True)
+    state = git_state(folder)
+    assert state is not None
+    assert state["changed"] is False
 
 
 def test_child_processes_run_no_code_of_the_working_directory(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -249,7 +261,7 @@ def test_files_of_a_run_that_would_fill_the_memory_are_not_read(tmp_path: Path, 
     assert not found.samples
     assert not found.training
     assert {"samples.json", "environment.json", "resolved.yaml"} <= set(found.unreadable)
-    assert samples._before(tmp_path) == {}
+    assert samples._before(tmp_path) == []
     assert "samples.json is not readable" in caplog.text
     with locked(tmp_path):
         filled(tmp_path / ".lock")
@@ -260,9 +272,44 @@ def test_files_of_a_run_that_would_fill_the_memory_are_not_read(tmp_path: Path, 
 
 def test_files_of_a_run_that_are_nested_too_deeply_are_unreadable(tmp_path: Path) -> None:
     for name in ("samples.json", "metrics.jsonl", "resolved.yaml"):
-        (tmp_path / name).write_text("[" * 3_000)
+        (tmp_path / name).write_text("[" * 1_000_000)
     assert {"samples.json", "resolved.yaml"} <= set(read_record(tmp_path).unreadable)
-    assert samples._before(tmp_path) == {}
+    assert samples._before(tmp_path) == []
     with pytest.raises(ConfigError) as caught:
         recorded(tmp_path / "resolved.yaml")
     assert caught.value.code == "train.run_folder_damaged"
+
+
+@pytest.mark.parametrize("words", [["plan", "--config"], ["data", "--config"], ["convert"], ["train", "--sweep"]])
+def test_a_pipe_that_is_named_as_a_recipe_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    os.mkfifo(pipe := tmp_path / "r.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, str(pipe)])
+    assert "[core.unreadable]" in capsys.readouterr().err
+
+
+def test_only_files_and_streams_that_were_handed_over_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        with pytest.raises(OSError, match=r"Errno (21|22)"):
+            open_input(Path(name))
+    code = "import pathlib, halftune.core.files as f; print(f.read_limited(pathlib.Path('/dev/stdin')).decode())"
+    found = subprocess.run([sys.executable, "-c", code], input="given", capture_output=True, text=True, check=True)
+    assert found.stdout == "given\n"
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "wb") as file:
+        file.write(b"given")
+        file.close()
+        assert read_limited(Path(f"/dev/fd/{reader}")) == b"given"
+
+
+def test_a_wait_has_a_limit() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        within(0.1, lambda: time.sleep(1))
+    assert time.monotonic() - began < 0.9
+    assert within(5, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        within(5, lambda: {}["x"])

@@ -15,7 +15,8 @@ import pytest
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.data import chat
-from halftune.data.chat import with_date
+from halftune.data.chat import ChatTemplate, with_date
+from halftune.data.conversation import RowDropped
 from halftune.data.pipeline import prepare
 from halftune.data.sources import open_source
 
@@ -27,6 +28,7 @@ FRAME = (
 BOMB = "{% if 'is 6' in messages[0].content %}%s{% endif %}" + FRAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("greed", "said"),
     [
@@ -116,6 +118,30 @@ def test_the_day_is_written_in_every_form(make_tokenizer, template: str, expecte
     today = with_date(template, date.today())
     if "%H" not in template:
         assert render(messages, tokenize=False, chat_template=today) == render(messages, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set ns = namespace(n=0, f='{}{}'.format) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}"
+        "{{ loop.cycle('a', 'b') }}{{ loop.nextitem is defined }}{{ ns.none }}{{ ns.f(ns.n, m.name) }}{% endfor %}",
+        "{% macro turn(m, end='|') %}{{ m.role ~ end ~ varargs | length }}{{ kwargs.x }}{% endmacro %}"
+        "{% for m in messages %}{{ turn(m) }}{{ turn(m, end='!', x=loop.last) }}{{ turn(m, 1, 2) }}{% endfor %}",
+        "{% macro wrap() %}<{{ caller() }}>{% endmacro %}{% for m in messages %}"
+        "{% call wrap() %}{{ m.content }}{{ m.keys() | list }}{% endcall %}{% endfor %}{{ turn is defined }}",
+    ],
+)
+def test_fast_access_to_loops_namespaces_and_macros(make_tokenizer, template: str) -> None:
+    tokenizer = make_tokenizer(template=template)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(tokenizer).render(messages) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("hole", ["loop.__class__", "namespace(a=1).__init__", "turn.__call__.__globals__"])
+def test_fast_access_stays_in_the_sandbox(make_tokenizer, hole: str) -> None:
+    template = "{% macro turn() %}{% endmacro %}{% for m in messages %}{{ " + hole + ".x }}{% endfor %}"
+    with pytest.raises(RowDropped):
+        ChatTemplate(make_tokenizer(template=template)).render([{"role": "user", "content": "a"}])
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 from halftune.data import store as stores
 from halftune.data.pipeline import prepare
 from halftune.data.split import SHOWN, TokenizedSplit
-from halftune.data.store import Example, Segment, TokenStore, build_store, load_store, save_store
+from halftune.data.store import Example, Segment, StoreWriter, TokenStore, build_store, load_store
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 EMPTY = json.dumps({"prompt": "a", "completion": ""})
@@ -25,11 +25,22 @@ def origins(split: TokenizedSplit) -> list[str]:
     return [split.where([index]) for index in range(len(split))]
 
 
+EXAMPLES = [
+    Example((Segment(np.arange(5), np.arange(5) > 0),)),
+    Example((Segment(np.arange(10, 17), np.arange(7) > 2),)),
+]
+ORIGINS, FILES = [(1, 3), (0, 7)], [("a.jsonl", "line"), ("b.csv", "row")]
+
+
 @pytest.fixture
 def store() -> TokenStore:
-    one = Segment(np.arange(5), np.arange(5) > 0)
-    other = Segment(np.arange(10, 17), np.arange(7) > 2)
-    return build_store([Example((one,)), Example((other,))], [(1, 3), (0, 7)], [("a.jsonl", "line"), ("b.csv", "row")])
+    return build_store(EXAMPLES, ORIGINS, FILES)
+
+
+def saved(folder: Path) -> TokenStore:
+    writer = StoreWriter(folder, FILES)
+    writer.append(EXAMPLES, ORIGINS)
+    return writer.finish()
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -86,8 +97,7 @@ def test_long_lists_are_cut(store: TokenStore) -> None:
 
 
 def test_a_saved_store_is_the_same(store: TokenStore, tmp_path: Path) -> None:
-    save_store(store, tmp_path)
-    loaded = load_store(tmp_path)
+    loaded = saved(tmp_path)
     assert isinstance(loaded.origins, np.memmap)
     assert [loaded.origin(index) for index in range(2)] == [("b.csv", "row", 3), ("a.jsonl", "line", 7)]
     assert (loaded.files, loaded.highest) == (store.files, 16)
@@ -97,10 +107,9 @@ def test_a_saved_store_is_the_same(store: TokenStore, tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.npy")} == {*stores._ARRAYS, stores._COLUMNS, *stores._MEDIA}
 
 
-def test_a_file_that_is_cut_under_the_run_is_said(store: TokenStore, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_under_the_run_is_said(tmp_path: Path) -> None:
     """Reading on would end the process with SIGBUS, without a word."""
-    save_store(store, tmp_path)
-    loaded = load_store(tmp_path)
+    loaded = saved(tmp_path)
     path = tmp_path / "ids.npy"
     whole = path.stat().st_size
     os.truncate(path, whole - 1)

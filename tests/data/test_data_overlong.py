@@ -226,6 +226,37 @@ def test_proportional_cuts_are_those_of_llamafactory(lengths, trained, kept):
     assert done
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answers", "question", "answer"),
+    [  # LLaMA-Factory's infer_seqlen(prompt, longest answer, 60)
+        ((100,), (20, 8), 40, 20),
+        ((20,), (30, 100), 20, 40),
+        ((100,), (100, 20), 30, 30),
+        ((10, 10, 60), (100, 45), 27, 33),  # earlier turns are part of the prompt
+    ],
+)
+def test_proportional_cuts_of_pairs_go_by_the_longer_answer(prompt, answers, question, answer):
+    before = [(length, 0) for length in prompt[:-1]]
+    samples = [exchanges(*before, (prompt[-1], one), trained={len(before)}) for one in answers]
+    keep, done = proportional.truncate_answers(samples, 60)
+    for kept, own in zip(keep, answers, strict=True):
+        wanted = [index < question for index in range(sum(prompt))] + [index < answer for index in range(own)]
+        assert kept.tolist() == wanted
+    assert done
+
+
+def test_pairs_keep_one_prompt(tokenizer, make_config, write):
+    rows = [{"prompt": LONG, "chosen": "Four. " * 30, "rejected": "Five."}]
+    method = {"type": "dpo", "train_line_break": True}
+    config = make_config(write(rows), method=method, overlong="proportional", max_length=256)
+    good, bad = prepare(config, tokenizer).train.example(0).segments
+    prompts = [one.input_ids[: one.loss_mask.argmax()].tolist() for one in (good, bad)]
+    assert prompts[0] == prompts[1]
+    assert len(good.input_ids) == config.data.max_length
+    assert len(bad.input_ids) < config.data.max_length
+    assert tokenizer.decode(bad.input_ids[bad.loss_mask]) == f"Five.{END}\n"
+
+
 def test_proportional_drops_a_row_without_labels_left():
     with pytest.raises(RowDropped):
         proportional.truncate(exchanges((40, 20), (20, 20), (20, 20), trained={1}), 60)

@@ -48,7 +48,7 @@ def counted(monkeypatch):
         calls.append(len(rows))
         return original(rows, *rest)
 
-    monkeypatch.setattr(pipeline, "tokenize_rows", tokenize_rows)
+    monkeypatch.setattr(workers, "tokenize_rows", tokenize_rows)
     return calls
 
 
@@ -175,6 +175,7 @@ def test_those_who_ask_at_once_wait_for_the_one_that_tokenises(make_tokenizer, m
     assert counted == [60]
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same(tokenizer, make_config, write, monkeypatch):
     monkeypatch.setattr(workers, "CHUNK", 16)
     rows = [*ROWS[:40], {"prompt": "A?", "completion": ""}, *ROWS[40:]]
@@ -257,6 +258,7 @@ def test_the_report_adds_up(tokenizer, make_config, write):
         assert part in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [None, 2100])
 def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
     from halftune.data.batch import collate
@@ -387,9 +389,10 @@ def test_pieces_for_a_program_are_the_sample_and_its_labels(tokenizer, make_conf
     example = prepare(config, tokenizer).train.example(0)
     shown, sample = as_data(example, tokenizer), example.segments[0]
     assert (shown["tokens"], shown["trained"]) == (len(sample.input_ids), int((sample.labels != -100).sum()))
-    assert "".join(piece["text"] for piece in shown["pieces"]) == tokenizer.decode(sample.input_ids)
-    assert [piece["text"] for piece in shown["pieces"] if piece["trained"]] == ["你好，世界。", "<|im_end|>"]
-    control = [piece["text"] for piece in shown["pieces"] if piece["control"]]
+    (pieces,) = shown["segments"]
+    assert "".join(piece["text"] for piece in pieces) == tokenizer.decode(sample.input_ids)
+    assert [piece["text"] for piece in pieces if piece["trained"]] == ["你好，世界。", "<|im_end|>"]
+    control = [piece["text"] for piece in pieces if piece["control"]]
     assert control == ["<|im_start|>", "<|im_end|>"] * 3  # of a system prompt by the template, too
 
 

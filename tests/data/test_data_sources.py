@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -335,12 +336,19 @@ def test_preference_pairs_have_no_answer():
 @pytest.mark.slow
 def test_builtin_sets(tokenizer, make_config):
     quickstart = {"number-formats", "number-formats-test", "number-formats-text"}
-    drawn = {"patterns", "patterns-test"}
-    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs", "python-pairs"} | quickstart | drawn
+    drawn = {"patterns", "patterns-test", "tones", "tones-test"}
+    assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs", "python-pairs", "python-rated"} | quickstart | drawn
     rows = read("builtin:python-docs").all()
     assert len(rows) == 1500
     assert len({row["output"] for row in rows}) == len({row["instruction"] for row in rows}) == 1500
     assert all(row["output"].isascii() and len(row["output"]) <= 400 for row in rows)
+    rated = read("builtin:python-rated").all()
+    assert [row["label"] for row in rated[:3]] == [True, False, True]
+    assert [row["completion"] == one["output"] for row, one in zip(rated[:3], rows, strict=False)] == [
+        True,
+        False,
+        True,
+    ]
     text = read("builtin:stdlib-text").all()
     assert 1_000_000 < sum(len(row["text"]) for row in text) < 4_000_000
     assert text == read("builtin:stdlib-text").all()
@@ -406,3 +414,15 @@ def test_bytes_of_a_large_file_that_are_no_utf8(tmp_path, large):
     wide = tmp_path / "b.jsonl"
     wide.write_bytes('{"a": "ü"}\n'.encode("utf-16"))
     assert read(wide).all() == [{"a": "ü"}]
+
+
+def test_content_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """It would be kept in the cache under the hash of what was there before."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n')
+    source = open_source(SourceSection(path=str(path)))
+    source.check()
+    path.write_text('{"text": "two"}\n')
+    with pytest.raises(DataError) as error:
+        source.check()
+    assert error.value.code == "data.changed_during_run"

@@ -64,6 +64,8 @@ def test_ids_and_plain_control_tokens(kind):
     text = "<s><|im_start|>user\nThe answer is ZÄ?</s> four. <|im_start|> as two</s>"
     (encoded,) = exact.encode([control.alias(text)])
     assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    (alone,) = exact.encode([control.alias(text)], placed=False)
+    assert alone.ids.tolist() == encoded.ids.tolist()
 
     evil = "four </s> <|im_start|>two<s>"
     (encoded,) = exact.encode([control.alias("<s>") + evil + control.alias("</s>")])

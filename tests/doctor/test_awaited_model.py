@@ -20,4 +20,4 @@ def test_its_architecture_stands_for_it(
     assert left.value.code == 0, said
     assert said["trace"]["model"].startswith("builtin:qwen2-tiny")
     (note,) = (check for check in said["environment"] if check["name"] == "model")
-    assert "quickstart-pretrain/final has yet to be trained" in note["what"]
+    assert "quickstart-pretrain/final is not trained yet" in note["what"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_audio
 from tiny_images import ROWS, image_model, write_rows
 
 from halftune.config.facts.model import read_model_facts
@@ -18,12 +19,17 @@ from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 
 
-def traced(folder: Path, kind: str, *, images: bool = True) -> TraceReport:
+def traced(folder: Path, kind: str, *, images: bool = True, compute: str = "bf16") -> TraceReport:
+    hears = kind == "qwen2_audio"
+    make, rows = (tiny_audio.audio_model, tiny_audio.write_rows) if hears else (image_model, write_rows)
     tree = {
-        "model": {"name_or_path": str(image_model(folder / "model", kind))},
-        "precision": "bf16",
+        "model": {"name_or_path": str(make(folder / "model", kind))},
+        "precision": compute,
         "adapter": "lora",
-        "data": {"train": str(write_rows(folder, ROWS)), "images": images},
+        "data": {
+            "train": str(rows(folder, tiny_audio.ROWS if hears else ROWS)),
+            "audio" if hears else "images": images,
+        },
         "training": {"output_dir": str(folder / "run")},
     }
     (folder / "recipe.yaml").write_text(json.dumps(tree))
@@ -40,6 +46,14 @@ def test_the_towers_attention_is_traced(kind: str, tmp_path: Path) -> None:
     language = 1 if kind.startswith("qwen3_5") else 2  # softmax layers; the tower has one layer
     assert report.calls["attention, train"] == language + 1
     assert not report.violations
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_an_audio_towers_attention_is_traced(compute: str, tmp_path: Path) -> None:
+    report = traced(tmp_path, "qwen2_audio", compute=compute)
+    assert report.calls["attention, train"] == 2 + 1  # of the language model, and of the tower
+    assert not report.violations
+    assert not report.notes
 
 
 def test_without_images_only_the_language_model_is_traced(tmp_path: Path) -> None:

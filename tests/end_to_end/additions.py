@@ -144,7 +144,6 @@ def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, 
         return sdpa_attention_forward(module, *args, **kwargs)
 '''
 _BACKEND_ROW = """\
-ON_REQUEST: tuple[Backend, ...] = (
     Backend(
         "math",
         "torch",
@@ -155,7 +154,10 @@ ON_REQUEST: tuple[Backend, ...] = (
         attend="halftune.attention.plain_math:attend",
         mask="transformers.masking_utils:sdpa_mask",
     ),
-"""
+)
+
+
+def backend_of("""
 
 _FORMAT = '''\
 """qa rows: ``ask`` and ``reply``."""
@@ -258,7 +260,7 @@ ADDITIONS = (
             "src/halftune/config/sections/model.py": (
                 ('Backend = Literal["auto", ', 'Backend = Literal["auto", "math", '),
             ),
-            "src/halftune/attention/backends.py": (("ON_REQUEST: tuple[Backend, ...] = (\n", _BACKEND_ROW),),
+            "src/halftune/attention/backends.py": ((")\n\n\ndef backend_of(", _BACKEND_ROW),),
             "src/halftune/attention/plain_math.py": _BACKEND,
         },
         ("attention=math",),

@@ -32,7 +32,7 @@ for copy in sys.argv[1:]:
         from halftune.train.callbacks.loss_plot import LossPlot
         LossPlot._draw = lambda *_: None
         assert halftune.cli.__file__.startswith(copy)
-        halftune.cli.train_main()
+        sys.exit(halftune.cli.train_main())
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

@@ -23,6 +23,7 @@ print((resident() - before) // 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
 def test_products_of_many_shapes() -> None:
     done = subprocess.run(

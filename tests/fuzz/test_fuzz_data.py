@@ -86,6 +86,7 @@ options = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @budget(0.15, 60)
 @given(kind=st.sampled_from(sorted(ROWS)), damage=json_damages(), options=options, listed=st.booleans())
 def test_rows(here: Path, tokenizer: Any, kind: str, damage: Any, options: dict[str, Any], listed: bool) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_audio
 import torch
 from PIL import Image
 from tiny_images import KINDS, ROWS, image_model, write_image, write_rows
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoFeatureExtractor, AutoModelForImageTextToText, AutoTokenizer
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
-from halftune.data.media.processor import ImageProcessor, image_settings
+from halftune.data.media.processor import MediaProcessor, media_settings
 from halftune.data.media.reference import refer
+from halftune.data.media.sound import header, samples
 from halftune.hardware.catalogue import lookup
 from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
@@ -52,7 +54,7 @@ def test_answers_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatc
     plan = resolve(config, lookup("cpu"), read_model_facts(config.model))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    images = ImageProcessor(image_settings(config, folder), tokenizer)
+    images = MediaProcessor(media_settings(config, folder), tokenizer)
     files = [write_image(tmp_path / "one.png", 60, 40), write_image(tmp_path / "two.png", 24, 80)]
     parts = [{"type": "image", "ref": refer(file.name, file.parent)} for file in files]
     messages = [
@@ -85,6 +87,7 @@ def session(tmp_path: Path) -> ChatSession:
     return open_session(open_run(str(tmp_path / "run"), []))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_conversation_keeps_its_images(session: ChatSession, tmp_path: Path, capsys: Any) -> None:
     repl, file = Repl(session), write_image(tmp_path / "one.png", 60, 40)
@@ -141,3 +144,43 @@ def test_programs_send_images_as_data_urls_and_no_paths(session: ChatSession, tm
     ends = {one["id"]: one.get("code") for one in told if one["event"] in ("end", "error")}
     bad, unread = "infer.bad_request", "infer.bad_image"
     assert ends == {0: None, 1: bad, 2: bad, 3: bad, 4: unread, 5: bad, 6: bad}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_answers_to_sounds_are_those_of_transformers(tmp_path: Path) -> None:
+    tiny_audio.audio_model(tmp_path / "model", "qwen2_audio")
+    tiny_audio.write_rows(tmp_path, tiny_audio.ROWS)
+    tree = {
+        "model": {"name_or_path": str(tmp_path / "model")},
+        "precision": "fp32",
+        "data": {"train": str(tmp_path / "rows.jsonl"), "audio": True},
+        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+        "generation": {"max_new_tokens": 5, "temperature": 0},
+        "logging": {"progress": False},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+    loaded = load_config(tmp_path / "recipe.yaml")
+    train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
+    session = open_session(open_run(str(tmp_path / "run"), []))
+    file = tiny_audio.write_sound(tmp_path / "new.wav", 0.8)
+    assert session.attach(str(file), "audio").rate == 16_000
+    with pytest.raises(ModelError):
+        session.attach(str(file), "image")
+    encoded, tokenizer = file.read_bytes(), session.tokenizer
+    made = AutoFeatureExtractor.from_pretrained(tmp_path / "model")(
+        samples(encoded, *header(encoded), 16_000),
+        sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="pt",
+    )  # fmt: skip
+    asked = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What?"}]}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    text = text.replace("<|audio|>", "<|audio|>" * 20)  # of 80 features
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    wanted = session.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), input_features=made["input_features"],
+        feature_attention_mask=made["attention_mask"], max_new_tokens=5, do_sample=False,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )  # fmt: skip
+    assert (
+        session.answer("What?", tuned=True)
+        == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    )

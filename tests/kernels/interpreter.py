@@ -1,4 +1,4 @@
-"""Runs Triton kernels on the CPU: Triton's interpreter, made right for bfloat16.
+"""Runs Triton kernels on the CPU: Triton's interpreter, made right for bfloat16 and for rounding to float8.
 
 Triton 3.6 to 3.9 keep bfloat16 as raw uint16 in the interpreter: products are garbage and stores truncate, in silence.
 Here every operation widens to fp32 and rounds back to nearest even. `mend` asserts itself on a dot and a store, because
@@ -143,6 +143,9 @@ def _mend_casts() -> None:
             widths = came.primitive_bitwidth, wanted.primitive_bitwidth
             if tl.bfloat16 in (came, wanted) and came != wanted and min(widths) >= 16:
                 return self.cast_impl(source, target)
+            if wanted == tl.float8e4nv and came == tl.float32:  # Triton's drops the carry of rounding up
+                given = torch.from_numpy(np.ascontiguousarray(source.data))
+                return handle(given.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), wanted)
             return original(self, source, target, rounding)
 
         return create_fp_to_fp

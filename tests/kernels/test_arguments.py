@@ -23,7 +23,7 @@ from halftune_kernels import (
     rwkv7_step,
     simple_decay,
 )
-from halftune_kernels.arguments import ArgumentError
+from halftune_kernels.arguments import ArgumentError, find_segments, on_host, remember
 from halftune_kernels.ops.ssd import simple_decay_step
 
 X = torch.ones(1, 6, 2, 4)
@@ -138,6 +138,16 @@ def test_boundaries_that_numpy_changes_are_read_again(name: str) -> None:
     numbers[...] = [0, 4, 6] if name == "cu_seqlens" else [[0, 0, 0, 0, 1, 1]]
     o = SCANS["simple_decay"](**{name: shared})[0]
     assert torch.equal(o, simple_decay(X, X, X, GATE, cu_seqlens=torch.tensor([0, 4, 6]))[0])
+
+
+def test_the_host_knows_what_it_was_told_until_the_tensor_changes() -> None:
+    there = torch.zeros(3, dtype=torch.int32, device="meta")  # as on a GPU, but any read fails
+    remember(there, [0, 2, 6])
+    assert on_host(there) == (0, 2, 6)
+    assert find_segments("any", 1, 6, there).lengths == (2, 4)
+    there.add_(1)
+    with pytest.raises(NotImplementedError):
+        on_host(there)
 
 
 def test_rows_without_tokens_have_their_states() -> None:

@@ -28,11 +28,15 @@ def test_causal_conv1d_in_half() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+@pytest.mark.parametrize("capability", [75, 80, 86, 90, 120])  # each size of shared memory, and the newest
 @pytest.mark.parametrize("operator", ["gated_rms_norm", "causal_conv1d"])
 def test_elementwise_operators_on_every_gpu(operator: str, capability: int) -> None:
     found = compile_case(case(operator, 128, SHORT), torch.float32, capability)
     assert all(kernel.fits and not kernel.spills for kernel in found)
+
+
+def test_each_size_of_shared_memory_is_compiled_for() -> None:
+    assert {SHARED_MEMORY[capability] for capability in (75, 80, 86, 90)} == set(SHARED_MEMORY.values())
 
 
 @pytest.mark.slow

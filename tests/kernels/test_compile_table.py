@@ -42,8 +42,9 @@ def needs(gpu: int, kernel: str = "solve", shared: int = 2048, spills: int = 0, 
 
 def test_every_operator_with_kernels_is_covered_and_refused_gpus_are_not(script: ModuleType) -> None:
     found = list(script.combinations([x for x in OPERATORS if has_triton(x)], script.DTYPES, script.SIZES, [75, 80]))
-    assert {one.operator for one in found if one.gpu == 80} == set(OPERATORS)
-    assert {one.operator for one in found if one.gpu == 75} == {"causal_conv1d", "gated_rms_norm"}
+    assert {one.operator for one in found if one.gpu == 80} == set(OPERATORS) - {"float8_rows"}  # from sm_89
+    elementwise = {"causal_conv1d", "gated_rms_norm", "rms_norm", "gated_activation", "rope", "linear_cross_entropy"}
+    assert {one.operator for one in found if one.gpu == 75} == elementwise
     assert not any(one.dtype == "bfloat16" for one in found if one.gpu == 75)
     every = list(script.combinations(["kda", "gated_rms_norm"], script.DTYPES, script.SIZES, [75, 86, 89]))
     assert (
@@ -103,7 +104,7 @@ def test_another_cut_compiles_its_kernel_again_where_it_is_used(
     script.main([*asked, "--minutes", "0", "--write"])
     page = script.PAGE.read_text()
     assert "\n7 of " in page
-    assert "before the present ones: ssd, float32, head size 64 (sm_90)." in page
+    assert ": ssd, float32, head size 64 (sm_90)." in page
     script.main(asked)
     assert again[8:] == [("ssd-float32-64-sm90", {"scan_forward"})]
     one = script.Combination("ssd", "float32", 64, 90)

@@ -58,6 +58,7 @@ def one_head(plain: Case) -> Case:
     return dataclasses.replace(plain, inputs=inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_segments(dtype: torch.dtype) -> None:
     check(grouped(16, 20, (0, 1, 1, 21), seed=1), dtype)

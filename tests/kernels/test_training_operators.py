@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from halftune_kernels.ops import causal_segments, linear_cross_entropy, lora_linear, lora_mlp, rms_norm
 from halftune_kernels.ops.causal_segments.reference import reference as causal_segments_reference
 from halftune_kernels.ops.linear_cross_entropy.reference import reference as linear_cross_entropy_reference
-from halftune_kernels.ops.lora_linear import AdaptedWeight
+from halftune_kernels.ops.lora_linear import AdaptedWeight, Packed, stacked
 from halftune_kernels.ops.lora_linear.reference import reference as lora_linear_reference
+from halftune_kernels.ops.lora_mlp import stacked as stacked_mlp
 from halftune_kernels.ops.lora_mlp.reference import reference as lora_mlp_reference
 from halftune_kernels.ops.rms_norm.reference import reference as rms_norm_reference
 
@@ -30,7 +32,8 @@ def layer(outputs: int, inputs: int, *, bias: bool = False, rank: int | None = 8
 
 
 def cast(made: AdaptedWeight, dtype: torch.dtype) -> AdaptedWeight:
-    tensors = [None if tensor is None else tensor.detach().to(dtype, copy=True) for tensor in made[:4]]
+    given: Any = made[:4]
+    tensors = [None if tensor is None else tensor.detach().to(dtype, copy=True) for tensor in given]
     return AdaptedWeight(*tensors, scale=made.scale)  # type: ignore[arg-type]
 
 
@@ -111,8 +114,54 @@ def test_lora_mlp(dtype: torch.dtype, rows: int) -> None:
         check(lora_mlp.lora_mlp, lora_mlp_reference, *make(), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lora_linear_stacked(dtype: torch.dtype) -> None:
+    """What GPUs run, on a CPU: one product for all A, and a packed weight."""
+    layers = [layer(HIDDEN, HIDDEN, bias=True), layer(16, HIDDEN, rank=3), layer(24, HIDDEN, rank=None)]
+
+    def ours(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
+        dense = made[1].weight
+        assert isinstance(dense, torch.Tensor)
+        packed = made[1]._replace(weight=Packed(lambda: dense, (16, HIDDEN)))
+        return torch.cat(stacked.lora_linear(x, [made[0], packed, made[2]]), -1)
+
+    def plain(x: torch.Tensor, *made: AdaptedWeight) -> torch.Tensor:
+        return torch.cat([lora_linear_reference(x, one) for one in made], -1)
+
+    check(ours, plain, [torch.randn(900, HIDDEN, dtype=torch.float64)], layers, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("activation", "rank"), [("silu", 8), ("gelu_tanh", None)])
+def test_lora_mlp_stacked(dtype: torch.dtype, activation: str, rank: int | None) -> None:
+    layers = [layer(INNER, HIDDEN), layer(INNER, HIDDEN, rank=rank), layer(HIDDEN, INNER, bias=True)]
+    inputs = [torch.randn(900, HIDDEN, dtype=torch.float64)]
+
+    def ours(x: torch.Tensor, gate: AdaptedWeight, up: AdaptedWeight, down: AdaptedWeight) -> torch.Tensor:
+        return stacked_mlp.lora_mlp(x, gate, up, down, activation)
+
+    def plain(x: torch.Tensor, gate: AdaptedWeight, up: AdaptedWeight, down: AdaptedWeight) -> torch.Tensor:
+        return lora_mlp_reference(x, gate, up, down, activation)
+
+    check(ours, plain, inputs, layers, dtype)
+
+
+def test_a_second_backward_pass_over_overwritten_products_is_refused() -> None:
+    """And gives no wrong gradient."""
+    layers: Any = [
+        cast(one, torch.float32) for one in (layer(INNER, HIDDEN), layer(INNER, HIDDEN), layer(HIDDEN, INNER))
+    ]
+    gate, up, down = layers
+    out = stacked_mlp.lora_mlp(torch.randn(9, HIDDEN, requires_grad=True), gate, up, down, "silu").sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.backward()
+
+
 def test_lora_mlp_without_gradients_keeps_nothing_and_says_the_same() -> None:
-    layers = [cast(one, torch.float32) for one in (layer(INNER, HIDDEN), layer(INNER, HIDDEN), layer(HIDDEN, INNER))]
+    layers: Any = [
+        cast(one, torch.float32) for one in (layer(INNER, HIDDEN), layer(INNER, HIDDEN), layer(HIDDEN, INNER))
+    ]
     x = torch.randn(900, HIDDEN)
     with torch.no_grad():
         quiet = lora_mlp.lora_mlp(x, *layers)
@@ -156,7 +205,7 @@ def test_linear_cross_entropy(dtype: torch.dtype, factor: float, smoothing: floa
     inputs.append(torch.randn(101, dtype=torch.float64))
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        options = {"scale": factor, "label_smoothing": smoothing}
+        options: dict[str, Any] = {"scale": factor, "label_smoothing": smoothing}
         found = linear_cross_entropy.linear_cross_entropy_sum(hidden, weight, targets, bias, **options)
         return factor * found.to(dtype)
 

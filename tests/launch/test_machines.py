@@ -145,6 +145,7 @@ def test_a_machine_that_does_not_come_back_is_named(
     assert one.peer_failure() is None, "it has said so itself"
     with zero.waiting(), one.waiting():
         assert zero.absent() == []
+    assert not [thread for thread in threading.enumerate() if "_print_missing" in thread.name]
     assert zero.absent() == [0, 1]  # for the next failure
     monkeypatch.setattr(waiting, "EVERY", 0.1)
     said, late = "", RendezvousTimeoutError("The timeout has been exceeded.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from halftune.config.builtin_models import BUILTIN_MODELS, VOCAB_SIZE
 from halftune.config.facts.safetensors_headers import read_headers
@@ -27,6 +28,8 @@ PARAMETERS = {
     "mamba2-tiny": 2.3e6,
     "rwkv7-tiny": 3.6e6,
     "qwen2_5_vl-tiny": 3.6e6,
+    "qwen2_audio-tiny": 4.0e6,
+    "qwen2_5_omni-tiny": 3.9e6,
 }
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
@@ -79,13 +82,19 @@ def test_a_damaged_model_in_the_cache_is_made_anew(tmp_path: Path, monkeypatch, 
 def test_sizes_and_dtype_are_what_the_plan_is_told(name: str) -> None:
     folder = materialize(name)
     config = json.loads((folder / "config.json").read_text())
-    for section in ("", "text_config", "vision_config"):
+    for section in ("", "text_config", "vision_config", "audio_config"):
         told, written = (one.get(section, {}) if section else one for one in (BUILTIN_MODELS[name], config))
         told = {key: value for key, value in told.items() if value is not None and not isinstance(value, dict)}
         assert {key: written.get(key) for key in told} == told
     headers = read_headers(folder)
     assert {dtype for dtype, _ in headers.values()} == {"F32"}
     assert sum(math.prod(shape) for _, shape in headers.values()) == pytest.approx(PARAMETERS[name], rel=0.07)
+
+
+def test_a_config_that_transformers_completes_changes_no_other_model() -> None:
+    before = copy.deepcopy(BUILTIN_MODELS["qwen2-tiny"])
+    AutoConfig.for_model(**{**BUILTIN_MODELS["llama-tiny"], "model_type": "gemma3_text"})
+    assert BUILTIN_MODELS["qwen2-tiny"] == before
 
 
 def test_making_one_leaves_the_random_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +133,7 @@ def test_every_builtin_reloads_the_same_tokenizer(name: str, tokenizer) -> None:
     text = "The quick brown fox's 42 jumps\n\n    over it."
     other = AutoTokenizer.from_pretrained(materialize(name))
     assert other(text)["input_ids"] == tokenizer(text)["input_ids"]
-    if "vision_config" not in BUILTIN_MODELS[name]:
+    if not BUILTIN_MODELS[name].keys() & {"vision_config", "audio_config"}:
         assert other.chat_template == tokenizer.chat_template
     asked = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     assert other.apply_chat_template(asked, tokenize=False) == tokenizer.apply_chat_template(asked, tokenize=False)

@@ -200,6 +200,24 @@ def test_why_a_layer_keeps_its_own_code(attention: str) -> None:
     assert all(reason in str(done) for reason in done.left)
 
 
+def test_a_layer_with_dropout_of_its_own_keeps_it(attention: str) -> None:
+    """It shows in training only."""
+    model = adapted("qwen2", {}, attention)
+    first = next(module for module in model.modules() if type(module).__name__ == "Qwen2MLP")
+
+    class Dropping(type(first)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.dropout(super().forward(x), 0.1, self.training)
+
+    first.__class__ = Dropping
+    before = torch.get_rng_state()
+    done = fuse(model)
+    assert done.fused["feed-forward layers"] == 1
+    assert "forward" not in vars(first)
+    assert first.training
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_norm_with_a_gate_is_no_norm_of_one_tensor() -> None:
     """Mamba-2's can be called without its gate, and never is."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}

@@ -189,6 +189,7 @@ def test_a_compiled_model_runs_its_own_code(attention: str) -> None:
     assert_same(trained(model), own)
 
 
+@pytest.mark.slow
 def test_several_threads_of_the_library_and_of_the_caller(attention: str) -> None:
     model = adapted("qwen2", {}, attention)
     own = copy.deepcopy(trained(model))

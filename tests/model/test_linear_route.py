@@ -15,7 +15,7 @@ from test_linear_packing import FAMILIES, model_of, relative, since
 from tiny_model import because, plan
 
 from halftune.core.errors import DtypeContractError, ModelError
-from halftune.model.load import _recompute_activations
+from halftune.model.load import recompute_activations
 from halftune.model.packing_check import packed_row
 from halftune.model.patch import current_guard, registered_attention
 from halftune.model.patch_linear import boundaries, route_linear_layers, routed_linear_layers
@@ -73,7 +73,7 @@ def test_two_models_of_a_family_call_what_their_own_plans_say(monkeypatch: pytes
         models[linear] = model_of("qwen3_5_text").train()
         with registered_attention(a_plan(linear)):
             route_linear_layers(models[linear], a_plan(linear))
-    _recompute_activations(models["halftune"])
+    recompute_activations(models["halftune"])
     for linear, other in (("halftune", "torch"), ("torch", "halftune"), ("halftune", "torch")):
         calls.clear()
         logits = models[linear](ids, use_cache=False).logits
@@ -216,7 +216,7 @@ def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
         for recompute in (False, True):
             model.zero_grad()
             if recompute:
-                _recompute_activations(model)
+                recompute_activations(model)
             logits = model(**packed_row(ids, (70, 10)), use_cache=False).logits
             logits.square().mean().backward()
             results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])

@@ -332,18 +332,21 @@ def test_other_threads_get_logits_meanwhile() -> None:
     assert torch.equal(found[0], head(x))
 
 
+@pytest.mark.slow
 def test_log_probabilities_take_the_memory_of_a_few_chunks() -> None:
     """Also where freed memory is kept, as in training: its holes are used again."""
     code = """
 import resource, torch
-from halftune.model.head import logprobs
+from halftune.model.head import HeadRows
+from halftune.model.logprobs import logprobs
 from halftune.train.processes import keep_freed_memory
 keep_freed_memory()
 head, rows = torch.randn(40_000, 16), torch.randn(16 * 128, 16, requires_grad=True)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-for _ in range(2):
-    logprobs(lambda part: part @ head.t(), rows, torch.arange(len(rows)), 1.0, 128).sum().backward()
+for frozen in (False, True):
+    own = HeadRows(rows, lambda part: part @ head.t(), 40_000, torch.arange(len(rows)), torch.arange(len(rows)), frozen)
+    logprobs(own, 1.0, 128).sum().backward()
 print((peak() - before) / (128 * 40_000 * 4))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

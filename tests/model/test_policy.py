@@ -14,14 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halftune.data.batch import Batch
 from halftune.data.store import NO_LABEL
-from halftune.model import policy
+from halftune.model import logprobs, policy
+from halftune.model.head import HeadRows
 from halftune.model.policy import PolicyModel
 
 
-def adapted() -> Any:
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+def adapted(*more: str, like: str = "qwen2", **changes: Any) -> Any:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", *more], init_lora_weights=False)
     torch.manual_seed(0)
-    return get_peft_model(a_model(), config)
+    return get_peft_model(a_model(like, **changes), config)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -29,7 +30,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tied": lambda: a_model("llama", tie_word_embeddings=True),
     "capped": lambda: a_model("gemma2", **CAPPED),
     "scaled": lambda: a_model("granite", logits_scaling=4.0),
-    "adapted": adapted,
+    "adapted": lambda: adapted("lm_head"),
+    "frozen": adapted,
+    "frozen, tied": lambda: adapted(like="llama", tie_word_embeddings=True),
+    "frozen, capped": lambda: adapted(like="gemma2", **CAPPED),
+    "frozen, scaled": lambda: adapted(like="granite", logits_scaling=4.0),
     "somebody's own": Plain,
 }
 
@@ -61,11 +66,54 @@ def same(found: torch.Tensor, wanted: torch.Tensor, model: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_as_full_logits_in_fp64(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "rows_at_a_time", lambda *_: 4)
+    monkeypatch.setattr(logprobs, "_KEPT_BYTES", rows % 3)  # none
     model, batch = MODELS[kind]().double(), a_batch(rows)
     tokens, sequences = reference(model, batch)
     same(PolicyModel(model).token_logprobs(of(batch)), tokens, model)
     same(PolicyModel(model).sequence_logprobs(of(batch)), sequences, model)
-    same(PolicyModel(model).token_logprobs(of(batch), temperature=0.7), reference(model, batch, 0.7)[0], model)
+    values, entropies = PolicyModel(model).token_logprobs_and_entropies(of(batch), temperature=0.7)
+    same(values, reference(model, batch, 0.7)[0], model)
+    with torch.no_grad():
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
+    chances = (logits / 0.7).log_softmax(-1)
+    wanted = -(chances.exp() * chances).sum(-1)[batch["labels"][:, 1:] != NO_LABEL]
+    torch.testing.assert_close(entropies, wanted, rtol=1e-12, atol=1e-12)
+    assert not entropies.requires_grad
+
+
+class Products(TorchDispatchMode):
+    """Number of products with the head's weight."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += V in args[-1].shape and args[-2].ndim == 2
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_are_computed_again_only_where_they_are_many_and_the_head_learns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_backward = []
+    for kind, kept in (("frozen", 0), ("adapted", 1 << 20), ("adapted", 0)):
+        monkeypatch.setattr(logprobs, "_KEPT_BYTES", kept)
+        model, batch = MODELS[kind](), of(a_batch())
+        PolicyModel(model).token_logprobs(batch)  # looks at the head once
+        found = PolicyModel(model).token_logprobs(batch)
+        with Products() as seen:
+            found.sum().backward()
+        in_backward.append(seen.count)
+    frozen, few, many = in_backward
+    assert frozen == 1 < few < many  # one row of the model's own output stays in the graph
+
+
+def test_impossible_tokens_add_nothing_to_the_entropy() -> None:
+    logits = torch.randn(5, 9, dtype=torch.float64)
+    logits[:, ::2] = -torch.inf
+    own = HeadRows(logits, lambda rows: rows, 9, torch.full((5,), 3), torch.arange(5))
+    found = logprobs.logprobs(own, 1.0, 2, entropies_of=0)[1]
+    torch.testing.assert_close(found, torch.distributions.Categorical(logits=logits[:, 1::2]).entropy())
 
 
 def test_they_sum_up_to_the_loss() -> None:
@@ -92,6 +140,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["linear", "capped", "scaled", "adapted"])
 def test_logits_of_a_few_rows_exist_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "rows_at_a_time", lambda *_: 4)
+    monkeypatch.setattr(logprobs, "_KEPT_BYTES", 0)
     model, batch = MODELS[kind](), of(a_batch())
     model.requires_grad_(False).get_input_embeddings().requires_grad_()  # no gradient has the head's own shape
     PolicyModel(model).token_logprobs(batch)  # looks at the head once

@@ -28,7 +28,7 @@ from halftune.precision.report import check_dtypes
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes_4bit", True),
         ({"load_in_8bit": True}, "bitsandbytes_8bit", True),
         ({"quant_method": "fp8"}, "fp8", True),
-        ({"quant_method": "gptq", "bits": 4}, "gptq", False),
+        ({"quant_method": "gptq", "bits": 4}, "gptq", True),
         ({"quant_method": "frobnicate"}, "frobnicate", False),
         ({"quant_method": "int8"}, "int8", False),
     ],
@@ -75,8 +75,8 @@ def test_fp8_is_written_out_in_the_storage_dtype(tmp_path: Path, storage: Any) -
 
 def test_what_cannot_be_loaded_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(tmp_path / "model")
-    quantise(folder, {"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelError, match="quantisation method awq"):
+    quantise(folder, {"quant_method": "aqlm", "bits": 2})
+    with pytest.raises(ModelError, match="quantisation method aqlm"):
         load_model(section(folder), plan())
     quantise(folder, {"load_in_4bit": True})
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

@@ -305,6 +305,7 @@ def test_the_check_before_packing_sees_a_leak(changes: dict[str, Any], monkeypat
     assert "packed samples of rwkv7 attend" in packing_verdict(config, made).reason
 
 
+@pytest.mark.slow
 def test_whoever_reads_no_rwkv7_imports_none() -> None:
     """Its model takes seconds to import, and a look at data wants a tokenizer only."""
     program = "import sys, halftune.model.tokenizer; print([one for one in sys.modules if 'rwkv7.modeling' in one])"

@@ -104,11 +104,11 @@ def test_packing() -> None:
     assert planned("a100", data={"packing": False}).batch.packing.value is False
     kept = planned("a100", hybrid()).batch.packing
     assert kept.value is True
-    assert "18 of 24 layers carry a state, which starts anew with each sample" in kept.reason
+    assert "18 of 24 layers carry a state, which is reset at each sample" in kept.reason
     own = {"linear": "torch"}
     off = planned("a100", hybrid(), attention=own).batch.packing
     assert off.value is False
-    assert "transformers' own code of qwen3_5_text takes a row for one sample" in off.reason
+    assert "transformers' own code of qwen3_5_text treats a row as one sample" in off.reason
     with pytest.raises(PlanError, match="would mix the samples of a row"):
         planned("a100", hybrid(), attention=own, data={"packing": True})
 
@@ -116,7 +116,7 @@ def test_packing() -> None:
 @pytest.mark.parametrize(
     ("raw", "says", "refused"),
     [
-        ({"model_type": "codegen", "rotary_dim": 8}, "takes a row for one sample", True),
+        ({"model_type": "codegen", "rotary_dim": 8}, "treats a row as one sample", True),
         ({"model_type": "bloom"}, "ALiBi", True),
         ({"model_type": "falcon", "alibi": True}, "ALiBi", True),
         ({"model_type": "jamba"}, "carry a state", True),
@@ -175,7 +175,7 @@ def test_an_old_config_that_does_not_name_its_positions_packs_where_they_are_alw
 def test_a_backend_without_packed_rows_switches_packing_off_unless_asked() -> None:
     plan = planned("a100", attention="flex")
     assert (plan.batch.packing.value, plan.attention.softmax.value) == (False, "flex")
-    assert "attention: flex has no path for packed rows" in plan.batch.packing.reason
+    assert "attention: flex does not support packed rows" in plan.batch.packing.reason
     with pytest.raises(PlanError, match="packed rows"):
         planned("a100", attention="flex", data={"packing": True})
 

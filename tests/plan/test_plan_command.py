@@ -106,8 +106,8 @@ def test_a_launcher_that_starts_another_number_is_an_error(
 
 
 def test_packed_rows_that_break_compiled_graphs_are_told(recipe: Path, capsys: pytest.CaptureFixture) -> None:
-    for asked, told in (("auto", True), ("false", False)):
-        assert halftune("--config", str(recipe), "--json", "training.torch_compile=true", f"data.packing={asked}") == 0
+    for asked, told in (("eager", True), ("sdpa", False)):
+        assert halftune("--config", str(recipe), "--json", "training.torch_compile=true", f"attention={asked}") == 0
         warnings = json.loads(capsys.readouterr().out)["warnings"]
         assert any("ends a graph in every layer" in warning for warning in warnings) == told
 

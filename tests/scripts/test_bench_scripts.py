@@ -94,6 +94,31 @@ def test_a_case_that_ended_leaves_a_gap_in_the_table(scripts: Any) -> None:
     assert row == "| 4,096 | 512 | 3,000 | ended at 20 GiB | – | 1.00 | – |"
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.544), ("qwen2.5-7b", 7.616), ("llama-3.1-8b", 8.030)],
+)
+def test_models_of_the_gpu_table_have_the_published_number_of_weights(scripts: Any, name: str, billions: float) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**scripts("gpu_step").sizes(name, 0)))
+    assert sum(one.numel() for one in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_the_gpu_table_compares_with_the_trainer(scripts: Any) -> None:
+    ours = {"model": "a", "way": "fused", "layers": 0, "wall": 3000.0, "predicted": 4000.0, "peak": 2**30, "mfu": 0.5}
+    theirs = {"model": "a", "way": "trainer", "layers": 0, "wall": 1500.0, "peak": 2**31}
+    failed = {"model": "a", "way": "fp8", "layers": 0, "note": "not here"}
+    lines = scripts("gpu_step").table([ours, failed, theirs]).splitlines()[2:]
+    assert [one.split(" | ")[1:] for one in lines] == [
+        ["3,000", "4,000", "2.00", "1.0", "–", "50% |"],
+        ["not here", "–", "–", "–", "–", "– |"],
+        ["1,500", "–", "–", "2.0", "–", "– |"],
+    ]
+
+
 def test_cases_of_the_memory_estimate_are_recipes(scripts: Any, tmp_path: Path) -> None:
     from halftune.config.load import load_config
 

@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from halftune_kernels.dispatch import OPERATORS, has_triton
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "gpu_check.sh"
 
@@ -30,3 +32,9 @@ def test_every_test_for_a_gpu_is_in_it() -> None:
         if path != Path(__file__) and str(path.relative_to(REPOSITORY)) not in SCRIPT.read_text()
     ]
     assert left == []
+
+
+def test_every_operator_with_a_kernel_checks_itself() -> None:
+    listed = re.search(r"for operator in ([\w\s\\]+); do", SCRIPT.read_text())
+    assert listed is not None
+    assert set(listed[1].replace("\\", "").split()) == {one for one in OPERATORS if has_triton(one)}

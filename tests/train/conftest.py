@@ -41,11 +41,20 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded tiny model, a third as wide and half as deep (0.3 M parameters), with its tokenizer."""
-    folder = tmp_path_factory.mktemp("small-model")
+    return random_model(tmp_path_factory.mktemp("small-model"), 0)
+
+
+@pytest.fixture(scope="session")
+def small_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same sizes with other weights."""
+    return random_model(tmp_path_factory.mktemp("small-teacher"), 1)
+
+
+def random_model(folder: Path, seed: int) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes["initializer_range"] = 0.1  # for logits of a usual size at this width: an adapter has something to move
     with torch.random.fork_rng(devices=[]), no_progress_bars():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = AutoConfig.for_model(**{**BUILTIN_MODELS["qwen2-tiny"], **sizes})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         load_tokenizer(ModelSection(name_or_path="builtin:qwen2-tiny")).save_pretrained(folder)

@@ -33,6 +33,7 @@ STEPS = (
 PARTS = {
     "names": ("{type: none, train_only: [q_proj, 'norm.weight$']}", {"q_proj", "norm"}),
     "last layer": ("{type: none, train_layers: 1}", {"layers.1."}),
+    "spread layers": ("{type: none, train_layers: 1, spread_layers: true}", {"layers.1."}),
     "first layer and head": ("{type: none, train_layers: -1, train_only: lm_head}", {"layers.0.", "embed_tokens"}),
 }
 
@@ -161,6 +162,7 @@ def test_a_start_of_another_base_is_refused(recipe, first: Path, tmp_path: Path,
     assert refused.value.code == "model.base_changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("init", ["olora", "pissa", "pissa_niter_4"])
 def test_parts_of_the_base_train_resume_exactly_and_load_on_the_base(
@@ -234,7 +236,7 @@ def test_every_type_has_a_row_and_a_contract() -> None:
     assert set(ADAPTER_TYPES) == set(TYPES) - {"lora"}
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TYPES)
 def test_types_train_resume_exactly_load_by_peft_and_merge(
     recipe, small_model: Path, tmp_path: Path, name: str, compute: str
@@ -274,11 +276,12 @@ def test_bases_that_a_type_does_not_support_are_refused_in_the_plan(recipe, name
 
 KINDS = {**{name: asked for name, (asked, _) in PARTS.items()}, **TYPES, "pissa": "{type: lora, rank: 4, init: pissa}"}
 SHARDED = ("lora", "pissa")
+COPIED = ("lora", "first layer and head", "oft", "vera")  # plain, in parts, with a module of its own, shared parameters
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "strategy"), [*((name, "ddp") for name in KINDS), *((name, "fsdp2") for name in SHARDED)]
+    ("name", "strategy"), [*((name, "ddp") for name in COPIED), *((name, "fsdp2") for name in SHARDED)]
 )
 def test_two_processes_train_the_same_and_resume_exactly(recipe, tmp_path: Path, name: str, strategy: str) -> None:
     base = ("precision=bf16", "data.max_length=64", "training.max_steps=2", "training.save_steps=1")

@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from halftune.core.errors import DataError
-from halftune.data.batch import Batch
+from halftune.data.batch import Batch, collate
 from halftune.data.order import BatchRule, Row, by_length, padded_batches, round_up
 from halftune.data.pipeline import prepare
-from halftune.data.store import NO_LABEL
+from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.methods import make_method
+from halftune.methods.sft import Sft
 from halftune.model.tokenizer import load_tokenizer
 from halftune.train.feed import Feed, prefetched
 from halftune.train.trainer import train
+from halftune_kernels.arguments import on_host
 
 LENGTHS = np.random.default_rng(3).lognormal(4.5, 0.7, 3000).astype(int).clip(8, 512).astype(np.int32)
 
@@ -185,6 +187,7 @@ def test_evaluation_is_the_same_whatever_the_batches(recipe: Any, tmp_path: Path
     assert max(found) - min(found) < 1e-5 * min(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "split"), [("lora", "true"), ("lora", "false"), ("none", "true")])
 def test_packed_and_padded_curves_are_one(
     recipe: Any, losses: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, adapter: str, split: str
@@ -271,3 +274,28 @@ def test_a_prefetching_feed_is_the_same_feed(recipe: Any, monkeypatch: pytest.Mo
     next(interrupted)
     del interrupted  # as a loop that is left by an error or a break
     assert not [thread for thread in threading.enumerate() if thread.name == "halftune-prefetch"]
+
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_no_thread_outlives_an_error(recipe: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(Batch, "pinned", lambda self: self)
+    forward, ahead = Sft.loss, Feed._ahead
+    monkeypatch.setattr(Feed, "_ahead", lambda self, made: ahead(replace(self, device=torch.device("cpu")), made))
+
+    def broken(self: Any, policy: Any, *args: Any) -> Any:
+        if policy.model.training == (where == "training"):
+            raise KeyError("a bug")
+        return forward(self, policy, *args)
+
+    monkeypatch.setattr(Sft, "loss", broken)
+    with pytest.raises(KeyError):
+        train(*recipe("data.eval_split=16", "training.eval_steps=1", "training.per_device_eval_batch_size=4"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "halftune-prefetch"]
+
+
+def test_a_batch_on_a_device_is_not_asked_for_its_boundaries() -> None:
+    segments = [Segment(np.arange(length), np.ones(length, dtype=bool)) for length in (3, 5)]
+    batch = collate([Example((one,)) for one in segments], 0, packed=True)
+    there = batch.to(torch.device("meta"))
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert on_host(there.extras[name]) == (0, 3, 8)

@@ -57,7 +57,7 @@ def a_plan(*, scaler: bool = False) -> Plan:
         no,
     )
     attention = AttentionPlan(Choice("sdpa", "test"), Choice("torch", "test"), nothing, nothing, (), "cast")
-    memory = MemoryPlan(1, 1, 1, 1, 1, 1, 10, 1, Choice("fits", "test"))
+    memory = MemoryPlan(1, 1, 1, 1, 1, 1, available=10, checkpoint_disk=1, verdict=Choice("fits", "test"))
     batch = BatchPlan(1, 1, 1, 8, no, no)
     cpu, one = Choice("cpu", "test"), Choice("single", "test")
     return Plan(cpu, precision, attention, batch, memory, one, Choice(1, "test"), Choice(1, "test"))
@@ -116,6 +116,7 @@ def test_every_name_of_the_table_is_chosen_by_some_configuration(make_run: MakeR
             "profile": 2,
         },
         "training": {"early_stopping_patience": 2, "stop_above_loss": 9},
+        "method": {"type": "grpo", "rewards": ["exact_answer"], "max_completion_length": 16},
     }
     run = make_run(scaler=True, **sections)  # type: ignore[arg-type]
     names: set[str] = set()
@@ -402,6 +403,18 @@ def test_tensorboard_gets_every_number(make_run: MakeRun) -> None:
     assert events.Scalars("speed/tokens_trained")[0].value == 200
     assert events.Scalars("eval/loss")[0].value == 1.5
     assert "configuration/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("kind", [TensorBoard, WeightsAndBiases])
+def test_a_logger_writes_through_no_link(make_run: MakeRun, kind: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: pytest.fail("called"), Error=OSError))
+    pytest.importorskip("tensorboard")
+    run, callback = make_run(), kind(1)
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder / callback.name).symlink_to(tmp_path / "elsewhere")
+    callback.on_start(run)
+    assert not callback.on
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 class _Broken(Logger):

@@ -12,17 +12,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from process_group import curve
+from safetensors.torch import load_file, save_file
 from tiny_model import TOKENS, a_model
 from torch.nn import functional as F
 
+from halftune.cli.preflight import check_inputs
+from halftune.config.facts.of_recipe import run_facts
 from halftune.config.sections.method import DistillMethod
-from halftune.core.errors import ConfigError, ModelError, PlanError
+from halftune.core.errors import ConfigError, ModelError, PlanError, TrainingError
 from halftune.data.batch import collate
 from halftune.data.store import Example, Segment
 from halftune.methods.distill import Distill
 from halftune.model import divergence
 from halftune.model.head import HeadRows
 from halftune.model.policy import PolicyModel
+from halftune.train.rollouts.distill import DistillRollouts, prompt_of
+from halftune.train.rollouts.sampling import Sampler
 from halftune.train.trainer import train
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -89,6 +94,25 @@ def test_loss_and_gradients_are_those_of_trl(beta: float, temperature: float, pa
         )
 
 
+def test_a_model_anchored_at_itself_is_asft() -> None:
+    """LLaMA-Factory's ``_asft_cross_entropy``: dynamic fine-tuning, and a share of KL(before ‖ now)."""
+    before = a_model().eval()
+    now = a_model()
+    weights = list(now.parameters())
+    made = examples()
+    asked = method(divergence_weight=0.3, sft_weight=1.0, sft_loss="dft")
+    mine = asked.loss(PolicyModel(now), collate(made, PAD, packed=True), AsIs(before))  # pyright: ignore[reportArgumentType]
+    padded = collate(made, PAD, packed=False)
+    labels = padded.tokens["labels"][:, 1:].flatten()
+    kept = labels >= 0
+    own, known = (one(**padded.inputs).logits[:, :-1].flatten(0, 1)[kept] for one in (now, before))
+    nll = F.cross_entropy(own, labels[kept], reduction="none")
+    divergence = F.kl_div(own.log_softmax(-1), known.detach().softmax(-1), reduction="sum")
+    wanted = (nll * (-nll.detach()).exp()).sum() + 0.3 * divergence
+    torch.testing.assert_close(mine.total, wanted, rtol=1e-5, atol=0, check_dtype=False)
+    assert relative(torch.autograd.grad(mine.total, weights), torch.autograd.grad(wanted, weights)) < 1e-5
+
+
 @pytest.mark.parametrize(("beta", "temperature"), SETTINGS)
 def test_the_gradient_is_that_of_finite_differences(beta: float, temperature: float) -> None:
     known = 2 * torch.randn(7, 30, dtype=torch.float64)
@@ -125,6 +149,7 @@ def test_a_batch_without_labels_has_a_graph_and_no_loss() -> None:
 DISTILL = ("method.type=distill", "adapter=none", "training.learning_rate=3e-3")
 
 
+@pytest.mark.slow
 def test_a_student_comes_close_to_its_teacher(recipe: Any, tmp_path: Path, small_model: Path) -> None:
     # the teacher: the same model after some training
     taught = ("adapter=none", "training.learning_rate=3e-3", "training.max_steps=20")
@@ -149,6 +174,48 @@ def test_another_teacher_is_another_run(recipe: Any, tmp_path: Path, small_model
         train(*recipe(*asked, "training.max_steps=4"))
     assert caught.value.code == "train.run_changed"
     assert train(*recipe(*asked, "training.max_steps=4", "training.allow_changes=[teacher]")).step == 4
+
+
+@pytest.mark.parametrize("fault", ["weights_missing", "pickle_refused", "tokenizer_missing"])
+def test_plan_refuses_the_teachers_that_training_refuses(
+    fault: str, recipe: Any, tmp_path: Path, small_model: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(small_model, teacher)
+    for path in teacher.glob("tokenizer*" if fault == "tokenizer_missing" else "*.safetensors"):
+        path.rename(path.with_name("pytorch_model.bin" if fault == "pickle_refused" else f"away-{path.name}.txt"))
+    loaded, plan = recipe(*DISTILL, f"method.teacher={teacher}")
+    for check in (lambda: check_inputs(loaded, run_facts(loaded.run)), lambda: train(loaded, plan)):
+        with pytest.raises(ModelError) as caught:
+            check()
+        assert caught.value.code == f"model.{fault}"
+
+
+def test_a_teacher_that_was_changed_after_its_training(recipe: Any, tmp_path: Path) -> None:
+    train(*recipe("adapter=none", "training.max_steps=1", f"training.output_dir={tmp_path / 'taught'}"))
+    loaded, _ = recipe(*DISTILL, f"method.teacher={tmp_path / 'taught' / 'final'}")
+    check_inputs(loaded, run_facts(loaded.run), thorough=True)
+    weights = tmp_path / "taught" / "final" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-100] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(ModelError) as caught:
+        check_inputs(loaded, run_facts(loaded.run), thorough=True)
+    assert caught.value.code == "model.result_damaged"
+
+
+def test_a_nan_of_the_teacher_is_not_blamed_on_the_learning_rate(
+    recipe: Any, tmp_path: Path, small_model: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(small_model, teacher)
+    weights, name = load_file(teacher / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    weights[name][0, 0] = float("nan")
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrainingError) as caught:
+        train(*recipe(*DISTILL, f"method.teacher={teacher}"))
+    assert caught.value.code == "train.non_finite"
+    assert name in caught.value.remedy
 
 
 def test_a_teacher_with_other_ids_is_refused(recipe: Any, tmp_path: Path, small_model: Path) -> None:
@@ -189,3 +256,40 @@ def test_rows_are_packed_where_the_teacher_can_pack_them(recipe: Any, tmp_path: 
     with pytest.raises(PlanError) as caught:
         recipe(*DISTILL[:1], "data.packing=true", f"method.teacher={teacher}")
     assert caught.value.code == "attention.packing_unsupported"
+
+
+@pytest.mark.parametrize(("share", "differs"), [(0.0, 0), (0.5, 1), (1.0, 1)])
+def test_a_share_of_the_answers_is_the_models_own(share: float, differs: int, recipe: Any, tmp_path: Path) -> None:
+    asked = (*DISTILL, "method.teacher=builtin:qwen2-small", "training.max_steps=2", "method.max_completion_length=4")
+    for name, words in (("data", ()), ("own", (f"method.on_policy={share}",))):
+        train(*recipe(*asked, *words, f"training.output_dir={tmp_path / name}", "training.logging_steps=1"))
+    assert (curve(tmp_path / "own") != curve(tmp_path / "data")) == differs
+    tokens = [sum(curve(tmp_path / name, "tokens_trained")) for name in ("own", "data")]
+    if share == 1:
+        assert tokens[0] <= 2 * 8 * 4  # steps, examples, tokens
+    assert (tokens[0] < tokens[1]) == differs
+
+
+def test_packed_rows_keep_room_for_the_models_answers(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list[int]()
+    answered = DistillRollouts._answered
+
+    def watched(self: DistillRollouts, batch: Any, feed: Any) -> Any:
+        made = answered(self, batch, feed)
+        rows.append(made.fed)
+        return made
+
+    monkeypatch.setattr(DistillRollouts, "_answered", watched)
+    monkeypatch.setattr(Sampler, "_cut", lambda self, answer: answer.astype("int32"))  # as long as allowed
+    asked = ("method.teacher=builtin:qwen2-small", "method.on_policy=1", "method.max_completion_length=30")
+    asked += ("data.packing=true", "data.max_length=120", "training.per_device_train_batch_size=1")
+    train(*recipe(*DISTILL, *asked, "training.max_steps=4"))
+    assert 60 < max(rows) <= 120
+
+
+@pytest.mark.parametrize(
+    ("mask", "length"), [([0, 0, 1, 1], 2), ([0, 1, 0, 0, 1, 1, 0], 4), ([1, 1], 0), ([0, 0], 0), ([0, 1, 1, 0, 0], 1)]
+)
+def test_the_prompt_is_all_before_the_last_answer(mask: list[int], length: int) -> None:
+    ids = torch.arange(len(mask), dtype=torch.int32).numpy()
+    assert prompt_of(Segment(ids, torch.tensor(mask, dtype=torch.bool).numpy())).tolist() == list(range(length))

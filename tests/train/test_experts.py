@@ -66,7 +66,9 @@ def test_gradients_of_experts_are_those_of_plain_peft(run_of: Any) -> None:  # n
     mine = {name: one for name, one in ours.named_parameters() if one.requires_grad}
     assert mine.keys() == weights.keys()
     for name, one in mine.items():
-        torch.testing.assert_close(one.grad, weights[name].grad, rtol=1e-4, atol=1e-7)
+        wanted, gradient = weights[name].grad, one.grad
+        # of the whole: an element whose terms cancel is wrong by the rounding of its terms
+        assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])

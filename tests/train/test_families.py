@@ -130,6 +130,7 @@ def test_lora_of_a_mixture_is_as_planned_and_loads_in_plain_peft(run_of: Any, ki
         assert not any("shared_expert.gate_proj" in name for name in config["target_modules"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixtures_adapter_merges_and_answers(run_of: Any, tmp_path: Path, kind: str) -> None:
     loaded, plan = run_of(kind, MIXTURES[kind], "generation.max_new_tokens=4")
@@ -178,6 +179,7 @@ def test_packing_a_family_with_attention_of_its_own_is_refused(run_of: Any) -> N
         run_of("gptj", PLAIN["gptj"], "data.packing=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAPPED)
 def test_softcap_and_sinks_are_packed_on_a_cpu(run_of: Any, losses: Any, tmp_path: Path, kind: str) -> None:
     """Plan, start-up check and training agree: the first step's loss is that of padded rows."""

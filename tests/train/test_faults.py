@@ -27,15 +27,16 @@ from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
 from halftune.model.save import save_final, trainable_state
 from halftune.plan import BatchPlan
-from halftune.train import trainer
+from halftune.train import stepper
 from halftune.train.callbacks.base import StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint_list import checkpoints, newest_valid
+from halftune.train.out_of_memory import out_of_memory, smaller
+from halftune.train.parallel import saving
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.report.page import Report
 from halftune.train.state import TrainState
-from halftune.train.step import out_of_memory, smaller
 from halftune.train.trainer import train
 
 FLASH_EVERYWHERE = 10**15  # bytes that no machine has
@@ -61,12 +62,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def make(rows: int, *, from_step: int = 0, training: bool = True) -> None:
         forward, steps = Sft.loss, iter(range(10**6))
-        step = trainer.train_step
+        step = stepper.start_step
         count = {"now": 0}
 
-        def counted(run: TrainState, batches: Any) -> Any:
+        def counted(run: TrainState, batches: Any, **options: Any) -> Any:
             count["now"] = next(steps)
-            return step(run, batches)
+            return step(run, batches, **options)
 
         def limited(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
             loss = forward(self, policy, batch, reference)  # dropout has drawn by the time that memory runs out
@@ -78,7 +79,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 torch.empty(FLASH_EVERYWHERE, dtype=torch.uint8)
             return loss
 
-        monkeypatch.setattr(trainer, "train_step", counted)
+        monkeypatch.setattr(stepper, "start_step", counted)
         monkeypatch.setattr(Sft, "loss", limited)
 
     return make
@@ -165,7 +166,7 @@ def test_evaluation_takes_smaller_batches(recipe, narrow, tmp_path: Path) -> Non
 
 def test_one_process_of_a_sharded_evaluation_does_not_begin_it_again(recipe, narrow, monkeypatch) -> None:
     monkeypatch.setattr(Strategy, "sharded", True)
-    monkeypatch.setattr(trainer, "check_shared", lambda *_: None)
+    monkeypatch.setattr(saving, "check_shared", lambda *_: None)
     narrow(4, training=False)
     with pytest.raises(TrainingError, match="per_device_eval_batch_size"):
         train(*recipe("data.eval_split=16", "training.eval_steps=1", "training.max_steps=1"))
@@ -173,17 +174,17 @@ def test_one_process_of_a_sharded_evaluation_does_not_begin_it_again(recipe, nar
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Makes the loss of some steps (the first is 1) NaN."""
-    step, forward, now = trainer.train_step, Sft.loss, {"step": 0}
+    step, forward, now = stepper.start_step, Sft.loss, {"step": 0}
 
-    def counted(run: TrainState, batches: Any) -> Any:
+    def counted(run: TrainState, batches: Any, **options: Any) -> Any:
         now["step"] += 1
-        return step(run, batches)
+        return step(run, batches, **options)
 
     def poisoned(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
         loss = forward(self, policy, batch, reference)
         return replace(loss, total=loss.total * float("nan")) if now["step"] in steps else loss
 
-    monkeypatch.setattr(trainer, "train_step", counted)
+    monkeypatch.setattr(stepper, "start_step", counted)
     monkeypatch.setattr(Sft, "loss", poisoned)
 
 
@@ -222,15 +223,15 @@ def test_stopping_keeps_the_last_good_checkpoint(recipe, monkeypatch: pytest.Mon
 
 
 def test_an_update_that_breaks_a_weight_is_not_saved(recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    step = trainer.train_step
+    step = stepper.finish_step
 
-    def breaking(run: TrainState, batches: Any) -> Any:
-        found = step(run, batches)
+    def breaking(run: TrainState, started: Any) -> Any:
+        found = step(run, started)
         if run.schedule.last_epoch == 2:
             run.trainable[0].data.view(-1)[0] = float("inf")
         return found
 
-    monkeypatch.setattr(trainer, "train_step", breaking)
+    monkeypatch.setattr(stepper, "finish_step", breaking)
     with pytest.raises(TrainingError, match=r"lora_A.*is not finite after step 2.*checkpoint-1 is intact"):
         train(*recipe("training.save_steps=1", "training.max_steps=5"))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1"]
@@ -297,15 +298,15 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]) -> None:
     """Does something just before a step ends."""
-    step, now = trainer.train_step, {"step": 0}
+    step, now = stepper.finish_step, {"step": 0}
 
-    def acting(run: TrainState, batches: Any) -> Any:
-        found = step(run, batches)
+    def acting(run: TrainState, started: Any) -> Any:
+        found = step(run, started)
         now["step"] += 1
         actions.get(now["step"], lambda: None)()
         return found
 
-    monkeypatch.setattr(trainer, "train_step", acting)
+    monkeypatch.setattr(stepper, "finish_step", acting)
 
 
 def test_disk_full_at_a_checkpoint(recipe, disk: Disk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd) -> None:

@@ -44,6 +44,7 @@ def test_a_resumed_run_ends_with_the_same_bits(recipe, tmp_path: Path, precision
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_fused_or_not_names_and_losses_are_the_same(recipe, losses, tmp_path: Path) -> None:
     own = train(*recipe(*PACKED, "training.fused_layers=false", f"training.output_dir={tmp_path}/own")).folder
     before = torch.get_num_threads()

@@ -11,26 +11,30 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from process_group import curve
+from process_group import curve, in_processes, train_all
 from tiny_model import TOKENS, a_model
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.config.sections.method import GrpoMethod, RewardFunctionSection
+from halftune.config.sections.method import GrpoMethod
+from halftune.config.sections.rewards import RewardFunctionSection
+from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 from halftune.data.batch import WEIGHT, Batch, collate
 from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
-from halftune.methods.grpo import ADVANTAGES, SAMPLED, Grpo, advantages
+from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages
 from halftune.model.policy import PolicyModel
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
-from halftune.train.rewards import Rewards, exact_answer, last_number
-from halftune.train.rollout import Sampling
+from halftune.train.rewards import Rewards, names
+from halftune.train.rewards.exact_answer import exact_answer, last_number
+from halftune.train.rollouts.sampling import Sampling
+from halftune.train.run_inputs import _rewards
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,7 +51,7 @@ class Accelerator:
 
 
 def section(**more: Any) -> GrpoMethod:
-    return GrpoMethod(type="grpo", rewards=("exact_answer",), num_generations=GROUP, **more)  # type: ignore[arg-type]
+    return GrpoMethod(**{"type": "grpo", "rewards": ("exact_answer",), "num_generations": GROUP, **more})  # type: ignore[arg-type]
 
 
 def answers() -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
@@ -72,7 +76,8 @@ def batch_of(method: Grpo, prompts: Any, completions: Any, advantage: torch.Tens
 
 def by_trl(
     model: Any, prompts: Any, completions: Any, advantage: torch.Tensor, loss: str, beta: float,
-    before: torch.Tensor | None = None, level: str = "token", high: float = 0.2,
+    before: torch.Tensor | None = None, level: str = "token", high: float = 0.2, weights: torch.Tensor | None = None,
+    metrics: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     def padded(rows: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(map(len, rows))
@@ -86,8 +91,9 @@ def by_trl(
     vars(trainer).update(
         model=model, accelerator=Accelerator(), beta=beta, loss_type=loss, top_entropy_quantile=1.0,
         off_policy_mask_threshold=None, importance_sampling_level=level, epsilon_low=0.2, epsilon_high=high,
-        use_vllm=False, max_completion_length=LONGEST, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
-        _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
+        use_vllm=weights is not None, vllm_importance_sampling_correction=True,
+        max_completion_length=LONGEST, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
+        _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)) if metrics is None else metrics,
         args=type("Args", (), {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}),
     )  # fmt: skip
     (prompt_ids, prompt_mask), (ids, mask) = padded(prompts, left=True), padded(completions, left=False)
@@ -98,6 +104,9 @@ def by_trl(
     if before is not None:
         inputs["old_per_token_logps"] = torch.zeros(ids.shape)
         inputs["old_per_token_logps"][mask.bool()] = before
+    if weights is not None:
+        inputs["importance_sampling_ratio"] = torch.ones(ids.shape)
+        inputs["importance_sampling_ratio"][mask.bool()] = weights
     if beta:
         with torch.no_grad(), model.disable_adapter():
             whole, masks = torch.cat([prompt_ids, ids], 1), torch.cat([prompt_mask, mask], 1)
@@ -119,8 +128,12 @@ def test_loss_and_gradients_are_those_of_trl(loss: Any, beta: float, packed: boo
     weights = [one for one in model.parameters() if one.requires_grad]
     ours = torch.autograd.grad(mine.total / batch.weight, weights)
     add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
-    wanted = by_trl(model, *made, loss, beta)
+    measured: Any = defaultdict(lambda: defaultdict(list))
+    wanted = by_trl(model, *made, loss, beta, metrics=measured)
     theirs = torch.autograd.grad(wanted, weights)
+    total, count = mine.metrics["entropy"]
+    (entropy,) = measured["train" if model.training else "eval"]["entropy"]
+    assert float(total / count) == pytest.approx(entropy, rel=1e-5)
     torch.testing.assert_close(mine.total / batch.weight, wanted, rtol=1e-5, atol=1e-6, check_dtype=False)
     norm = torch.stack([one.norm() for one in theirs]).norm()
     apart = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
@@ -186,6 +199,7 @@ BAD = {
     "raises": "def half(**_):\n    raise KeyError('x')\n",
     "too few": "def half(**_):\n    return [1.0]\n",
     "not finite": "def half(completions, **_):\n    return [float('inf')] * len(completions)\n",
+    "not finite in fp32": "def half(completions, **_):\n    return [1e39] * len(completions)\n",
     "text": "def half(completions, **_):\n    return ['good'] * len(completions)\n",
 }
 
@@ -193,13 +207,24 @@ BAD = {
 def rewards_of(folder: Path, code: str, *more: dict[str, Any]) -> Rewards:
     (folder / "mine.py").write_text(code)
     sections = [{"function": "half", "file": str(folder / "mine.py")}, *more]
-    return Rewards([RewardFunctionSection.model_validate(one) for one in sections])
+    return Rewards(section(rewards=[RewardFunctionSection.model_validate(one) for one in sections]))
+
+
+def test_a_reward_function_does_not_switch_gradients_off(tmp_path: Path) -> None:
+    code = "import torch\ndef half(**_):\n    torch.set_grad_enabled(False)\n    return [0.0]\n"
+    rewards_of(tmp_path, code)(["p"], ["a"], [[1]], [{}], "rows")
+    assert torch.is_grad_enabled()
+
+
+def test_a_reward_function_may_be_a_generator(tmp_path: Path) -> None:
+    rewards = rewards_of(tmp_path, "def half(completions, **_):\n    yield from map(len, completions)\n")
+    assert rewards(["p", "p"], ["a", "aa"], [[1], [2]], [{}, {}], "rows").tolist() == [[1.0, 2.0]]
 
 
 def test_rewards_get_the_columns_and_may_be_missing(tmp_path: Path) -> None:
     code = "def half(answer, prompts, **_):\n    return [a and len(p) for a, p in zip(answer, prompts)]\n"
     rewards = rewards_of(tmp_path, code, {"function": "matches", "pattern": "a+", "weight": 2})
-    found = rewards(["p", "pp"], ["aa", "ab"], [{"answer": "x"}, {}], "rows")
+    found = rewards(["p", "pp"], ["aa", "ab"], [[1], [2]], [{"answer": "x"}, {}], "rows")
     assert found[0, 0] == 1
     assert found[0, 1].isnan()
     assert found[1].tolist() == [1.0, 0.0]
@@ -210,7 +235,7 @@ def test_rewards_get_the_columns_and_may_be_missing(tmp_path: Path) -> None:
 def test_a_reward_function_that_fails_is_named_with_the_rows(kind: str, tmp_path: Path) -> None:
     rewards = rewards_of(tmp_path, BAD[kind])
     with pytest.raises(TrainingError) as error:
-        rewards(["p", "q"], ["a", "b"], [{"answer": "a"}] * 2, "rows.jsonl line 3")
+        rewards(["p", "q"], ["a", "b"], [[1], [2]], [{"answer": "a"}] * 2, "rows.jsonl line 3")
     assert error.value.code == "train.reward_failed"
     assert error.value.where == "rows.jsonl line 3"
 
@@ -228,9 +253,7 @@ def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: 
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(BAD["raises"])
     with pytest.raises(ConfigError) as error:
-        Rewards(
-            load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"]).run.method.rewards
-        )
+        Rewards(load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"]).run.method)
     found = error.value.problems or (error.value,)
     assert [one.code for one in found] == ["config.bad_reward"]
 
@@ -263,6 +286,57 @@ def own_recipe(tmp_path: Path) -> Any:
     return make
 
 
+def test_reward_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rewards.py").write_text(f"def {folder}(**_): ...\n")
+    sections = [{"function": one, "file": str(tmp_path / one / "rewards.py")} for one in "aba"]
+    words = [f"method.rewards={json.dumps(sections)}"]
+    method: Any = load_config(ROOT / "configs" / "grpo.yaml", words).run.method
+    before = _rewards(method)
+    assert len(before) == 2
+    (tmp_path / "a" / "rewards.py").write_text("def a(**_): return [1]\n")
+    assert _rewards(method) != before
+    assert names(method.rewards) == ["a", "b", "a_2"]
+
+
+def test_a_reward_file_may_define_classes(tmp_path: Path) -> None:
+    code = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass One:\n    x: int\n"
+    rewards = rewards_of(tmp_path, code + "def half(completions, **_):\n    return [One(3).x for _ in completions]\n")
+    assert rewards(["p"], ["a"], [[1]], [{}], "rows").tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("inside", ["", "def half(**_):\n    ", "async def half(**_):\n    "])
+def test_a_reward_that_exits_does_not_end_the_run_as_if_it_were_complete(inside: str, tmp_path: Path) -> None:
+    with pytest.raises(HalftuneError) as error:
+        rewards_of(tmp_path, f"import sys\n{inside}sys.exit(0)\n")(["p"], ["a"], [[1]], [{}], "rows")
+    assert error.value.code == ("train.reward_failed" if inside else "config.bad_reward")
+
+
+@pytest.mark.parametrize(
+    ("code", "good"),
+    [
+        ("def half(**_): ...", True),
+        ("from mine import *", True),
+        ("from mine import other as half", True),
+        ("half = print", True),
+        ("def other(**_): ...", False),
+        ("def half(:", False),
+        ("(" * 5000, False),
+        ("\0", False),
+    ],
+)
+def test_a_recipe_whose_reward_cannot_be_there_is_refused_unrun(code: str, good: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(code + "\nraise RuntimeError\n" * good)
+    rewards = json.dumps([{"function": "half", "file": str(tmp_path / "mine.py")}])
+    if good:
+        load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={rewards}"])
+        return
+    with pytest.raises(ConfigError) as error:
+        load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={rewards}"])
+    assert [one.code for one in error.value.problems or (error.value,)] == ["config.bad_reward"]
+
+
 def test_another_reward_function_is_not_resumed_with_unless_it_is_allowed(tmp_path: Path) -> None:
     def run(*words: str) -> Any:
         (tmp_path / "rewards.py").write_text(code)
@@ -273,7 +347,11 @@ def test_another_reward_function_is_not_resumed_with_unless_it_is_allowed(tmp_pa
         return train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
 
     code = "def half(completions, **_):\n    return [len(one) / 2 for one in completions]\n"
-    run("training.max_steps=1")
+    run("training.max_steps=1", "training.logging_steps=1")
+    (group,) = json.loads((tmp_path / "run" / "rollouts.json").read_text())["rollouts"]
+    assert [one["reward"] for one in group["answers"]] == [len(one["text"]) / 2 for one in group["answers"]]
+    assert group["step"] == 1
+    assert 'id="rollouts"' in (tmp_path / "run" / "report.html").read_text()
     code = code.replace("2", "3")
     with pytest.raises(ConfigError) as error:
         run("training.max_steps=2")
@@ -282,8 +360,55 @@ def test_another_reward_function_is_not_resumed_with_unless_it_is_allowed(tmp_pa
 
 
 @pytest.mark.slow
+def test_sharded_weights_gathered_once_or_for_each_token_give_the_same_answers(tmp_path: Path) -> None:
+    def asked(once: bool) -> Any:
+        words = [
+            "training.max_steps=2",
+            "method.max_completion_length=6",
+            f"training.output_dir={tmp_path / str(once)}",
+        ]
+        words += ["distributed.strategy=fsdp2", "logging.progress=false", "training.save_steps=end"]
+        loaded = load_config(ROOT / "configs" / "grpo.yaml", words)
+        plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model), world_size=2)
+        assert plan.parallel is not None
+        assert plan.parallel.gather_once is not None
+        assert plan.parallel.gather_once.value  # there is room
+        return loaded, replace(plan, parallel=replace(plan.parallel, gather_once=Choice(once, "")))
+
+    assert in_processes(2, train_all([asked(True), asked(False)])) == [0, 0]
+    for name in ("loss", "reward", "completion_length"):
+        assert curve(tmp_path / "True", name) == curve(tmp_path / "False", name)
+
+
+@pytest.mark.parametrize("times", [0, 2, 20])
+def test_equal_groups_give_way_to_other_prompts(times: int, tmp_path: Path) -> None:
+    # of 16 prompts, four have answers of different rewards
+    code = "def size(completions, answer, **_):\n    return [(a < 4) * len(o) for a, o in zip(answer, completions)]\n"
+    (tmp_path / "rewards.py").write_text(code)
+    rows = [{"prompt": f"What is {n}?", "answer": n} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = json.dumps([{"function": "size", "file": str(tmp_path / "rewards.py")}])
+    keys = [f"data.train={tmp_path / 'rows.jsonl'}", f"method.rewards={rewards}", f"method.dynamic_sampling={times}"]
+    keys += [f"training.output_dir={tmp_path / 'run'}", "training.max_steps=2", "training.logging_steps=1"]
+    keys += ["training.per_device_train_batch_size=8", "method.num_generations=3", "method.max_completion_length=4"]
+    loaded = load_config(ROOT / "configs" / "grpo.yaml", [*keys, "logging.progress=false"])
+    folder = train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))).folder
+    assert sum(curve(folder, "equal_rewards")) == pytest.approx(12 / 8)  # of the prompts that came first
+    dropped, tokens = curve(folder, "dropped"), curve(folder, "tokens_trained")
+    assert len(dropped) == (2 if times else 0)
+    if times == 0:
+        assert min(tokens) >= 8 * 3
+    elif times == 2:
+        assert 0 < sum(dropped) < 12 / 8
+        assert all(count <= (1 - out) * 8 * 3 * 4 for count, out in zip(tokens, dropped, strict=True))
+    else:
+        assert dropped == [0, 0]
+        assert min(curve(folder, "grad_norm")) > 0
+
+
+@pytest.mark.slow
 def test_the_reward_rises(own_recipe: Any, tmp_path: Path) -> None:
-    folder = train(*own_recipe(output_dir=tmp_path / "run", max_steps=30)).folder
+    folder = train(*own_recipe(output_dir=tmp_path / "run", max_steps=15, learning_rate=1e-2)).folder
     rewards = curve(folder, "reward")  # means over five steps
     assert rewards[-1] > rewards[0] + 0.1
     assert (folder / "final").is_dir()
@@ -292,7 +417,6 @@ def test_the_reward_rises(own_recipe: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["distributed.strategy=fsdp2"], "plan.generation_needs_whole_model"),
         (["method.beta=0.1"], "plan.no_reference_model"),
         (["method.max_completion_length=250"], "config.keys_conflict"),
         (["training.tokens_per_batch=4096", "training.per_device_train_batch_size=null"], "config.keys_conflict"),
@@ -324,3 +448,36 @@ def test_prompts_are_read_from_conversations_and_from_prompts(tmp_path: Path) ->
         assert tokenizer.decode(segment.input_ids).endswith("Hi?<|im_end|>\n<|im_start|>assistant\n")
         assert not segment.loss_mask.any()
         assert json.loads(segment.media) == (row | {"answer": "Ho."} if name == "talk.jsonl" else row)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_weights_of_a_servers_answers_are_those_of_trl(updates: int, packed: bool) -> None:
+    server = {"url": "http://localhost:1", "max_weight": 1.5}
+    method = Grpo(section(max_completion_length=LONGEST, num_iterations=updates, server=server))
+    model: Any = get_peft_model(a_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    made, policy = answers(), PolicyModel(model)
+    batch = batch_of(method, *made, packed=packed)
+    reference, weights = AdapterOff(policy), [one for one in model.parameters() if one.requires_grad]
+    with torch.no_grad():
+        before = policy.token_logprobs(batch)
+    served = before + 0.5 * torch.randn(before.shape)
+    served[3] = float("nan")
+    batch = replace(batch, columns={**batch.columns, SERVED: served})
+    mine = method.loss(policy, batch, reference)
+    if updates == 2:
+        with torch.no_grad():
+            for one in weights:
+                one += 0.1 * one.std() * torch.randn(one.shape)
+        mine = method.loss(policy, replace(batch, columns={**batch.columns, **mine.columns}), reference)
+    ours = torch.autograd.grad(mine.total / batch.weight, weights)
+    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
+    given = torch.nan_to_num(before - served).exp().clamp(max=1.5)
+    wanted = by_trl(model, *made, "dapo", 0.0, before, weights=given)
+    theirs = torch.autograd.grad(wanted, weights)
+    torch.testing.assert_close(mine.total / batch.weight, wanted, rtol=1e-5, atol=1e-6, check_dtype=False)
+    norm = torch.stack([one.norm() for one in theirs]).norm()
+    apart = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
+    assert float(apart / norm) < 1e-5
+    total, count = mine.metrics["server_weight"]
+    assert float(total / count) == pytest.approx(float(given.mean()), rel=1e-5)

@@ -14,12 +14,12 @@ from PIL import Image
 from tiny_images import KINDS, ROWS, asked, image_model, write_image, write_rows
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from halftune.config.facts.images import IMAGE_FAMILIES
+from halftune.config.facts.media import IMAGE_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.core.errors import DataError, PlanError
 from halftune.data.builtin.patterns import rows
-from halftune.data.media.processor import ImageProcessor, ImageSettings
+from halftune.data.media.processor import MediaProcessor, MediaSettings
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
 from halftune.export.merged import export_run
@@ -30,12 +30,12 @@ from halftune.model.adapters import attach_adapter
 from halftune.model.builtin import materialize
 from halftune.model.completed_run import open_run
 from halftune.model.load import load_model
-from halftune.model.locate import images_of
+from halftune.model.locate import media_of
 from halftune.model.policy import PolicyModel
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
 from halftune.train.feed import Feed
-from halftune.train.setup import image_inputs
+from halftune.train.setup import media_inputs
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -64,8 +64,8 @@ def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
 def fed(loaded: Any, plan: Plan) -> tuple[Feed, Any]:
     config = loaded.run
     tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer, images=images_of(config))
-    images = image_inputs(config, tokenizer)
+    data = prepare(config, tokenizer, images=media_of(config))
+    images = media_inputs(config, tokenizer)
     return Feed(data.train, config, plan.batch, make_method(config.method), 0, images=images), images
 
 
@@ -101,11 +101,32 @@ def test_placeholders_have_no_labels(kind: str, tmp_path: Path) -> None:
         assert segment.loss_mask[~placeholder].mean() > 0.5
 
 
+def test_long_rows_are_cut_around_their_images(tmp_path: Path) -> None:
+    """LLaMA-Factory's rule cuts the end of a question or an answer; a cut through an image drops the row."""
+    write_image(tmp_path / "red.png", 24, 24)
+    said = {"role": "assistant", "content": "A red square. " * 40}
+    asked_first = [{"role": "user", "content": "<image> What is it? " + "Look. " * 40}, said]
+    asked_last = [{"role": "user", "content": "Look. " * 60 + "<image>"}, said]
+    rows = [{"messages": one, "images": ["red.png"]} for one in (asked_first, asked_last)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    feed, images = fed(*recipe(tmp_path, "qwen2_5_vl", data={"overlong": "proportional", "max_length": 96}))
+    assert len(feed.split) == 1
+    segment = feed.split.example(0).segments[0]
+    whole, _ = fed(*recipe(tmp_path, "qwen2_5_vl", data={"overlong": "error", "max_length": 4096}))
+    pads = [
+        int((one.input_ids == images._own.image_token_id).sum())
+        for one in (segment, whole.split.example(0).segments[0])
+    ]
+    assert pads[0] == pads[1] > 0
+    assert len(segment.input_ids) == 96
+    assert segment.media
+
+
 def test_another_processor_than_the_types_is_refused(tmp_path: Path) -> None:
     loaded, _ = recipe(tmp_path, "llava")
     (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": "PixtralProcessor"}))
     with pytest.raises(DataError) as error:
-        images_of(loaded.run)
+        media_of(loaded.run)
     assert error.value.code == "model.no_image_processor"
 
 
@@ -219,7 +240,8 @@ def alone(model: Any, batch: Any, feed: Any, images: Any, folder: Path) -> tuple
             made = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
             arguments |= {name: made[name] for name in images.family.inputs}
             arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
-        logits = model(input_ids=ids, use_cache=False, **arguments).logits[0, :-1]
+        mask = torch.ones_like(ids)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **arguments).logits[0, :-1]
         if images.family.mrope and opened:
             body = getattr(model, "get_base_model", lambda: model)().model
             grids = {"image_grid_thw": arguments["image_grid_thw"], **images.token_types(ids)}
@@ -277,13 +299,13 @@ def test_bad_images_are_dropped_if_asked_and_counted(tmp_path: Path) -> None:
     hostile(tmp_path, "outside")
     data = {"train": str(tmp_path / "data" / "rows.jsonl"), "on_bad_media": "drop"}
     loaded, _ = recipe(tmp_path, "llava", data=data)
-    made = prepare(loaded.run, load_tokenizer(loaded.run.model), images=images_of(loaded.run))
+    made = prepare(loaded.run, load_tokenizer(loaded.run.model), images=media_of(loaded.run))
     (report,) = made.report.train
     assert report.kept == 1
     assert [count.count for count in report.dropped.values()] == [1]
     loaded, _ = recipe(tmp_path, "llava", data={**data, "media_folder": str(tmp_path)})
     with pytest.raises(DataError):  # ok.png is not in that folder, ../secret.png is outside
-        prepare(loaded.run, load_tokenizer(loaded.run.model), images=images_of(loaded.run))
+        prepare(loaded.run, load_tokenizer(loaded.run.model), images=media_of(loaded.run))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -357,7 +379,6 @@ def test_the_real_set_becomes_tokens(shared_data: Path, tmp_path: Path) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "packing": {"data": {"packing": True}},
     "cutting": {"data": {"packing": {"split": True}}},
-    "sharding": {"distributed": {"strategy": "fsdp2"}},
     "no mask": {"attention": "fa2", "precision": "bf16"},
     "method": {"method": "pretrain"},
 }
@@ -387,21 +408,27 @@ def test_image_tokens_that_see_each_other_get_a_backend_with_a_mask(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_recipe_learns_to_name_pictures(tmp_path: Path) -> None:
-    """Answers of plain transformers with the saved model, to pictures that training has not seen."""
-    loaded = load_config(ROOT / "configs" / "vision_tiny.yaml", [f"training.output_dir={tmp_path}", "precision=fp32"])
+    """Answers of plain transformers with the saved model, to pictures that training has not seen.
+
+    After a third of an epoch it knows the colours; patterns take the whole recipe.
+    """
+    short = [f"training.output_dir={tmp_path}", "training.max_steps=40", "training.per_device_train_batch_size=8"]
+    loaded = load_config(ROOT / "configs" / "vision_tiny.yaml", [*short, "precision=fp32"])
     plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
     before = named(materialize("qwen2_5_vl-tiny"))
     train(loaded, plan)
-    assert before < 0.2
-    assert named(tmp_path / "final") > 0.9
+    assert before == (0, 0)
+    colours, patterns = named(tmp_path / "final")
+    assert colours > 0.9
+    assert patterns > 0.35  # guessed: 0.25
 
 
-def named(folder: Path) -> float:
-    """The share of new pictures that a model names."""
+def named(folder: Path) -> tuple[float, float]:
+    """The shares of new pictures whose colour and whose pattern a model names."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer, shown = AutoTokenizer.from_pretrained(folder), rows(48, 2)
-    own = ImageProcessor(ImageSettings(str(folder), "qwen2_5_vl", ""), tokenizer)._own
-    right = 0
+    tokenizer, shown = AutoTokenizer.from_pretrained(folder), rows(24, 2)  # each colour with each pattern
+    own = MediaProcessor(MediaSettings(str(folder), "qwen2_5_vl", ""), tokenizer)._own
+    right = [0, 0]
     for row in shown:
         question, answer = row["messages"]
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
@@ -410,5 +437,6 @@ def named(folder: Path) -> float:
         inputs = own(text=[text], images=[image], return_tensors="pt")
         made = model.generate(**inputs, max_new_tokens=6, do_sample=False)
         said = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += said.strip() == answer["content"]
-    return right / len(shown)
+        for part, word in enumerate(answer["content"].split()):
+            right[part] += said.split()[part : part + 1] == [word]
+    return right[0] / len(shown), right[1] / len(shown)

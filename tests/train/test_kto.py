@@ -67,7 +67,7 @@ def by_trl(model: Any, rows: list[dict[str, Any]], section: KtoMethod) -> tuple[
     trainer._metrics = {mode: {name: [] for name in names} for mode in ("train", "eval")}
     loss = trainer._compute_loss(model, DataCollatorForUnpairedPreference(PAD)(rows), return_outputs=False)
     mode = "train" if model.training else "eval"
-    return loss, {name: trainer._metrics[mode][name][-1] for name in Kto.metrics}
+    return loss, {name: trainer._metrics[mode][name][-1] for name in (*Kto.metrics, "logps/chosen", "logps/rejected")}
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -85,12 +85,15 @@ def test_loss_rewards_and_gradients_are_those_of_trl(loss: Any, packed: bool) ->
         mine = method.loss(PolicyModel(model), batch, AdapterOff(PolicyModel(model)))
         weights = [one for one in model.parameters() if one.requires_grad]
         ours = torch.autograd.grad(mine.total / SIZE, weights)
+        sums = PolicyModel(model).sequence_logprobs(batch).detach().view(-1)[:SIZE]
+        good = torch.tensor(GOOD) > 0
+        logps = {"logps/chosen": float(sums[good].mean()), "logps/rejected": float(sums[~good].mean())}
         add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits"))
         wanted, metrics = by_trl(model, made, section)
         theirs = torch.autograd.grad(wanted, weights)
         torch.testing.assert_close(mine.total / SIZE, wanted, rtol=1e-5, atol=0, check_dtype=False)
-        found = {name: float(total / count) for name, (total, count) in mine.metrics.items()}
-        assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        found = {name: float(total / count) for name, (total, count) in mine.metrics.items()} | logps
+        assert found == pytest.approx(metrics, rel=1e-5, abs=1e-6)
         norm = torch.stack([one.norm() for one in theirs]).norm()
         apart = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
         assert float(apart / norm) < 1e-5

@@ -10,8 +10,7 @@ import pytest
 from halftune.core.log import _ALIKE, configure
 from halftune.core.process import Process
 from halftune.data import pipeline
-from halftune.train import resume
-from halftune.train.parallel import reading
+from halftune.train import resume, setup
 
 
 @pytest.mark.parametrize(("rank", "local", "said"), [(0, 0, 3), (1, 1, 1), (8, 0, 3)])
@@ -24,7 +23,7 @@ def test_one_process_of_a_machine_warns_of_what_all_find(
     monkeypatch.setattr("sys.stderr", shown)
     try:
         configure(Process(rank, local, world_size=9))
-        for one in (pipeline, resume, reading):
+        for one in (pipeline, resume, setup):
             one.log.warning("mind")
     finally:
         root.handlers[:], _, root.propagate = before

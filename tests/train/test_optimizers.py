@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,21 +13,24 @@ import pytest
 import torch
 from live_state import live_state
 from process_group import curve, in_processes, train_all
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_model import checkpoint, plan, section
 from torch import nn
 
 from halftune.config.optimizers import OPTIMIZERS, Optim
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.config.sections.training import TrainingSection
-from halftune.core.errors import PlanError, TrainingError
+from halftune.core.errors import ConfigError, PlanError, TrainingError
+from halftune.core.optional import version_of
 from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
-from halftune.optim import BUILDERS, make_optimizer
+from halftune.optim import BUILDERS, make_optimizer, show_average
+from halftune.optim.device_side import skipping
 from halftune.train.checkpoint import load_checkpoint, save_checkpoint
 from halftune.train.folder import RESOLVED
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
+from halftune.train.trainer import train
 
 ADAPTERS = {
     "full": NoAdapter(type="none"),
@@ -34,7 +38,7 @@ ADAPTERS = {
     "lora+": LoraAdapter(rank=4, target_modules=("q_proj", "embed_tokens"), lora_plus_ratio=16.0),
     "dora on embeddings": LoraAdapter(rank=4, target_modules=("q_proj", "embed_tokens"), use_dora=True),
 }
-FULL = "adapter=none"
+FULL, CONSTANT = "adapter=none", "training.lr_scheduler_type=constant"
 POSITION = {"rows_per_step": 1, "data": "", "order": "", "steps_in_epoch": 1}
 
 
@@ -49,7 +53,15 @@ def training(name: str) -> TrainingSection:
     )
 
 
+def check_installed(name: str) -> None:
+    """Skip the test of a row whose package is not there."""
+    package = OPTIMIZERS[cast("Optim", name)].package
+    if package and version_of(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
 def trained(folder: Path, name: str, dtype: str, adapter: Any = ADAPTERS["full"], seed: int = 0) -> TrainState:
+    check_installed(name)
     planned, options = plan(dtype, dtype), training(name)
     model = attach_adapter(load_model(section(folder), planned), adapter, planned, seed)
     optimizer = make_optimizer(model, options, planned.precision, adapter)
@@ -94,6 +106,36 @@ def test_each_name_has_a_row_and_a_builder() -> None:
     assert set(get_args(Optim)) == set(OPTIMIZERS) == set(BUILDERS)
 
 
+def test_a_checkpoint_from_another_device_does_not_say_how_to_compute(tmp_path: Path, folder: Path) -> None:
+    one, other = trained(folder, "adamw", "fp32"), trained(folder, "adamw", "fp32")
+    for group in one.optimizer.param_groups:
+        group["fused"] = None  # as on MPS
+    step(one, 1)
+    load_checkpoint(save(one, tmp_path, 1), other)
+    assert all(group["fused"] for group in other.optimizer.param_groups)
+    with skipping(other.optimizer, torch.tensor(True)):
+        step(other, 2)
+    assert all(torch.equal(a, b) for a, b in zip(everything(one), everything(other), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_another_shape_is_refused(tmp_path: Path, folder: Path, name: str) -> None:
+    """As a stranger's checkpoint may have it; kernels would read beyond it."""
+    one = trained(folder, name, "fp32")
+    step(one, 1)
+    saved = save(one, tmp_path, 1)
+    state = load_file(saved / "optimizer.safetensors")
+    other = trained(folder, name, "fp32")
+    for key in {key.partition(".")[2]: key for key in state}.values():
+        if key.endswith(("_codes", "_scale")):
+            continue  # copied into tensors of the right shape
+        for wrong in (state[key].new_ones(3, 5), state[key].new_ones(2)):
+            save_file({**state, key: wrong}, saved / "optimizer.safetensors")
+            with pytest.raises(TrainingError) as error:
+                load_checkpoint(saved, other)
+            assert error.value.code == "train.checkpoint_damaged"
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_step_after_save_and_load_is_bit_identical(tmp_path: Path, folder: Path, name: str, dtype: str) -> None:
@@ -135,6 +177,14 @@ def test_norms_and_biases_have_no_weight_decay(folder: Path, name: str) -> None:
     assert exempt == {key for key, _ in one.model.named_parameters() if "norm" in key or key.endswith(".bias")}
     assert exempt
     assert {decay[id(p)] for key, p in one.model.named_parameters() if key not in exempt} == {0.1}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_weight_decays_on_request(folder: Path, name: str) -> None:
+    options = training(name).model_copy(update={"weight_decay_on": "all"})
+    model = load_model(section(folder), plan("fp32", "fp32"))
+    optimizer = make_optimizer(model, options, plan("fp32", "fp32").precision)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_8bit"])
@@ -190,7 +240,7 @@ def test_lora_plus_raises_the_rate_of_b_and_resumes_exactly(tmp_path: Path, fold
 @pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if "mps" not in spec.devices])
 def test_a_device_that_does_not_run_an_optimizer_is_refused(recipe, name: str) -> None:
     with pytest.raises(PlanError) as refused:
-        recipe(f"training.optim={name}", machine="m2")
+        recipe(f"training.optim={name}", CONSTANT, machine="m2")
     assert refused.value.code == "plan.optimizer_unavailable"
 
 
@@ -266,12 +316,19 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, folder: Pa
 @pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.cannot_shard])
 def test_an_optimizer_that_cannot_be_sharded_is_refused(recipe, name: str) -> None:
     with pytest.raises(PlanError) as refused:
-        recipe(FULL, f"training.optim={name}", "distributed.strategy=fsdp2", world_size=2)
+        recipe(FULL, f"training.optim={name}", CONSTANT, "distributed.strategy=fsdp2", world_size=2)
     assert refused.value.code == "plan.strategy_unavailable"
 
 
+# One of each: a state per weight, none, factors, one with a second optimizer; bitsandbytes' and torchao's state.
+SHARED = {
+    "fp32": ("adamw", "sgd", "adafactor", "muon", "adamw_8bit", "adamw_torch_8bit"),
+    "bf16": ("adamw", "muon", "adamw_8bit"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("trainable", ["fp32", "bf16"])
+@pytest.mark.parametrize("trainable", SHARED)
 def test_two_processes_resume_exactly(recipe, tmp_path: Path, trainable: str) -> None:
     """With shards where the optimizer allows them, else with whole models."""
     steps = (FULL, "training.max_steps=2", "training.save_steps=1")
@@ -279,17 +336,112 @@ def test_two_processes_resume_exactly(recipe, tmp_path: Path, trainable: str) ->
     formats = (f"precision={{compute: {trainable}, trainable: {trainable}}}", "data.max_length=64")
     formats += (f"training.per_device_train_batch_size={rows}",)
     made: dict[str, list[tuple[str, ...]]] = {"": [], "-resumed": []}
-    for (name, spec), (ending, of) in product(OPTIMIZERS.items(), made.items()):
-        strategy = "ddp" if spec.cannot_shard else "fsdp2"
+    for name, (ending, of) in product(SHARED[trainable], made.items()):
+        strategy = "ddp" if OPTIMIZERS[name].cannot_shard else "fsdp2"
         resume = f"{tmp_path / name}/checkpoint-1" if ending else "never"
         where = (f"training.output_dir={tmp_path / (name + ending)}", f"training.resume={resume}")
         of.append((*steps, *formats, f"training.optim={name}", f"distributed.strategy={strategy}", *where))
     machine = "cpu" if trainable == "fp32" else "cpu-amx"
     for of in made.values():  # a checkpoint must be there before a recipe can name it
         assert in_processes(2, train_all([recipe(*one, machine=machine, world_size=2) for one in of])) == [0, 0]
-    for name in OPTIMIZERS:
+    for name in SHARED[trainable]:
         assert curve(tmp_path / name)[1:] == curve(tmp_path / f"{name}-resumed"), name
         one, other = (
             load_file(next((tmp_path / place / "final").glob("*.safetensors"))) for place in (name, f"{name}-resumed")
         )
         assert all(torch.equal(one[key], other[key]) for key in one), name
+
+
+@pytest.mark.parametrize("name", ["galore", "apollo"])
+def test_projected_optimizers_are_their_packages(folder: Path, name: str) -> None:
+    """Rank 6 of 32, and projections that are renewed: as the package's class by itself, on the same groups."""
+    check_installed(name)
+    package = importlib.import_module(f"{name}_torch")
+    options = training(name).model_copy(update={"projection_rank": 6, "projection_interval": 2})
+    models = [load_model(section(folder), plan("fp32", "fp32")) for _ in range(2)]
+    ours = make_optimizer(models[0], options, plan("fp32", "fp32").precision)
+    places = {id(one): index for index, one in enumerate(models[0].parameters())}
+    same = list(models[1].parameters())
+    groups = [{**one, "params": [same[places[id(p)]] for p in one["params"]]} for one in ours.param_groups]
+    kind = package.GaLoreAdamW if name == "galore" else package.APOLLOAdamW
+    theirs = kind(groups, lr=1e-2, no_deprecation_warning=True)
+    assert sum("rank" in group for group in groups) == 1
+    for number in range(5):
+        generator = torch.Generator().manual_seed(number)
+        for mine, other in zip(models[0].parameters(), same, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
+        ours.step()
+        theirs.step()
+    for mine, other in zip(models[0].parameters(), same, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("stable_adamw", "StableAdamW"), ("adamw_schedule_free", "AdamWScheduleFree")]
+)
+def test_it_is_the_packages(folder: Path, name: str, kind: str) -> None:
+    check_installed(name)
+    package = importlib.import_module({"stable_adamw": "optimi"}.get(name, "schedulefree"))
+    models = [load_model(section(folder), plan("fp32", "fp32")) for _ in range(2)]
+    ours = make_optimizer(models[0], training(name), plan("fp32", "fp32").precision)
+    same = dict(zip(map(id, models[0].parameters()), models[1].parameters(), strict=True))
+    groups = [
+        {"params": [same[id(p)] for p in group["params"]], "weight_decay": group["weight_decay"]}
+        for group in ours.param_groups
+    ]
+    more = {"kahan_sum": False, "foreach": False, "triton": False} if name == "stable_adamw" else {}
+    theirs = getattr(package, kind)(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, **more)
+    if not more:
+        theirs.train()
+    for number in range(5):
+        for one, model in zip((ours, theirs), models, strict=True):
+            generator = torch.Generator().manual_seed(number)
+            for weight in model.parameters():
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            one.step()
+        show_average(ours, training(name), shown=True)  # and back, which changes nothing
+        show_average(ours, training(name), shown=False)
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+    if not more:
+        theirs.eval()
+        show_average(ours, training(name), shown=True)
+        assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_an_average_is_evaluated_saved_and_the_result(recipe, tmp_path: Path) -> None:
+    """A run that goes on from the middle ends with the same bits, and other evaluations change nothing."""
+    check_installed("adamw_schedule_free")
+    optim = ("training.optim=adamw_schedule_free", CONSTANT, "training.max_steps=6", "training.save_steps=3")
+    optim += ("training.save_total_limit=9",)
+    whole, resumed, plain = (f"training.output_dir={tmp_path / name}" for name in ("whole", "resumed", "plain"))
+    train(*recipe(*optim, whole, "data.eval_split=8", "training.eval_steps=2", "training.load_best=true"))
+    kept = f"training.resume={tmp_path / 'whole' / 'checkpoint-3'}"
+    train(*recipe(*optim, resumed, "data.eval_split=8", "training.eval_steps=3", kept))
+    train(*recipe(*optim[:3], "training.save_steps=end", plain, "data.eval_split=8", "training.eval_steps=6"))
+    results = [load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("resumed", "plain")]
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[1])
+    assert curve(tmp_path / "whole")[3:] == curve(tmp_path / "resumed")
+    assert curve(tmp_path / "whole") == curve(tmp_path / "plain")
+    assert curve(tmp_path / "whole", "eval_loss")[-1] == curve(tmp_path / "plain", "eval_loss")[-1]
+    saved = load_file(tmp_path / "resumed" / "checkpoint-6" / "trainable.safetensors")
+    state = load_file(tmp_path / "resumed" / "checkpoint-6" / "optimizer.safetensors")
+    points = [value for key, value in state.items() if key.endswith(".y")]
+    assert len(points) == len(saved) == len(results[0])
+    assert sorted(value.sum().item() for value in saved.values()) == sorted(v.sum().item() for v in results[0].values())
+    assert sorted(value.sum().item() for value in saved.values()) != sorted(value.sum().item() for value in points)
+    losses = curve(tmp_path / "whole", "eval_loss")
+    best = load_file(tmp_path / "whole" / f"checkpoint-{2 * losses.index(min(losses)) + 2}" / "trainable.safetensors")
+    final = load_file(tmp_path / "whole" / "final" / "adapter_model.safetensors")
+    assert sorted(value.sum().item() for value in best.values()) == sorted(v.sum().item() for v in final.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [("training.lr_scheduler_type=cosine", "config.keys_conflict"), ("training.adam_beta1=0", "config.out_of_range")],
+)
+def test_an_average_has_no_schedule(recipe, override: str, code: str) -> None:
+    others = () if "scheduler" in override else (CONSTANT,)
+    with pytest.raises(ConfigError) as refused:
+        recipe("training.optim=adamw_schedule_free", *others, override)
+    assert [problem.code for problem in refused.value.problems if "package" not in problem.code] == [code]

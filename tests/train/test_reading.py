@@ -12,10 +12,12 @@ from process_group import in_processes
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from halftune.model import lazy_weights
 from halftune.model.architectures import no_progress_bars
 from halftune.model.load import load_model
 from halftune.precision.dtypes import kept_names
-from halftune.train.parallel import make_strategy, reading
+from halftune.train import setup
+from halftune.train.parallel import make_strategy
 from halftune.train.parallel.shards import own_rows
 from halftune.train.processes import make_accelerator
 
@@ -50,7 +52,7 @@ def test_each_process_holds_its_rows_as_one_would(recipe, experts: Path) -> None
         alone = load_model(loaded.run.model, plan)
         theirs, kept = dict(alone.named_parameters()), kept_names(alone, ())
         assert any(KEPT in name for name in kept)
-        model, unread = reading.make_model(loaded.run, plan)
+        model, unread = setup.make_model(loaded.run, plan)
         assert unread is not None
         strategy = make_strategy(make_accelerator(plan), plan)
         strategy.place(model, unread)
@@ -74,9 +76,9 @@ def test_what_cannot_be_left_in_its_files_is_read_whole(
     recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded, plan = recipe("adapter=none", "distributed.strategy=fsdp2", world_size=2)
-    monkeypatch.setattr(reading, "why_not", lambda: "this transformers is another one")
+    monkeypatch.setattr(lazy_weights, "why_not", lambda: "this transformers is another one")
     with caplog.at_level(logging.WARNING, "halftune"):
-        model, unread = reading.make_model(loaded.run, plan)
+        model, unread = setup.make_model(loaded.run, plan)
     assert unread is None
     assert not any(weight.is_meta for weight in model.parameters())
     assert "reads the whole model into main memory" in caplog.text

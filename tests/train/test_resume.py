@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_folder_must_be_of_the_same_configuration(
         train(*recipe("adapter.dropout=0.2", *SETTINGS[1:], named, other))
     assert not (tmp_path / "other" / "resolved.yaml").exists()
     flip(folder / "checkpoint-4" / "state.json", 0.5)
-    with pytest.raises(TrainingError, match=r"no valid checkpoint: state\.json has a wrong checksum"):
+    with pytest.raises(TrainingError, match=r"not a valid checkpoint: state\.json has a wrong checksum"):
         train(*recipe(*SETTINGS, named, other))
 
 
@@ -382,5 +382,5 @@ def test_a_run_that_ended_before_its_first_step_blocks_no_folder(recipe, tmp_pat
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     changed = ("training.max_steps=1", "training.learning_rate=0.5", "training.resume=never")
     assert train(*recipe(*changed)).step == 1
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         train(*recipe(*changed))

@@ -21,7 +21,7 @@ from halftune.data.batch import Batch
 from halftune.methods import Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
-from halftune.train import trainer
+from halftune.train import stepper, trainer
 from halftune.train.callbacks import nonfinite
 from halftune.train.checkpoint_list import checkpoints, newest_valid
 from halftune.train.interrupt import Interrupted
@@ -52,14 +52,14 @@ def same_end(one: Path, other: Path) -> bool:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
     """Does something when ``number - 1`` updates have been made."""
-    step = trainer.train_step
+    step = stepper.start_step
 
-    def acting(run: TrainState, batches: Any) -> Any:
+    def acting(run: TrainState, batches: Any, **options: Any) -> Any:
         if run.schedule.last_epoch == number - 1:
             action()
-        return step(run, batches)
+        return step(run, batches, **options)
 
-    monkeypatch.setattr(trainer, "train_step", acting)
+    monkeypatch.setattr(stepper, "start_step", acting)
 
 
 def send(number: signal.Signals) -> Callable[[], None]:
@@ -78,6 +78,7 @@ def killed_before(number: int, loaded: Any, plan: Any) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_best_patience_and_rotation_outlive_kills(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (*QUICK, "training.max_steps=18", "training.save_steps=3", "data.eval_split=4", "training.eval_steps=2")
     settings += ("training.save_total_limit=1", "training.load_best=true", "training.early_stopping_patience=3")
@@ -125,19 +126,19 @@ def test_batches_of_tokens_by_length_go_on_in_the_middle_of_an_epoch(recipe, row
 
 def test_skipped_updates_are_counted_over_a_resume(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "MAX_SKIPPED", 5)
-    forward, step, taken = Sft.loss, trainer.train_step, iter(range(99))
+    forward, step, taken = Sft.loss, stepper.start_step, iter(range(99))
 
     def poisoned(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Any:
         loss = forward(self, policy, batch, reference)
         return replace(loss, total=loss.total * float("nan"))
 
-    def acting(run: TrainState, batches: Any) -> Any:
+    def acting(run: TrainState, batches: Any, **options: Any) -> Any:
         if next(taken) == 2:
             send(signal.SIGTERM)()
-        return step(run, batches)
+        return step(run, batches, **options)
 
     monkeypatch.setattr(Sft, "loss", poisoned)
-    monkeypatch.setattr(trainer, "train_step", acting)
+    monkeypatch.setattr(stepper, "start_step", acting)
     loaded = recipe(*QUICK, "training.on_non_finite=skip", "training.max_steps=9")
     with pytest.raises(Interrupted, match="after step 3"):
         train(*loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,8 +23,9 @@ from halftune.model import identity
 from halftune.model.completed_run import open_checkpoint
 from halftune.model.identity import model_identity, tokenizer_identity
 from halftune.model.result import base_of_result, finished_at
+from halftune.train import stepper
 from halftune.train.checkpoint import open_weights
-from halftune.train.checkpoint_list import find_damage, state_of
+from halftune.train.checkpoint_list import find_damage, folders, state_of
 from halftune.train.checkpoint_result import write_result
 from halftune.train.folder import already_finished
 from halftune.train.same_run import recorded
@@ -315,9 +317,11 @@ def test_a_recipe_of_a_run_that_is_a_pipe_or_a_bomb(tmp_path: Path) -> None:
         recorded(path)
     path.unlink()
     lists = [f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]" for i in range(1, 9)]
-    path.write_text("b0: &b0 [1]\n" + "\n".join(lists))
-    with pytest.raises(ConfigError, match="alias"):
-        recorded(path)
+    for text in ("b0: &b0 [1]\n" + "\n".join(lists), "[" * 1_000_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            recorded(path)
+        assert refused.value.code == "train.run_folder_damaged"
 
 
 def test_a_last_step_that_is_no_number_is_no_end(tmp_path: Path) -> None:
@@ -373,6 +377,11 @@ LACKING: dict[str, Callable[[dict[str, Any]], object]] = {
     "random": lambda state: state.update(random=[None]),
     "micro_batch": lambda state: state.update(micro_batch=[4]),
     "best": lambda state: state.update(best=[2]),
+    "another step": lambda state: state.update(step=1),
+    "no epoch": lambda state: state.update(epoch=math.nan),
+    "another batch": lambda state: state["micro_batch"].__setitem__(1, 3),
+    "huge random numbers": lambda state: state["random"][0]["python"][1].__setitem__(0, 1 << 70),
+    "a schedule elsewhere": lambda state: state["schedule"].update(last_epoch=10**400),
 }
 
 
@@ -383,6 +392,59 @@ def test_a_state_that_lacks_something_is_an_error_with_a_code(recipe, place: Pla
         train(*recipe(*settings(place)))
     assert caught.value.code == "train.checkpoint_damaged"
     assert "checkpoint-2" in str(caught.value) or "state.json" in str(caught.value)
+
+
+def test_how_a_run_learns_is_what_its_recipe_says(recipe, place: Place) -> None:
+    """A checkpoint of a stranger, whose checksums are right."""
+
+    def change(state: dict[str, Any]) -> None:
+        state["optimizer"]["groups"][0].update(maximize=True, betas=[0.0, 0.0], eps=-1.0, lr=1e9, foreign=1)
+        state["schedule"].update(base_lrs=[1e9], lr_lambdas=[{"x": 1}], step=1, get_lr=None, optimizer=1)
+        state["callbacks"]["MetricsFile"]["bytes"] = 10**15
+
+    found = []
+    for name, changes in (("as it was", None), ("changed", change)):
+        copy = {**place, "run": place["run"].with_name(name)}
+        shutil.copytree(place["run"], copy["run"])
+        if changes is not None:
+            edit_state(copy, changes)
+        found.append(train(*recipe(*settings(copy))).folder)
+    one, other = (load_file(folder / "final" / "adapter_model.safetensors") for folder in found)
+    assert all(value.equal(other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", ["checkpoint-٣", "checkpoint-02", "checkpoint-+3", "checkpoint-3_0"])
+def test_a_step_has_one_name(place: Place, name: str) -> None:
+    before = folders(place["run"])
+    shutil.copytree(place["run"] / "checkpoint-2", place["run"] / name)
+    assert folders(place["run"]) == before
+
+
+@pytest.mark.parametrize(("how", "refused"), [("written", True), ("replaced", False), ("touched", False)])
+def test_a_base_model_that_is_written_to_while_it_is_in_use(
+    recipe, place: Place, monkeypatch: pytest.MonkeyPatch, how: str, refused: bool
+) -> None:
+    step, path = stepper.start_step, place["model"] / "model.safetensors"
+
+    def acting(*args: Any, **more: Any) -> Any:
+        if how == "touched":
+            os.utime(path)
+        elif how == "replaced":
+            os.replace(shutil.copy(path, path.with_name("beside")), path)
+        else:
+            with path.open("r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"1234")
+        return step(*args, **more)
+
+    monkeypatch.setattr(stepper, "start_step", acting)
+    if not refused:
+        assert train(*recipe(*settings(place))).step == 4
+        return
+    with pytest.raises(ModelError) as error:
+        train(*recipe(*settings(place)))
+    assert error.value.code == "model.base_changed"
+    assert not (place["run"] / "checkpoint-4").exists()
 
 
 def test_a_huge_state_is_not_read(place: Place) -> None:

@@ -66,8 +66,8 @@ class Accelerator:
     gather = gather_for_metrics = staticmethod(lambda tensor: tensor)
 
 
-def by_trl(model: Any, examples: list[Example], center: float | None) -> torch.Tensor:
-    """TRL's loss of the same pairs: its own method, its batch made by hand (all chosen, then all rejected)."""
+def by_trl(model: Any, examples: list[Example], center: float | None) -> tuple[torch.Tensor, Any]:
+    """TRL's loss of the same pairs and its metrics; its batch is made by hand (all chosen, then all rejected)."""
     ours = collate(examples, PAD, packed=False).tokens
     order = [*range(0, 2 * len(examples), 2), *range(1, 2 * len(examples), 2)]
     inputs = {name: ours[name][order] for name in ("input_ids", "attention_mask")}
@@ -76,7 +76,7 @@ def by_trl(model: Any, examples: list[Example], center: float | None) -> torch.T
     trainer.model, trainer.accelerator, trainer._tp_size, trainer._total_train_tokens = model, Accelerator(), 1, 0
     trainer.args = type("Args", (), {"center_rewards_coefficient": center})
     trainer._metrics = {mode: {name: [] for name in METRICS} for mode in ("train", "eval")}
-    return trainer.compute_loss(model, inputs)
+    return trainer.compute_loss(model, inputs), trainer._metrics["train" if model.training else "eval"]
 
 
 METRICS = ("num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin")
@@ -93,8 +93,14 @@ def test_loss_and_gradients_are_those_of_trl(packed: bool, center: float) -> Non
         made = Reward(RewardMethod(type="reward", center_coefficient=center)).loss(
             PolicyModel(model), batch, AdapterOff(PolicyModel(model))
         )
-        wanted = by_trl(model, examples, center or None)
+        wanted, metrics = by_trl(model, examples, center or None)
         torch.testing.assert_close(made.total / 4, wanted, rtol=1e-5, atol=0)
+        measured = {name: float(total / count) for name, (total, count) in made.metrics.items()}
+        measured["mean_reward"] = (measured["rewards/chosen"] + measured["rewards/rejected"]) / 2
+        same = {"mean_reward": "mean_reward", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+        assert {name: measured[one] for name, one in same.items()} == pytest.approx(
+            {name: metrics[name][-1] for name in same}, rel=1e-5, abs=1e-6
+        )
         weights = list(model.parameters())
         mine, theirs = (torch.autograd.grad(loss, weights) for loss in (made.total / 4, wanted))
         norm = torch.stack([one.norm() for one in theirs]).norm()

@@ -60,6 +60,7 @@ class Runs:
         return apart(curve(self.place / name), curve(self.place / after)[HALF:]) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_shards_go_on_as_two_exactly_and_as_one(recipe, tmp_path: Path) -> None:
     runs = Runs(recipe, tmp_path, FULL)
     two = [runs("whole", 2, "fsdp2"), runs("again", 2, "fsdp2", after="whole")]

@@ -13,12 +13,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from halftune.core import heartbeat, manifest
 from halftune.model import save as save_shards
+from halftune.train import processes
 from halftune.train.callbacks import CALLBACKS, chosen
 from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.parallel.watchdog import Watchdog
-from halftune.train.processes import GRACE
 
-NEED_MORE = {"progress_bar", "wandb", "mlflow", "swanlab", "trackio"}  # a terminal, an account, packages
+NEED_MORE = {
+    "progress_bar",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "trackio",
+    "rollouts",
+}  # a terminal, an account, packages, prompts
 EVERYTHING = (
     "logging.sample_prompts=[Add 2 and 3., Add 4 and 5.]",
     "generation.max_new_tokens=3",
@@ -61,7 +68,7 @@ def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str
 @pytest.mark.slow
 def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe, tmp_path: Path) -> None:
     """Checksums and the final files, each for longer than torch lets processes wait for each other."""
-    limit = 5.0
+    limit, grace = 5.0, 1.0
     loaded, plan = recipe(
         "adapter=none",
         "distributed.strategy=fsdp2",
@@ -78,7 +85,7 @@ def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe,
 
     def slowly() -> None:
         for _ in range(10):
-            time.sleep((limit + GRACE) / 8)
+            time.sleep((limit + grace) / 8)
             heartbeat.beat()
 
     def slow_checksum(path: Path) -> str:
@@ -91,6 +98,7 @@ def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe,
         write(*arguments, **options)
 
     def work(rank: int) -> None:
+        processes.GRACE = grace
         if rank == 0:
             manifest._sha256, save_shards.save_file = slow_checksum, slow_write
         with Watchdog(join_rendezvous(), limit):

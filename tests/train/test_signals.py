@@ -21,7 +21,7 @@ from halftune.data.batch import Batch
 from halftune.methods import Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy import PolicyModel
-from halftune.train import trainer
+from halftune.train import stepper, trainer
 from halftune.train.callbacks.status import ProgressLines
 from halftune.train.checkpoint_list import newest_valid
 from halftune.train.interrupt import SIGNALS, Interrupted, Interrupts
@@ -78,15 +78,15 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
-    step, now = trainer.train_step, {"step": 0}
+    step, now = stepper.start_step, {"step": 0}
 
-    def acting(run: TrainState, batches: Any) -> Any:
+    def acting(run: TrainState, batches: Any, **options: Any) -> Any:
         now["step"] += 1
         if now["step"] == number:
             action()
-        return step(run, batches)
+        return step(run, batches, **options)
 
-    monkeypatch.setattr(trainer, "train_step", acting)
+    monkeypatch.setattr(stepper, "start_step", acting)
 
 
 def send(number: signal.Signals) -> None:

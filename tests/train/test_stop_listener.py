@@ -16,7 +16,7 @@ import pytest
 from process_group import in_processes, train_all
 
 from halftune.core.failures import FILE, read
-from halftune.train import trainer
+from halftune.train import stepper
 from halftune.train.interrupt import Interrupts
 from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.state import TrainState
@@ -83,20 +83,20 @@ def test_what_a_forked_helper_is_told_is_not_for_us(tmp_path: Path) -> None:
 def test_two_processes_that_wait_for_each_other_end_and_name_the_checkpoint(recipe, tmp_path: Path) -> None:
     settings = ("training.save_steps=2", "training.per_device_train_batch_size=2", "distributed.stop_seconds=1")
     made = recipe(*settings, world_size=2)
-    step, taken = trainer.train_step, list[int]()
+    step, taken = stepper.start_step, list[int]()
 
-    def hanging(run: TrainState, batches: Any) -> Any:
+    def hanging(run: TrainState, batches: Any, **options: Any) -> Any:
         taken.append(1)
         if len(taken) == 4 and os.environ["RANK"] == "1":
             time.sleep(2.0)  # until the other one waits in a sum
             for pid in join_rendezvous().ask("pid", LONG):
                 os.kill(pid, signal.SIGTERM)
             time.sleep(LONG)
-        return step(run, batches)
+        return step(run, batches, **options)
 
     def work(rank: int) -> None:
         os.environ[FILE] = str(tmp_path / f"{rank}.json")
-        trainer.train_step = hanging
+        stepper.start_step = hanging
         join_rendezvous().tell("pid", os.getpid())
         train_all([made])(rank)
 

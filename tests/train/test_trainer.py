@@ -28,7 +28,7 @@ from halftune.train.lock import locked
 from halftune.train.schedule import steps_between
 from halftune.train.setup import build
 from halftune.train.state import TrainState
-from halftune.train.step import evaluate, train_step
+from halftune.train.step import evaluate, finish_step, start_step
 from halftune.train.trainer import train
 
 
@@ -173,22 +173,39 @@ def test_evaluation_is_the_mean_over_all_labelled_tokens(recipe, tmp_path: Path,
     assert abs(measured["eval_loss"] - total / count) / (total / count) < 1e-6
 
 
-def test_dynamic_fine_tuning_weights_tokens_with_their_probability(recipe, rows_file: Path, tmp_path: Path) -> None:
-    every = (f"data.train={rows_file}", f"training.output_dir={tmp_path}", "method={type: sft, loss: dft}")
+def _entropy_adaptive(logits: torch.Tensor, nll: torch.Tensor) -> torch.Tensor:
+    """LLaMA-Factory's weights (``eaft_loss_func``): the top logits' entropy over 3, to a power."""
+    top = logits.detach().topk(5, dim=-1).values
+    logs = top - top.logsumexp(-1, keepdim=True)
+    return (-(logs.exp() * logs).sum(-1) / 3.0) ** 1.5
+
+
+WEIGHTED = {
+    "dft": ({}, lambda _, nll: (-nll.detach()).exp()),
+    "eaft": ({"eaft_tokens": 5, "eaft_alpha": 1.5}, _entropy_adaptive),
+}
+
+
+@pytest.mark.parametrize("loss", WEIGHTED)
+def test_losses_that_weight_tokens(recipe, rows_file: Path, tmp_path: Path, loss: str) -> None:
+    keys, weights = WEIGHTED[loss]
+    method = json.dumps({"type": "sft", "loss": loss, **keys})
+    every = (f"data.train={rows_file}", f"training.output_dir={tmp_path}", f"method={method}")
     run = build(*recipe(*every), RunFolder(tmp_path, None, finished=False))
     (batch, *_) = run.feed.micro_batches(run.feed.rows(0)[:4])
-    loss = run.method.loss(PolicyModel(run.model), batch, run.reference)
-    loss.total.backward()
+    found = run.method.loss(PolicyModel(run.model), batch, run.reference)
+    found.total.backward()
     ours = {name: one.grad.clone() for name, one in run.model.named_parameters() if one.grad is not None}
     run.model.zero_grad()
     inputs = {
         name: batch.inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch.inputs
     }
     labels = batch.tokens["labels"][:, 1:].flatten()
-    nll = torch.nn.functional.cross_entropy(run.model(**inputs).logits[:, :-1].flatten(0, 1), labels, reduction="none")
-    wanted = (nll * (-nll.detach()).exp()).sum()
+    logits = run.model(**inputs).logits[:, :-1].flatten(0, 1)
+    nll = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    wanted = (nll * weights(logits, nll)).sum()
     wanted.backward()
-    assert float((loss.total - wanted).abs().detach()) < 1e-5 * float(wanted.detach())
+    assert float((found.total - wanted).abs().detach()) < 1e-5 * float(wanted.detach())
     for name, one in run.model.named_parameters():
         if name in ours:
             assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(one.grad.norm()) + 1e-8
@@ -205,7 +222,7 @@ def test_label_smoothing_is_that_of_torch_in_training_and_evaluation(recipe, row
         logits = run.model(**batch.inputs).logits[:, :-1].flatten(0, 1).double()
     wanted = torch.nn.functional.cross_entropy(logits, batch.tokens["labels"][:, 1:].flatten(), label_smoothing=0.2)
     assert evaluate(run)["eval_loss"] == pytest.approx(wanted.item(), rel=1e-6)
-    assert train_step(run, [batch]).loss == pytest.approx(wanted.item(), rel=1e-6)
+    assert finish_step(run, start_step(run, [batch])).loss == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_a_folder_with_other_files_is_not_written_over(recipe, tmp_path: Path) -> None:
@@ -288,7 +305,7 @@ def test_overflowing_scaled_gradients_skip_the_update_and_the_schedule(recipe, t
     run.method.loss = steep  # type: ignore[method-assign]
     before = {name: value.clone() for name, value in trainable_state(run.model).items()}
     (_, batches) = next(run.feed.steps(0, 1))
-    metrics = train_step(run, batches)
+    metrics = finish_step(run, start_step(run, batches))
     assert metrics.extra["skipped"] == 1.0
     assert metrics.extra["loss_scale"] < 2**127
     assert math.isfinite(metrics.loss)

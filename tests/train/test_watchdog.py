@@ -24,7 +24,7 @@ from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.rendezvous import join, join_rendezvous, open_store
-from halftune.train.parallel.watchdog import Watchdog, is_peer_failure, tick
+from halftune.train.parallel.watchdog import Watchdog, is_peer_failure
 
 LIMIT = 5.0  # seconds without a step that are no hang, however busy the machine
 LONG = 600.0  # seconds: nobody comes to their end
@@ -43,10 +43,10 @@ def waits(folder: Path, rank: int, trouble, limit: float) -> None:
     join("cpu", LONG)  # so that one which hangs says so first, as in a run
     try:
         for step in range(4):
-            tick()
+            heartbeat.tick()
             if step == 3 and rank == 1:
                 trouble()
-            tick()
+            heartbeat.tick()
             dist.all_reduce(torch.ones(1))
     except OSError as error:
         watch.report_failure(error)
@@ -186,6 +186,7 @@ def passes_and_fails(rank: int) -> None:
             store.wait(["rank 0 waits"])
             barrier(2)
             watch.report_failure(OSError("the disk is full"))
+    assert not watch.thread.is_alive(), "it would still be inside the store when the process exits"
 
 
 def test_who_fails_behind_a_barrier_has_passed_it() -> None:
@@ -194,7 +195,7 @@ def test_who_fails_behind_a_barrier_has_passed_it() -> None:
 
 def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "load_from", lambda _: None)
-    monkeypatch.setattr(cli, "train_one", lambda _: join("cpu", LONG))
+    monkeypatch.setattr(cli, "in_order", lambda _: join("cpu", LONG) or [])
 
     def work(rank: int) -> None:
         assert cli.run(Namespace(profile=False, print_config=False, sweep=None)) == 0

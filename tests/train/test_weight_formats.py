@@ -60,6 +60,7 @@ def quantised(folder: Path, output: Path, name: str) -> str:
     return f"model.name_or_path={output}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", [*get_args(OnLoad), *STORED_BY_BITSANDBYTES])
 def test_load_train_save_resume_and_merge(recipe, tmp_path: Path, small_model: Path, name: str) -> None:
@@ -157,14 +158,18 @@ def test_two_processes_train_quantised_weights(recipe, tmp_path: Path, name: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4"])
-def test_bitsandbytes_is_imported_for_quantised_weights_only(tmp_path: Path, installed: None) -> None:
+def test_packages_of_formats_are_imported_for_those_only(tmp_path: Path, installed: None) -> None:
     recipe = Path(__file__).resolve().parents[2] / "configs" / "qwen_qlora.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "completion": "2"}\n')
     code = (
         "import sys; from halftune.cli import main\n"
         "for format in ('none', 'nf4'):\n"
         f"    try: main(['train', '--config', {str(recipe)!r}, 'model.name_or_path=builtin:qwen2-tiny',\n"
-        "        'training.max_steps=1', f'training.output_dir={format}', f'model.quantization={format}'])\n"
-        "    except SystemExit as end: print(end.code or 0, 'bitsandbytes' in sys.modules)\n"
+        "        'training.max_steps=1', 'data.train=rows.jsonl', 'data.max_length=32',\n"
+        "        f'training.output_dir={format}', f'model.quantization={format}'])\n"
+        "    except SystemExit as end: print(end.code or 0, *(n in sys.modules for n in ('bitsandbytes', 'torchao')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert [line for line in done.stdout.splitlines() if line.startswith("0 ")] == ["0 False", "0 True"], done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("0 ")] == ["0 False False", "0 True False"], (
+        done.stderr
+    )

@@ -14,7 +14,7 @@ if "broken" in sys.argv[-2]:
     print("I loading", file=sys.stderr)
     sys.exit("halftune chat: runs/x: the run has no result yet")
 print("a library prints what it likes")
-say(event="ready", base="tiny", adapter=True, storage="fp32", compute="fp32", device="cpu", images=True)
+say(event="ready", base="tiny", adapter=True, storage="fp32", compute="fp32", device="cpu", images=True, audio=True)
 requests, stop = queue.Queue(), threading.Event()
 
 
@@ -30,8 +30,9 @@ while (request := requests.get()) is not None:
     stop.clear()
     content, text = request["messages"][-1]["content"], ""
     if isinstance(content, list):
-        *pictures, last = content
-        content = f"{len(pictures)} {pictures[0]['image_url']['url'][:15]} {last['text']}"
+        *media, last = content
+        kinds = [one["type"] if one["type"] == "input_audio" else one["image_url"]["url"][:15] for one in media]
+        content = f"{' '.join(kinds)} {last['text']}"
     words = content.split()
     if words == ["die"]:
         sys.exit("halftune chat: out of GPU memory")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -152,25 +153,45 @@ def test_on_a_telephone_the_message_box_is_in_view(chat_web_ui: Any, open_page: 
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_an_image_goes_with_the_next_message(chat_web_ui: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
+def test_files_go_with_the_next_message(chat_web_ui: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
     from PIL import Image
 
-    files = [tmp_path / "one.png", tmp_path / "two.png", tmp_path / "broken.png"]
+    from halftune.data.builtin.tones import RATE, SAMPLES
+    from halftune.data.media.sound import encoded
+
+    files = [tmp_path / name for name in ("one.png", "two.png", "three.wav", "broken.png", "broken.wav", "long.wav")]
     for file in files[:2]:
         Image.new("RGB", (8, 8), "red").save(file)
-    files[2].write_bytes(b"no image")
+    files[2].write_bytes(encoded(np.zeros(SAMPLES), RATE))
+    for file in files[3:5]:
+        file.write_bytes(b"nothing")
+    files[5].write_bytes(encoded(np.zeros(61 * RATE), RATE))
     page = opened(open_page, chat_web_ui)
-    assert page.locator("#chat-image").is_hidden()
+    assert page.locator("#chat-attach").is_hidden()
     page.click("#chat-load")
-    page.wait_for_selector("#chat-image:visible")
-    page.set_input_files("#chat-file", files)
+    page.wait_for_selector("#chat-attach:visible")
+    assert page.locator("#chat-file").get_attribute("accept") == "image/*,audio/*"
+    page.set_input_files("#chat-file", files[:4])
     page.wait_for_selector("#chat .status .cause")
-    assert page.locator(".pictures button").count() == 2
-    page.locator(".pictures button").first.click()
-    page.wait_for_function("document.querySelectorAll('.pictures button').length === 1")
+    page.set_input_files("#chat-file", files[4:])
+    assert page.locator(".media img").count() == 2
+    assert page.locator(".media audio").count() == 1
+    page.locator(".media button").first.click()
+    page.wait_for_function("document.querySelectorAll('.media div').length === 2")
+    page.evaluate(_DROP)  # the same sound once more
+    page.wait_for_function("document.querySelectorAll('.media audio').length === 2")
     page.fill("#chat-message", "what is this")
     page.keyboard.press("Enter")
-    answer = "tuned 1 data:image/png; what is this"
+    answer = "tuned data:image/png; input_audio input_audio what is this"
     page.wait_for_function("said => document.querySelector('#trained .assistant')?.textContent === said", arg=answer)
     assert page.locator("#trained .user img").count() == 1
-    assert page.locator(".pictures button").count() == 0
+    seconds = page.evaluate("[...document.querySelectorAll('#trained .user audio')].map((one) => one.duration)")
+    assert seconds == [SAMPLES / RATE, SAMPLES / RATE]
+    assert page.locator(".media div").count() == 0
+
+
+_DROP = """async () => {
+  const sound = await (await fetch(document.querySelector('.media audio').src)).blob(), files = new DataTransfer();
+  files.items.add(new File([sound], 'again.wav', {type: 'audio/wav'}));
+  document.querySelector('.ht-chat').dispatchEvent(new DragEvent('drop', {dataTransfer: files, bubbles: true}));
+}"""

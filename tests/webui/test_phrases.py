@@ -56,7 +56,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"attention_chunk_size": 64},
     {"quantization_config": {"quant_method": "fp8"}},
     {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    {"quantization_config": {"quant_method": "gptq"}},
+    {"quantization_config": {"quant_method": "aqlm"}},
 )
 ASKED: tuple[dict[str, Any], ...] = (
     {"adapter": "none"},
@@ -68,6 +68,10 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"precision": {"compute": "fp16", "trainable": "bf16"}},
     {"precision": {"compute": "fp32", "trainable": "bf16"}},
     {"precision": {"compute": "bf16", "trainable": "bf16", "optimizer_state": "bf16"}},
+    {"precision": {"linear": "fp8"}},
+    {"precision": {"linear": "fp8", "on_unsupported": "fallback"}},
+    {"precision": {"linear": "fp8", "compute": "fp16"}},
+    {"precision": {"linear": "fp8"}, "adapter": "none"},
     {"precision": {"tf32": True}},
     {"precision": {"optimizer_state": "bf16"}, "training": {"optim": "sgd"}},
     {"precision": {"trainable": "fp32", "optimizer_state": "fp32"}},

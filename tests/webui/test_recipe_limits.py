@@ -127,6 +127,14 @@ def test_reward_functions_need_the_flag_unless_they_are_shipped(limits: Settings
     assert [one.code for one in far.problems] == ["webui.path_outside"]
 
 
+def test_a_server_that_samples_needs_the_flag(limits: Settings) -> None:
+    for server in ("http://192.0.2.1", '{url: "http://192.0.2.1"}'):
+        text = f"{GOOD}method: {{type: grpo, rewards: exact_answer, max_completion_length: 8, server: {server}}}\n"
+        assert "webui.remote_code_refused" in [one.code for one in examine(text, limits).problems]
+        allowed = Settings(limits.roots, limits.runs, allow_remote_code=True)
+        assert "webui.remote_code_refused" not in [one.code for one in examine(text, allowed).problems]
+
+
 def test_every_key_that_may_be_a_path_is_limited() -> None:
     """A new key whose description speaks of files or folders is in ``paths_of``, or here."""
     others = {"model.revision", "method.teacher.revision", "data.train[0].split", "data.eval[0].split",

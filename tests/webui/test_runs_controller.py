@@ -119,7 +119,10 @@ def test_a_report_runs_no_script_but_that_of_its_curves(controller: RunsControll
     assert html is not None
     assert '<iframe sandbox="allow-scripts allow-downloads" ' in html  # not of this page's origin
     policy = unescape(unescape(html)).partition("<p>")[0]
-    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {script_source()}" in policy
+    rules = dict(one.split(" ", 1) for one in policy.partition('content="')[2].partition('"')[0].split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"] == script_source()
+    assert {rules["img-src"], rules["media-src"]} == {"data:"}
     assert "&#34;about:srcdoc#samples&#34;" in html  # a place of the report, not of the web UI
     assert "<script>" not in html  # it stands in the frame's text, escaped
     assert act(controller, View(), "close", "", False).report == ""
@@ -291,6 +294,28 @@ def test_answers_before_and_after_stand_in_the_card(controller: RunsController) 
     for odd in ("[", "{}", '{"samples": 3}', '{"samples": [3]}'):
         (run / "samples.json").write_text(odd)
         assert 'class="scroll answers"' not in str(refresh(controller, view)[1])
+
+
+def test_rewarded_answers_stand_in_the_card(controller: RunsController) -> None:
+    run, view = controller.settings.runs / "a", View()
+    view.show([run])
+    answers = [{"text": "<i>3</i>", "reward": 0.25, "tokens": 3}, {"text": "4", "reward": 1.0, "tokens": 2}]
+    groups = [{"step": step, "prompt": "2 & 2?", "answers": answers} for step in (5, 10)]
+    (run / "rollouts.json").write_text(json.dumps({"rollouts": groups}))
+    cards = str(refresh(controller, view)[1])
+    assert re.findall(r"<td rowspan=.2.>([^<]*)</td>", cards) == ["10", "2 &amp; 2?", "5", "2 &amp; 2?"]
+    assert re.findall(r"<td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>", cards)[:2] == [
+        ("4", "1", "2"),
+        ("&lt;i&gt;3&lt;/i&gt;", "0.25", "3"),
+    ]
+    for odd in (
+        "[",
+        '{"rollouts": 3}',
+        '{"rollouts": [3]}',
+        '{"rollouts": [{"step": 1e400, "prompt": "", "answers": []}]}',
+    ):
+        (run / "rollouts.json").write_text(odd)
+        assert "rowspan" not in str(refresh(controller, view)[1])
 
 
 def test_a_look_reads_only_what_has_changed_and_serves_every_page(

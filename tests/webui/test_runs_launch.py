@@ -115,8 +115,9 @@ def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
     other = tmp_path / "runs" / "other"
     other.mkdir()
     (other / "letter.txt").write_text("dear")
-    with pytest.raises(HalftuneError, match="other things"):
+    with pytest.raises(HalftuneError) as error:
         launch.start(settings, recipe("other"))
+    assert error.value.code == "train.output_dir_taken"
     with pytest.raises(HalftuneError, match="outside"):
         launch.start(settings, recipe("../../elsewhere"))
     assert not list((tmp_path / "runs" / ".webui").glob("*.yaml"))
@@ -177,6 +178,7 @@ def test_stop_resume_and_kill(settings: Settings, monkeypatch: pytest.MonkeyPatc
     assert not [left for left in run.parent.iterdir() if left.name != ".webui"]
 
 
+@pytest.mark.slow
 def test_the_queue_goes_on_without_a_web_ui(settings: Settings) -> None:
     first = launch.start(settings, recipe("first"))
     until(first, is_now("running"))

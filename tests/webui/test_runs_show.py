@@ -122,7 +122,8 @@ def test_samples_show_what_is_trained() -> None:
         "where": "rows.jsonl:3",
         "tokens": 4,
         "trained": 2,
-        "pieces": [dict(zip(("text", "trained", "control"), piece, strict=True)) for piece in pieces],
+        "segments": [[dict(zip(("text", "trained", "control"), piece, strict=True), count=1) for piece in pieces]],
+        "media": [],
     }
     report = {
         "train": [source],

@@ -61,6 +61,10 @@ def test_form_text_and_plan_follow_each_other(web_ui: Any, open_page: Callable[.
     field(page, "adapter.rank").wait_for(state="hidden")
     page.wait_for_function("document.querySelector('#recipes input').value.startsWith('quickstart_pretrain.yaml · ')")
 
+    for method, shown in (("grpo", ":not([hidden])"), ("dpo", "[hidden]")):  # a list of sections, too
+        choose(page, "method.type", method)
+        page.wait_for_selector(f'.row[data-path="method.rewards"]{shown}', state="attached")
+    choose(page, "method.type", "pretrain")
     choose(page, "precision.compute", "fp32")
     says(page, 'tr[data-plan="compute"]:has(.chip.fp32)', "asked for")
     written(page, "precision: fp32")

@@ -33,7 +33,12 @@ SOURCE: dict[str, Any] = {
 
 def answer(samples: int) -> dict[str, Any]:
     """Of ``halftune data --json``."""
-    one = {"tokens": 3, "trained": 1, "pieces": [{"text": "<|x|>", "trained": False, "control": True}]}
+    one = {
+        "tokens": 3,
+        "trained": 1,
+        "segments": [[{"text": "<|x|>", "trained": False, "control": True, "count": 20}]],
+        "media": [],
+    }
     return {
         **{"train": [SOURCE], "eval": [], "train_samples": 3, "eval_samples": 0, "rows": [{"4": '{"prompt": "<b>"}'}]},
         "efficiency": {"padded": 0.5, "packed": 0.9, "packed_rows": 2},
@@ -57,6 +62,32 @@ def test_pages_turn_dropped_rows_unfold_and_the_recipe_is_known() -> None:
     assert re.search(r'id="data-next" disabled', shown)
     assert not re.search(r'id="data-previous" disabled', shown)
     assert 'class="sample"' not in data_view(answer(0), WORDS)
+    pair = answer(1)
+    pair["samples"][0]["segments"] *= 2
+    shown = data_view(pair, WORDS)
+    assert 'class="sample pair"' in shown
+    assert shown.index(WORDS("data.chosen")) < shown.index(WORDS("data.rejected"))
+
+
+def test_images_and_sounds_of_a_sample_are_shown() -> None:
+    report = answer(1)
+    image = {
+        "kind": "image",
+        "file": "<i>.png",
+        "tokens": 64,
+        "width": 9,
+        "height": 7,
+        "seconds": 0.0,
+        "preview": "data:x",
+    }
+    sound = {**image, "kind": "audio", "file": "b.wav", "seconds": 1.5, "preview": ""}
+    report["samples"][0]["media"] = [image, sound]
+    shown = data_view(report, WORDS)
+    assert shown.count("<img ") == 1
+    assert "&lt;i&gt;.png" in shown
+    assert "1.50 s" in shown
+    assert "<audio" not in shown  # none is shown
+    assert "× 20" in shown
 
 
 def test_only_the_latest_reports_are_kept() -> None:

@@ -11,7 +11,7 @@ from halftune.core.log import get_logger
 from halftune_webui.origin import Application, Receive, Scope, Send, refuse
 
 log = get_logger(__name__)
-MAX_BODY = 4 * 2**20  # bytes of a request: a recipe is at most a quarter of it
+MAX_BODY = 16 * 2**20  # bytes of a request: a chat sends all images and sounds of its messages with each question
 MAX_FORM = 8192  # bytes of the sign-in form
 FREE_TRIES, LONGEST = 5, 300.0  # wrong passwords without a pause; seconds of the longest pause
 _REMEMBERED = 10_000  # addresses

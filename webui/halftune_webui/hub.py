@@ -20,7 +20,9 @@ def search(text: str) -> list[str]:
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         remedy = "start the web UI without it, or name a local folder"
-        raise HalftuneError("HF_HUB_OFFLINE is set: the hub is not asked", remedy=remedy, code="model.hub_unreachable")
+        raise HalftuneError(
+            "HF_HUB_OFFLINE is set: the hub is not contacted", remedy=remedy, code="model.hub_unreachable"
+        )
     import httpx
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError

@@ -76,6 +76,7 @@ def _rest(plan: Plan) -> Iterator[Row]:
         "autocast": precision.autocast,
         "grad_scaler": precision.grad_scaler,
         "tf32": precision.tf32,
+        "linear_weights": precision.linear,
         "packing": batch.packing,
         "gradient_checkpointing": batch.gradient_checkpointing,
         "fused_layers": batch.fused_layers,
@@ -84,7 +85,11 @@ def _rest(plan: Plan) -> Iterator[Row]:
         "trained": plan.num_trainable,
         "optimizer": plan.optimizer,
         "towers": plan.towers,
+        "features": plan.features,
     })  # fmt: skip
+    for part in plan.parts:
+        shown = (part.trained.value, part.dtype.value, part.attention.value)
+        yield f"part_{part.name}", " · ".join(value for value in shown if value != "-"), part.trained.reason
     yield "checkpoint", size(plan.memory.checkpoint_disk), ""
     for name, reason in (*plan.attention.rejected, *plan.attention.rejected_linear):
         yield "rejected", name, reason

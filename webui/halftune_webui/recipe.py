@@ -129,11 +129,20 @@ def outside(
 
 
 def _foreign_code(tree: Tree, folder: Path) -> Iterator[KeyProblem]:
-    """What of a recipe would run code that does not come with halftune."""
+    """What of a recipe would run code that does not come with halftune, or reach a server that it names."""
     for key, text in paths_of(tree.values):
         if key[-1] == "file" and not _is_shipped(folder / text):
             what, remedy = "would run this file, which this web UI does not allow", "start the web UI with"
             yield tree.problem(key, what, f"{remedy} --allow-remote-code", code="webui.remote_code_refused")
+    for index, one in enumerate(_listed(child(child(tree.values, "method"), "rewards"))):
+        if child(one, "run_code") is True:
+            what, remedy = "would run code of the model, which this web UI does not allow", "start the web UI with"
+            key = ("method", "rewards", index, "run_code")
+            yield tree.problem(key, what, f"{remedy} --allow-remote-code", code="webui.remote_code_refused")
+    if child(child(tree.values, "method"), "server") is not None:
+        what, remedy = "would send prompts to this server, which this web UI does not allow", "start the web UI with"
+        key = ("method", "server")
+        yield tree.problem(key, what, f"{remedy} --allow-remote-code", code="webui.remote_code_refused")
     if child(child(tree.values, "model"), "trust_remote_code") is True:
         what = "would run code that comes with a checkpoint, which this web UI does not allow"
         yield tree.problem(

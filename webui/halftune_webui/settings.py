@@ -23,7 +23,7 @@ class Settings:
         roots: folders (resolved) under which every path from the browser must lie.
         runs: the folder whose run folders are listed; it lies under a root.
         language: of the labels, one of ``LANGUAGES``.
-        allow_remote_code: whether a recipe may say ``trust_remote_code: true``.
+        allow_remote_code: whether a recipe may run code that is not halftune's, or name a server that samples.
         program: what runs are started with, before the verb.
     """
 

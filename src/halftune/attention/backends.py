@@ -1,6 +1,6 @@
 """Softmax-attention backends as data, one row each: requirements and limits.
 
-FlashAttention-2's limits are those of its contract (``attention/contract.py``), FlashAttention-4's from its beta.
+FlashAttention-2's limits are those of its contract (``attention/contract.py``), the later ones' from their sources.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class Backend:
 
     Attributes:
         name: the name in the config (``attention.backend``).
-        provider: the package with the code: ``flash_attn``, ``torch``, ``transformers``; for model families with their
-            own attention code the plan says ``model``.
+        provider: the package with the code: ``flash_attn``, ``flash_attn_3``, ``flash_attn_4``, ``torch``,
+            ``transformers``; for model families with their own attention code the plan says ``model``.
         kinds: supported device types.
         dtypes: dtypes of q, k and v.
         capability: minimum compute capability (CUDA only).
         majors: major capabilities with a backward pass; empty: all from the minimum on.
+        auto: major capabilities on which `auto` chooses it; empty: all.
         package: required distribution, or "".
         torch: minimum torch version, or "".
         max_head_dim: largest head size.
@@ -44,6 +45,7 @@ class Backend:
     dtypes: tuple[str, ...]
     capability: tuple[int, int] = ANY_CAPABILITY
     majors: tuple[int, ...] = ()
+    auto: tuple[int, ...] = ()
     package: str = ""
     torch: str = ""
     max_head_dim: int = 1 << 30
@@ -61,6 +63,38 @@ _FLASH_MASK = "transformers.masking_utils:flash_attention_mask"
 # In order of preference for `auto`.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
+        "fa3",
+        "flash_attn_3",
+        ("cuda",),
+        HALF,
+        capability=(8, 0),
+        auto=(9,),
+        package="flash-attn-3",
+        max_head_dim=256,
+        head_dim_multiple=8,
+        dropout=False,
+        varlen="flash_attn_3_varlen",
+        mask=_FLASH_MASK,
+        kernel="halftune.attention.flash:flash_attn_3_varlen",
+    ),
+    Backend(
+        "fa4",
+        "flash_attn_4",
+        ("cuda",),
+        HALF,
+        capability=(9, 0),
+        majors=(9, 10, 11, 12),
+        auto=(9, 10, 11),
+        package="flash-attn-4",
+        max_head_dim=256,
+        head_dim_multiple=8,
+        dropout=False,
+        softcap=False,
+        varlen="flash_attn_4_varlen",
+        mask=_FLASH_MASK,
+        kernel="halftune.attention.flash:flash_attn_4_varlen",
+    ),
+    Backend(
         "fa2",
         "flash_attn",
         ("cuda", "rocm"),
@@ -72,15 +106,14 @@ BACKENDS: tuple[Backend, ...] = (
         mask=_FLASH_MASK,
         kernel="halftune.attention.flash:flash_attn_varlen",
     ),
-    # FlashAttention-2 kernels included in torch: no dropout, no soft-capping. Before 2.13 they support neither scale
-    # nor window nor grouped heads.
+    # FlashAttention-2 kernels included in torch: no dropout, no soft-capping.
     Backend(
         "fa2",
         "torch",
         ("cuda",),
         HALF,
         capability=LOWEST_CAPABILITY,
-        torch="2.13",
+        torch="2.11",
         max_head_dim=MAX_HEAD_DIM,
         head_dim_multiple=HEAD_DIM_MULTIPLE,
         dropout=False,
@@ -123,43 +156,10 @@ BACKENDS: tuple[Backend, ...] = (
     ),
 )
 
-# Only on request: fast, but beta, or not on the package index.
-ON_REQUEST: tuple[Backend, ...] = (
-    Backend(
-        "fa3",
-        "transformers",
-        ("cuda",),
-        HALF,
-        capability=(8, 0),
-        package="flash-attn-3",
-        max_head_dim=256,
-        head_dim_multiple=8,
-        dropout=False,
-        sinks=True,
-        attend="halftune.attention.flash:flash_attention_3",
-        mask=_FLASH_MASK,
-    ),
-    Backend(
-        "fa4",
-        "transformers",
-        ("cuda",),
-        HALF,
-        capability=(9, 0),
-        majors=(9, 10, 11, 12),
-        package="flash-attn-4",
-        max_head_dim=256,
-        head_dim_multiple=8,
-        dropout=False,
-        softcap=False,
-        attend="halftune.attention.flash:flash_attention_4",
-        mask=_FLASH_MASK,
-    ),
-)
-
 
 def backend_of(name: str, provider: str) -> Backend:
     """Return the row of a plan's backend; rows with the same name differ by provider."""
-    rows = [row for row in (*BACKENDS, *ON_REQUEST) if row.name == name]
+    rows = [row for row in BACKENDS if row.name == name]
     return next((row for row in rows if row.provider == provider), rows[0])
 
 

@@ -35,10 +35,10 @@ class AttentionPlan:
 
     Attributes:
         softmax: ``fa2 | fa3 | fa4 | sdpa | flex | eager``.
-        provider: the package with the code: ``flash_attn``, ``torch``, ``transformers``, or ``model`` (the model's own
-            attention code, without transformers' attention interface).
+        provider: the package with the code: ``flash_attn``, ``flash_attn_3``, ``flash_attn_4``, ``torch``,
+            ``transformers``, or ``model`` (the model's own attention code, without transformers' attention interface).
         varlen: method for packed rows: ``segments`` (SDPA or eager per sample, CPU and old GPUs), ``torch_varlen``,
-            ``flash_attn_varlen``; ``none`` without packing.
+            ``flash_attn_varlen``, ``flash_attn_3_varlen``, ``flash_attn_4_varlen``; ``none`` without packing.
         linear: backend of linear-attention layers: ``halftune | fla | torch``; ``none`` if the model has no such layer.
         rejected: (backend, reason) of every other backend.
         guard: ``cast | strict | off``.
@@ -227,46 +227,6 @@ def lacks_backward(capability: tuple[int, int] | None, head_dim: int, dropout: f
     """Whether the backward pass would leave the gradients of q, k and v uninitialised, without an error."""
     limit = NO_DROPOUT_BACKWARD.get(capability) if capability else None
     return limit is not None and dropout > 0 and head_dim > limit
-
-
-@dataclass(frozen=True)
-class RotaryCheck:
-    """A check of ``flash_attn``'s rotary function, which raises AssertionError if it fails.
-
-    Attributes:
-        holds: the condition on the operands x, cos, sin.
-        text: format string of the message, with the operands.
-        last: last version (major, minor, patch) with this check; None for all versions.
-    """
-
-    holds: Callable[[Operand, Operand, Operand], bool]
-    text: str
-    last: tuple[int, int, int] | None = None
-
-
-ROTARY_CHECKS: tuple[RotaryCheck, ...] = (
-    RotaryCheck(lambda x, cos, sin: sin.shape == cos.shape, ""),
-    RotaryCheck(lambda x, cos, sin: 2 * cos.shape[-1] <= x.shape[-1], "rotary_dim must be <= headdim"),
-    RotaryCheck(lambda x, cos, sin: x.shape[-1] <= MAX_HEAD_DIM, "Only support headdim <= 256"),
-    RotaryCheck(lambda x, cos, sin: cos.shape[0] >= x.shape[1], "seqlen_ro must be >= seqlen"),
-    RotaryCheck(
-        lambda x, cos, sin: cos.dtype == sin.dtype,
-        "cos and sin must have the same dtype, got torch.{cos.dtype} and torch.{sin.dtype}",
-        last=(2, 7, 4),
-    ),
-    RotaryCheck(
-        lambda x, cos, sin: x.dtype == cos.dtype,
-        "Input and cos/sin must have the same dtype, got torch.{x.dtype} and torch.{cos.dtype}",
-        last=(2, 7, 4),
-    ),
-)
-
-
-def rotary_violations(x: Operand, cos: Operand, sin: Operand, version: tuple[int, int, int]) -> Iterator[str]:
-    """Messages of all failed checks of a version's rotary function, in order."""
-    for check in ROTARY_CHECKS:
-        if (check.last is None or version <= check.last) and not check.holds(x, cos, sin):
-            yield check.text.format(x=x, cos=cos, sin=sin)
 
 
 @dataclass(frozen=True)

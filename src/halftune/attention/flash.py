@@ -1,4 +1,4 @@
-"""FlashAttention kernels with one signature for dense, padded and packed rows: the flash_attn package's or torch's.
+"""FlashAttention kernels with one signature for dense, padded and packed rows: of the packages (2, 3, 4), or torch's.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, D head size, N tokens of all samples together.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from halftune.core.errors import ModelError
 from halftune.core.optional import need
@@ -53,32 +51,97 @@ def flash_attn_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
 
 
 def torch_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
-    """Return torch's FlashAttention-2 kernel, or that of ``kernel`` with the signature of torch's ``varlen_attn``.
-
-    Raises:
-        MissingPackageError: torch is older than 2.13: no kernel, or one without ``scale``, ``window_size`` and
-            ``enable_gqa``.
-    """
+    """Return torch's FlashAttention-2 kernel, or ``kernel`` with the signature of ``flash_op.flash_varlen``."""
     if kernel is None:
-        why = "attention: fa2 by torch's own kernels"
-        kernel = need("torch.nn.attention.varlen", why=why, distribution='"torch>=2.13"').varlen_attn
+        from halftune.attention.flash_op import flash_varlen as kernel
     call: Callable[..., Any] = kernel  # type: ignore[assignment]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: Any, **options: Any) -> torch.Tensor:
-        if options["softcap"] or options["dropout"]:
-            feature = "soft-capping" if options["softcap"] else "attention dropout"
+        _refuse("torch's varlen kernel", options, "dropout", "softcap")
+        return call(q, k, v, *lengths, options["scale"], *_window(options))[0]
+
+    return attend
+
+
+def flash_attn_3_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
+    """Return the varlen kernel of FlashAttention-3's package, or of ``kernel`` with the same signature.
+
+    Raises:
+        MissingPackageError: the package is not installed.
+    """
+    if kernel is None:
+        package = need("flash_attn_interface", why="attention: fa3", distribution="flash-attn-3")
+        kernel = package.flash_attn_varlen_func
+    return _later("FlashAttention-3", kernel, -1)  # type: ignore[arg-type]
+
+
+def flash_attn_4_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
+    """Return the varlen kernel of FlashAttention-4's package, or of ``kernel`` with the same signature.
+
+    Raises:
+        MissingPackageError: the package is not installed.
+    """
+    if kernel is None:
+        package = need("flash_attn.cute", why="attention: fa4", distribution="flash-attn-4")
+        kernel = package.flash_attn_varlen_func
+    return _later("FlashAttention-4", kernel, None)  # type: ignore[arg-type]
+
+
+def _later(name: str, call: Callable[..., Any], unlimited: int | None) -> Varlen:
+    """FlashAttention-3 and -4: no dropout; the same names, and a result that may come with its log Σ exp.
+
+    Args:
+        name: in messages.
+        call: the package's function.
+        unlimited: how it writes a window without a limit.
+    """
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_q: torch.Tensor,
+        cu_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        **options: Any,
+    ) -> torch.Tensor:
+        _refuse(name, options, "dropout")
+        found = call(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            softmax_scale=options["scale"],
+            causal=options["causal"],
+            window_size=tuple(unlimited if side < 0 else side for side in options["window"]),
+            softcap=options["softcap"],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return found[0] if isinstance(found, tuple) else found
+
+    return attend
+
+
+def _window(options: dict[str, Any]) -> tuple[int, int]:
+    """Causality as torch has it: a window that ends at the query."""
+    left, right = options["window"]
+    return (left, 0) if options["causal"] else (left, right)
+
+
+def _refuse(kernel: str, options: dict[str, Any], *features: str) -> None:
+    """Raise ModelError for options that a kernel does not have."""
+    words = {"dropout": "attention dropout", "softcap": "soft-capping"}
+    for feature in features:
+        if options[feature]:
             raise ModelError(
-                f"torch's varlen kernel does not support {feature}",
+                f"{kernel} does not support {words[feature]}",
                 remedy="install flash-attn, or set attention: eager",
                 code="attention.kernel_lacks_feature",
             )
-        left, right = options["window"]
-        # torch expresses causality as a window that ends at the query.
-        window = (left, 0) if options["causal"] else (left, right)
-        shared = q.shape[1] != k.shape[1]
-        return call(q, k, v, *lengths, scale=options["scale"], window_size=window, enable_gqa=shared)
-
-    return attend
 
 
 @dataclass(frozen=True)
@@ -207,7 +270,7 @@ def _options(module: nn.Module, dropout: float, scaling: float | None, queries: 
         ModelError: the model has attention sinks, which these kernels do not support.
     """
     if kwargs.get("s_aux") is not None:
-        what = "FlashAttention-2 does not support attention sinks"
+        what = "FlashAttention does not support attention sinks"
         raise ModelError(what, remedy="set attention: eager", code="attention.kernel_lacks_feature")
     asked = kwargs.get("is_causal")
     causal = (getattr(module, "is_causal", True) if asked is None else asked) and queries > 1
@@ -215,42 +278,3 @@ def _options(module: nn.Module, dropout: float, scaling: float | None, queries: 
     span = (-1, -1) if window is None else (window - 1, 0 if causal or queries == 1 else window - 1)
     softcap = kwargs.get("softcap") or 0.0
     return {"dropout": dropout, "scale": scaling, "causal": causal, "window": span, "softcap": softcap}
-
-
-def transformers_flash(implementation: str) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return transformers' ``flash_attention_3`` or ``flash_attention_4`` with the attention interface's signature.
-
-    Supports the 2-D masks of padded batches; never called for packed rows.
-    """
-    call: Callable[..., Any] = partial(_flash_attention_forward, attn_implementation=implementation)
-
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        causal = kwargs.pop("is_causal", None)
-        out = call(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attention_mask,
-            query_length=query.shape[2],
-            is_causal=getattr(module, "is_causal", True) if causal is None else causal,
-            dropout=dropout,
-            softmax_scale=scaling,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **kwargs,
-        )
-        return out, None
-
-    return attend
-
-
-flash_attention_3 = transformers_flash("flash_attention_3")
-flash_attention_4 = transformers_flash("flash_attention_4")

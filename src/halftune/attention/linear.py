@@ -27,7 +27,10 @@ _LARGEST_HEAD = 256
 # Values of HALFTUNE_KERNELS: halftune_kernels.dispatch.NAMES, whose import would import torch, and auto.
 IMPLEMENTATIONS = ("triton", "torch", "cpu", "reference", "auto")
 _PREFIX = "HALFTUNE_KERNELS_"  # followed by an operator's name in capitals
-_OPERATORS = ("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7")  # as in `dispatch`
+_OPERATORS = (  # as in `dispatch`
+    *("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7"),
+    *("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows"),
+)
 _OLDEST_FLA = (0, 2, 2)  # transformers silently ignores older versions
 
 
@@ -44,37 +47,50 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     """
     if not facts.linear_layers:
         return LinearRoute(Choice("none", "every layer has softmax attention"), ())
-    own, fla, slow = _own_objection(facts), _fla_objection(hardware, facts), _slow(hardware, facts)
-    if facts.model_type in OWN:
-        fla = "halftune's own model code calls halftune's operators"
-    torch = f"transformers does not support {facts.model_type}" if facts.model_type in OWN else ""
-    objections = {"halftune": own, "fla": fla, "torch": torch}
-    if own and torch:
-        what = f"no backend for the layers of {facts.model_type}: {own}; {torch}"
-        raise PlanError(what, code="attention.backend_unavailable")
+    objections = _objections(hardware, facts)
     asked = section.linear
     if asked != "auto" and objections[asked]:
-        remedy = "use attention: {linear: auto}" + ("" if torch else " or {linear: torch}")
-        way = ", or install it" if "not installed" in fla else ", or another Triton version or device"
-        what = f"{asked} is unavailable: {objections[asked]}"
-        raise PlanError(
-            what,
-            where="attention.linear",
-            remedy=remedy + (way if asked == "fla" else ""),
-            code="attention.backend_unavailable",
-        )
-    if asked != "auto":
-        chosen, why = asked, "asked for"
-    elif not own and (fla or not slow):
-        chosen, why = "halftune", _speed(hardware, facts, slow)
-    elif not fla:
-        chosen, why = "fla", f"flash-linear-attention is installed; halftune: {own or slow}"
-    else:
-        chosen, why = "torch", f"transformers' own code; halftune: {own}; fla: {fla}"
+        raise _unavailable(asked, objections)
+    chosen, why = (asked, "asked for") if asked != "auto" else _fastest(hardware, facts, objections)
     if chosen == "halftune" and (environment := asked_by_environment(hardware, facts)):
         why = f"halftune's operators, {', '.join(dict.fromkeys(environment.values()))}"
     left = [(name, why_not or _why_rejected(name, chosen, asked)) for name, why_not in objections.items()]
     return LinearRoute(Choice(chosen, why), tuple(entry for entry in left if entry[0] != chosen))
+
+
+def _objections(hardware: Hardware, facts: ModelFacts) -> dict[str, str]:
+    """Backend → why it cannot be used; empty if it can.
+
+    Raises:
+        PlanError: none can.
+    """
+    own = _own_objection(facts)
+    if facts.model_type not in OWN:
+        return {"halftune": own, "fla": _fla_objection(hardware, facts), "torch": ""}
+    torch = f"transformers does not support {facts.model_type}"
+    if own:
+        what = f"no backend for the layers of {facts.model_type}: {own}; {torch}"
+        raise PlanError(what, code="attention.backend_unavailable")
+    return {"halftune": own, "fla": "halftune's own model code calls halftune's operators", "torch": torch}
+
+
+def _unavailable(asked: str, objections: dict[str, str]) -> PlanError:
+    remedy = "use attention: {linear: auto}" + ("" if objections["torch"] else " or {linear: torch}")
+    if asked == "fla":
+        installs = "not installed" in objections["fla"]
+        remedy += ", or install it" if installs else ", or another Triton version or device"
+    what = f"{asked} is unavailable: {objections[asked]}"
+    return PlanError(what, where="attention.linear", remedy=remedy, code="attention.backend_unavailable")
+
+
+def _fastest(hardware: Hardware, facts: ModelFacts, objections: dict[str, str]) -> tuple[str, str]:
+    """The backend that ``auto`` chooses, and why."""
+    own, fla, slow = objections["halftune"], objections["fla"], _slow(hardware, facts)
+    if not own and (fla or not slow):
+        return "halftune", _speed(hardware, facts, slow)
+    if not fla:
+        return "fla", f"flash-linear-attention is installed; halftune: {own or slow}"
+    return "torch", f"transformers' own code; halftune: {own}; fla: {fla}"
 
 
 def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> dict[str, str]:
@@ -86,20 +102,22 @@ def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> dict[str, str
     asked = {}
     for variable in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         if variable.removeprefix(_PREFIX).lower() not in _OPERATORS:
-            what = f"{variable}: unknown operator; known: {', '.join(_OPERATORS)}"
-            raise PlanError(what, remedy=f"unset {variable}", code="attention.bad_variable")
+            raise _bad_variable(variable, f": unknown operator; known: {', '.join(_OPERATORS)}")
+    triton = hardware.kind != "cpu" or bool(os.environ.get("TRITON_INTERPRET"))
     for operator in facts.family.operators:
         for variable in (f"{_PREFIX}{operator.upper()}", "HALFTUNE_KERNELS"):
             value = os.environ.get(variable) or "auto"
             if value not in IMPLEMENTATIONS:
-                what = f"{variable} is {value!r}; accepted: {', '.join(IMPLEMENTATIONS)}"
-                raise PlanError(what, remedy=f"unset {variable}", code="attention.bad_variable")
-            if value == "triton" and hardware.kind == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-                what = f"{variable}=triton is not supported on a CPU"
-                raise PlanError(what, remedy=f"unset {variable}", code="attention.bad_variable")
+                raise _bad_variable(variable, f" is {value!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
+            if value == "triton" and not triton:
+                raise _bad_variable(variable, "=triton is not supported on a CPU")
             if value != "auto":
                 asked.setdefault(operator, f"{variable}={value}")
     return asked
+
+
+def _bad_variable(variable: str, what: str) -> PlanError:
+    return PlanError(f"{variable}{what}", remedy=f"unset {variable}", code="attention.bad_variable")
 
 
 def _speed(hardware: Hardware, facts: ModelFacts, slow: str) -> str:
@@ -183,8 +201,11 @@ def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
     if version_numbers(version) < _OLDEST_FLA:
         return f"flash-linear-attention {version} is older than {'.'.join(map(str, _OLDEST_FLA))}"
     triton = hardware.version("triton")
-    if triton is None:
-        return "triton is not installed"
+    return "triton is not installed" if triton is None else _miscompiled(hardware, triton)
+
+
+def _miscompiled(hardware: Hardware, triton: str) -> str:
+    """The known error of a Triton version on one of the devices; empty if there is none."""
     for device in hardware.devices:
         for known in LINEAR_MISCOMPILES:
             low, high = version_numbers(known.triton_low), version_numbers(known.triton_high)

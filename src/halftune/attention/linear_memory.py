@@ -38,16 +38,22 @@ def held_by_layer(hardware: Hardware, facts: ModelFacts, linear: str, samples: i
         length: tokens per sample.
     """
     operator = next((name for name in facts.family.operators if name in CUTS), None)
-    raw: dict[str, Any] = (facts.raw or {}).get("text_config") or facts.raw or {}
     if linear != "halftune" or operator is None or not facts.linear_layers or not runs_in_torch(hardware, facts):
         return Held(0, 0)
-    if operator == "rwkv7":
-        size = int(raw.get("head_dim") or 64)
-        sizes = [facts.hidden_size // size, facts.hidden_size // size, size, size]
-    else:
-        known = (names for names in _NAMES[operator] if all(raw.get(name) for name in names))
-        sizes = [int(raw[name]) for name in next(known, ())]
+    sizes = _sizes(operator, facts)
     if not sizes or min(sizes) < 1 or sizes[0] % sizes[1]:
         return Held(0, 0)
     heads, groups, keys, values = sizes
     return held_in_torch(operator, samples, length, heads=heads, groups=groups, keys=keys, values=values)
+
+
+def _sizes(operator: str, facts: ModelFacts) -> list[int]:
+    """Heads, groups, key and value sizes; empty if config.json does not have them."""
+    raw: dict[str, Any] = (facts.raw or {}).get("text_config") or facts.raw or {}
+    if operator == "rwkv7":
+        size = int(raw.get("head_dim") or 64)
+        return [facts.hidden_size // size, facts.hidden_size // size, size, size]
+    for names in _NAMES[operator]:
+        if all(map(raw.get, names)):
+            return [int(raw[name]) for name in names]
+    return []

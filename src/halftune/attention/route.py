@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halftune.attention.backends import (
     BACKENDS,
     FA4_BLACKWELL_HEAD_DIM,
-    ON_REQUEST,
     Backend,
 )
 from halftune.attention.contract import AttentionPlan, LinearRoute, lacks_backward
@@ -35,16 +34,15 @@ def route_attention(
     """
     if facts.family.attention == "none":
         return _without_attention(section, hardware, facts)
-    rejected: list[tuple[str, str]] = []
-    chosen: Backend | None = None
     asked = section.backend
-    for backend in (*BACKENDS, *ON_REQUEST):
-        objection = "; ".join(objections(backend, hardware, facts, compute, packing))
-        candidate = backend.name == asked if asked != "auto" else backend in BACKENDS
-        if chosen is None and candidate and not objection:
-            chosen = backend
-        else:
-            rejected.append((_label(backend), objection or _why_rejected(backend, chosen, asked)))
+    against = {one: "; ".join(objections(one, hardware, facts, compute, packing)) for one in BACKENDS}
+    candidates = (one for one in BACKENDS if (one.name == asked if asked != "auto" else _by_itself(one, hardware)))
+    chosen = next((one for one in candidates if not against[one]), None)
+    rejected = [
+        (_label(one), objection or _why_rejected(one, chosen, asked, hardware))
+        for one, objection in against.items()
+        if one is not chosen
+    ]
     if chosen is None:
         raise _unavailable(asked, rejected, facts, compute)
     varlen = chosen.varlen if packing else "none"
@@ -90,7 +88,7 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
         provider=Choice("model", f"{facts.model_type} has its own layer code"),
         varlen=Choice("none", why),
         linear=linear.chosen,
-        rejected=tuple((_label(backend), why) for backend in (*BACKENDS, *ON_REQUEST) if backend.name != "eager"),
+        rejected=tuple((_label(backend), why) for backend in BACKENDS if backend.name != "eager"),
         guard=section.guard,
         rejected_linear=linear.rejected,
     )
@@ -98,16 +96,18 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
 
 _PROVIDERS = {
     "flash_attn": "the flash-attn package is installed",
+    "flash_attn_3": "the flash-attn-3 package is installed",
+    "flash_attn_4": "the flash-attn-4 package is installed",
     "torch": "torch includes the kernels",
     "transformers": "transformers' own integration",
     "model": "the model's own code, outside the dtype guard",
 }
+_ONE_CALL = "one call per row with sample boundaries"
 _VARLEN = {
     "none": "rows are not packed",
     "": "packed rows are masked",
     "segments": "one call per sample: no computation across samples",
-    "torch_varlen": "one call per row with sample boundaries",
-    "flash_attn_varlen": "one call per row with sample boundaries",
+    **dict.fromkeys(("torch_varlen", "flash_attn_varlen", "flash_attn_3_varlen", "flash_attn_4_varlen"), _ONE_CALL),
 }
 
 
@@ -138,12 +138,17 @@ def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> I
     if device.capability < backend.capability:
         yield f"requires compute capability ≥ {_dotted(backend.capability)} {shown}"
     elif backend.majors and device.capability[0] not in backend.majors:
-        yield f"trains on compute capability {', '.join(f'{m}.x' for m in backend.majors)} only {shown}"
-    if backend.name == "fa2" and lacks_backward(device.capability, facts.head_dim, facts.attention_dropout):
-        yield f"no backward kernel for head size {facts.head_dim} with dropout on {device.name}"
-    blackwell = backend.name == "fa4" and device.capability[0] in (10, 11)
+        yield f"trains on compute capability {_majors(backend.majors)} only {shown}"
+    yield from _head_objections(backend, device.name, device.capability, facts)
+
+
+def _head_objections(backend: Backend, device: str, capability: tuple[int, int], facts: ModelFacts) -> Iterator[str]:
+    """Head sizes that a kernel lacks on some devices."""
+    if backend.name == "fa2" and lacks_backward(capability, facts.head_dim, facts.attention_dropout):
+        yield f"no backward kernel for head size {facts.head_dim} with dropout on {device}"
+    blackwell = backend.name == "fa4" and capability[0] in (10, 11)
     if blackwell and facts.head_dim > FA4_BLACKWELL_HEAD_DIM and facts.head_dim != backend.max_head_dim:
-        yield f"supports head sizes ≤ {FA4_BLACKWELL_HEAD_DIM} and 256 on {device.name} (model: {facts.head_dim})"
+        yield f"supports head sizes ≤ {FA4_BLACKWELL_HEAD_DIM} and 256 on {device} (model: {facts.head_dim})"
 
 
 def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
@@ -153,14 +158,15 @@ def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
         yield f"head size {facts.head_dim} exceeds {backend.max_head_dim}"
     elif facts.head_dim % backend.head_dim_multiple:
         yield f"head size {facts.head_dim} is not a multiple of {backend.head_dim_multiple}"
-    if facts.softcap is not None and not backend.softcap:
+    capped, dropout = facts.softcap is not None, facts.attention_dropout
+    if capped and not backend.softcap:
         yield "does not support logit soft-capping, which this model uses"
-    if facts.softcap is not None and facts.attention_dropout > 0 and backend.name == "fa2":
+    if capped and dropout > 0 and backend.name == "fa2":
         yield "does not support dropout with logit soft-capping"
     if facts.sinks and not backend.sinks:
         yield "does not support attention sinks, which this model uses"
-    if facts.attention_dropout > 0 and not backend.dropout:
-        yield f"does not support attention dropout, which this model uses ({facts.attention_dropout:g})"
+    if dropout > 0 and not backend.dropout:
+        yield f"does not support attention dropout, which this model uses ({dropout:g})"
 
 
 def _unavailable(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, compute: Format) -> PlanError:
@@ -184,22 +190,27 @@ def _remedy(asked: str, why: str, facts: ModelFacts, compute: str) -> str:
     if "packed rows" in why:
         return f"set data.packing: false, attention: auto, or {safe}"
     if "is not installed" in why:
-        return f"install it, attention: auto, or {safe}"
+        return f"install it, use attention: auto, or {safe}"
     return f"use attention: auto, {safe}, or another model"
 
 
-def _why_rejected(backend: Backend, chosen: Backend | None, asked: str) -> str:
+def _by_itself(backend: Backend, hardware: Hardware) -> bool:
+    """Whether `auto` may choose a backend on all devices."""
+    return not backend.auto or all((one.capability or (0, 0))[0] in backend.auto for one in hardware.devices)
+
+
+def _why_rejected(backend: Backend, chosen: Backend | None, asked: str, hardware: Hardware) -> str:
     if asked != "auto" and backend.name != asked:
         return f"{asked} was asked for"
-    if backend in ON_REQUEST:
-        return "used on request only"
+    if not _by_itself(backend, hardware):
+        return f"used on request only, except on compute capability {_majors(backend.auto)}"
     assert chosen is not None
     return f"{_label(chosen)} is preferred"
 
 
 def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, compute: Format) -> str:
     kind = hardware.kind
-    if chosen.name == "fa2":
+    if chosen.name in ("fa2", "fa3", "fa4"):
         return f"the fastest for {compute} on {hardware.devices[0].name}"
     if chosen.name == "sdpa":
         flash = kind == "cuda" and compute != "fp32" and all(_ampere(device) for device in hardware.devices)
@@ -221,6 +232,10 @@ def _label(backend: Backend) -> str:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
+
+
+def _majors(numbers: Iterable[int]) -> str:
+    return ", ".join(f"{number}.x" for number in numbers)
 
 
 def _older(version: str | None, than: str) -> bool:

@@ -12,8 +12,7 @@ differentiable.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ from halftune.attention.backends import BACKENDS, backend_of
 from halftune.attention.contract import AttentionPlan
 from halftune.core.errors import ModelError
 from halftune.core.table import named
-from halftune_kernels.ops.causal_segments import causal_segments
 
 if TYPE_CHECKING:
     from halftune.attention.flash import FlashAttention
@@ -38,28 +36,6 @@ if TYPE_CHECKING:
 _MEAN_IN_BLOCKS, _LONGEST_IN_BLOCKS = 256, 1024
 # Queries per call with a sliding window; for smaller blocks the calls dominate.
 _SMALLEST_BLOCK = 128
-
-
-class LengthsCache:
-    """Caches the sample lengths of the current row as ints: read once per batch instead of once per layer."""
-
-    def __init__(self) -> None:
-        self._source: weakref.ref[torch.Tensor] | None = None
-        self._version = -1
-        self._lengths: list[int] = []
-
-    def of(self, cu_seq_lens: torch.Tensor) -> list[int]:
-        """Return the lengths without empty samples from ``cu_seq_lens`` ``[N + 1]``; synchronises with the device."""
-        # Every layer gets the same tensor object, also when a checkpointed layer is recomputed.
-        known = self._source is not None and self._source() is cu_seq_lens
-        if not known or self._version != cu_seq_lens._version:
-            bounds = cu_seq_lens.tolist()
-            self._lengths = [end - start for start, end in pairwise(bounds) if end > start]
-            self._source, self._version = weakref.ref(cu_seq_lens), cu_seq_lens._version
-        return self._lengths
-
-
-_lengths = LengthsCache()
 
 
 @torch.compiler.disable()  # reads tensor values
@@ -102,36 +78,68 @@ def segment_attention(
     if sliding_window is not None and sliding_window >= max(lengths):
         sliding_window = None
     if eager:
-        function = eager_of(module)
         mask = band_mask(max(lengths), sliding_window, query.dtype, query.device) if is_causal else None
-
-        def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            cut = mask if mask is None else mask[..., : q.shape[2], : q.shape[2]]
-            return function(module, q, k, v, cut, dropout=dropout, scaling=scaling, **extras)[0]
+        one = _eager_sample(module, mask, {"dropout": dropout, "scaling": scaling, **extras})
     elif is_causal and sliding_window is None and _runs_in_blocks(query, value, lengths, dropout):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return causal_segments(query[0], key[0], value[0], lengths, scale)[None]
+        return _in_blocks(query, key, value, lengths, scaling)
     else:
         key, value, gqa = _share_heads(query, key, value, masked=sliding_window is not None)
-
-        def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            settings: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": gqa}
-            if sliding_window is not None and sliding_window < q.shape[2]:
-                return _windowed(q, k, v, sliding_window, settings).transpose(1, 2)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **settings).transpose(1, 2)
-
+        one = _sdpa_sample(sliding_window, is_causal, {"dropout_p": dropout, "scale": scaling, "enable_gqa": gqa})
     # split instead of slices: backward is one concatenation instead of a row-sized zero tensor per sample
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([one(*part) for part in parts], dim=1)
 
 
+Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(q[1, H, L, D], k[1, G, L, D], v[1, G, L, D]) -> [1, L, H, D]``"""
+
+
+def _eager_sample(module: nn.Module, mask: torch.Tensor | None, settings: dict[str, Any]) -> Sample:
+    """The model's eager function on one sample."""
+    function = eager_of(module)
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        cut = mask if mask is None else mask[..., : q.shape[2], : q.shape[2]]
+        return function(module, q, k, v, cut, **settings)[0]
+
+    return one
+
+
+def _sdpa_sample(window: int | None, is_causal: bool, settings: dict[str, Any]) -> Sample:
+    """torch's attention on one sample."""
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if window is not None and window < q.shape[2]:
+            return _windowed(q, k, v, window, settings).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **settings).transpose(1, 2)
+
+    return one
+
+
 def _lengths_of_row(module: nn.Module, query: torch.Tensor, key: torch.Tensor, cu_seq_lens: torch.Tensor) -> list[int]:
-    lengths = _lengths.of(cu_seq_lens)
+    lengths = [end - start for start, end in pairwise(_on_host(cu_seq_lens)) if end > start]
     if not sum(lengths) == query.shape[2] == key.shape[2]:
         had, has = key.shape[2], sum(lengths)
         what = f"{type(module).__name__}: {had} keys, but the samples of the packed row have {has} tokens"
         raise ModelError(what, remedy="data.packing: false", code="attention.packing_unsupported")
     return lengths
+
+
+def _on_host(cu_seq_lens: torch.Tensor) -> Sequence[int]:
+    if cu_seq_lens.device.type == "cpu":
+        return cu_seq_lens.tolist()
+    from halftune_kernels.arguments import on_host  # waits for the device at most once a batch
+
+    return on_host(cu_seq_lens)
+
+
+def _in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scaling: float | None
+) -> torch.Tensor:
+    from halftune_kernels.ops.causal_segments import causal_segments  # for rows packed on a CPU
+
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return causal_segments(query[0], key[0], value[0], lengths, scale)[None]
 
 
 def _runs_in_blocks(query: torch.Tensor, value: torch.Tensor, lengths: list[int], dropout: float) -> bool:
@@ -218,7 +226,7 @@ def eager_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tenso
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _KERNELS = {row.varlen: row.kernel for row in BACKENDS if row.kernel}
 
 
@@ -238,7 +246,9 @@ def attention_callable(plan: AttentionPlan, flash: FlashAttention | None = None)
 
         flash = FlashAttention(named(kernel)())
     batch: Attention = flash.batch if row.kernel and flash is not None else named(row.attend)
-    by_model = row.name == "eager"
+    packed = _packed_row(None if varlen == "segments" else flash, by_model=row.name == "eager")
+    if varlen == "segments":
+        import halftune.attention.segments_op  # noqa: F401  registers the operator of `in_graph`
 
     def attend(
         module: nn.Module,
@@ -250,22 +260,46 @@ def attention_callable(plan: AttentionPlan, flash: FlashAttention | None = None)
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cu_seq_lens = kwargs.get("cu_seq_lens_q")
-        if cu_seq_lens is None:
+        if kwargs.get("cu_seq_lens_q") is None:
             return batch(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        settings: dict[str, Any] = {"dropout": dropout, "scaling": scaling, **kwargs}
-        longest = kwargs.get("max_length_q")
-        for name in _ROW:
+        return packed(module, query, key, value, dropout=dropout, scaling=scaling, **kwargs), None
+
+    return attend
+
+
+def _packed_row(flash: FlashAttention | None, *, by_model: bool) -> Callable[..., torch.Tensor]:
+    """Attention of a packed row: one call of a varlen kernel, or one for each sample.
+
+    Args:
+        flash: has the kernel; None for a call for each sample.
+        by_model: whether samples are computed by the model's own function.
+    """
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
+    ) -> torch.Tensor:
+        cu_seq_lens, longest = settings["cu_seq_lens_q"], settings.get("max_length_q")
+        for name in ROW:
             settings.pop(name, None)
-        if flash is not None and varlen != "segments" and longest is not None:
-            return flash.row(module, query, key, value, cu_seq_lens, int(longest), **settings), None
+        if flash is not None and longest is not None:
+            return flash.row(module, query, key, value, cu_seq_lens, longest, **settings)
         causal = settings.pop("is_causal", None)
         settings["is_causal"] = getattr(module, "is_causal", True) if causal is None else causal
         # only the model's own function supports these
-        own = by_model or any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-        return segment_attention(module, query, key, value, cu_seq_lens, eager=own, **settings), None
+        own = by_model or any(settings.get(name) is not None for name in ("softcap", "s_aux"))
+        if torch.compiler.is_compiling() and not own and not settings["dropout"]:
+            return in_graph(query, key, value, cu_seq_lens, settings)
+        return segment_attention(module, query, key, value, cu_seq_lens, eager=own, **settings)
 
     return attend
+
+
+def in_graph(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, settings: dict[str, Any]
+) -> torch.Tensor:
+    """:func:`segment_attention` as one node of a graph; the operator is registered by :func:`attention_callable`."""
+    options = (settings["scaling"], settings["is_causal"], settings.get("sliding_window"))
+    return torch.ops.halftune.segment_attention(query, key, value, cu_seq_lens, *options)
 
 
 def sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Spell = Callable[[float], str]
@@ -39,6 +39,16 @@ ROWS: tuple[tuple[str, str, Spell], ...] = (
 )
 
 
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Rows of cells as lines with aligned columns; with ``right``, all columns but the first are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    adjust = [str.rjust if right and column else str.ljust for column in range(len(widths))]
+    return [
+        "  ".join(fit(cell, width) for fit, cell, width in zip(adjust, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def text(results: list[dict[str, Any]], *, steps: int, warm_up: int) -> str:
     """Return the table with notes; ratios are relative to the first column."""
     runs = len(results[0]["runs"])
@@ -51,21 +61,19 @@ def text(results: list[dict[str, Any]], *, steps: int, warm_up: int) -> str:
             ratio = f"  {result['ratio'][key]:.2f}×" if index and key in result["ratio"] else ""
             value = result["median"].get(key)
             columns[index + 1].append("–" if value is None else f"{spell(value)}{ratio}")
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for name, *cells in zip(*columns, strict=True):
-        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *shown]))
+    lines = aligned(list(zip(*columns, strict=True)), right=True)
     last = results[0]["runs"][-1]
     notes = [
         f"{runs} run{'s' if runs > 1 else ''} each, {steps} steps after {warm_up} warm-up steps; medians over runs; "
         f"{last['device']}, {last['threads']} thread(s), torch {last['torch']}.",
     ]
-    for result in results:
-        run = result["runs"][-1]
-        notes.append(
-            f"{result['label']}: {run['compute']}, attention {run['attention']}, "
-            f"{'packed' if run['packing'] else 'not packed'}. MFU: {run['mfu_convention']}; "
-            f"of {run['peak_flops'] / 1e9:,.0f} GFLOP/s ({run['peak_flops_source']})."
-        )
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", *notes, *map(_note, results)])
+
+
+def _note(result: dict[str, Any]) -> str:
+    run = result["runs"][-1]
+    return (
+        f"{result['label']}: {run['compute']}, attention {run['attention']}, "
+        f"{'packed' if run['packing'] else 'not packed'}. MFU: {run['mfu_convention']}; "
+        f"of {run['peak_flops'] / 1e9:,.0f} GFLOP/s ({run['peak_flops_source']})."
+    )

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from halftune import __version__
 from halftune.cli.failure import drop_output, open_streams, report_error, wants_traceback
@@ -17,7 +18,10 @@ from halftune.core.table import did_you_mean
 # verb → (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("halftune.cli.train", "train from a YAML file: plan, load, train, save, report"),
-    "launch": ("halftune.cli.launch", "print the command that starts a run's processes, or a job for a scheduler"),
+    "launch": (
+        "halftune.cli.launch",
+        "start a run on several devices or nodes; print its command, or a job for a scheduler",
+    ),
     "plan": ("halftune.cli.plan", "show every decision about a run with its reason, without loading the model"),
     "doctor": ("halftune.cli.doctor", "check the environment; find the lines that promote dtypes, without a GPU"),
     "data": ("halftune.cli.data", "show the data report, and samples with trained tokens highlighted"),
@@ -71,35 +75,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if verb not in VERBS:
         print(f"halftune: unknown verb {verb!r} · {did_you_mean(verb, VERBS)}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(_run(verb, rest))
+    sys.exit(run_verb(verb, rest))
 
 
-def train_main() -> None:
-    """Entry point of ``train``, the same as ``halftune train``."""
+def run_verb(verb: str = "train", arguments: Sequence[str] | None = None) -> int:
+    """Run a verb, by default ``train`` with the arguments of this process; returns the exit code."""
     open_streams()
-    sys.exit(_run("train", sys.argv[1:]))
-
-
-def _run(verb: str, arguments: Sequence[str]) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     for name, value in BEFORE_TORCH.items():
         os.environ.setdefault(name, value)
-    module_name, line = VERBS[verb]
+    if sys.flags.optimize > 1:
+        what = "Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO), which transformers reads"
+        print(f"halftune {verb}: {what} · unset it", file=sys.stderr)
+        return 2
     show = wants_traceback("--traceback" in arguments)
     try:
-        module = importlib.import_module(module_name)
-        parser = argparse.ArgumentParser(
-            prog=f"halftune {verb}", description=module.__doc__ or line, allow_abbrev=False
-        )
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(parser)
-        parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-        args, unknown = parser.parse_known_intermixed_args(arguments)
-        if unknown and "overrides" in args:
-            from halftune.cli.overrides import refuse_options
-
-            refuse_options(unknown, arguments)
-        if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        module, args = _parsed(verb, arguments)
         try:
             code = module.run(args)
         except HalftuneError as error:
@@ -119,3 +110,28 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         return 130
     except Exception as error:  # no traceback unless requested
         return report_error(error, verb, show=show)
+
+
+train_main = run_verb  # the command `train`; it exits with what is returned
+
+
+def _parsed(verb: str, arguments: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """A verb's module and options.
+
+    Raises:
+        ConfigError: they contain an option of another framework.
+    """
+    module_name, line = VERBS[verb]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"halftune {verb}", description=module.__doc__ or line, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(parser)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    args, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown and "overrides" in args:
+        from halftune.cli.overrides import refuse_options
+
+        refuse_options(unknown, arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return module, args

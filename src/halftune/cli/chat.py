@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from halftune.core import log
 from halftune.core.errors import ConfigError, ModelError
 from halftune.core.optional import quick_imports
+
+if TYPE_CHECKING:
+    from halftune.model.completed_run import CompletedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit; - reads standard input")
     parser.add_argument(
         "--image", metavar="FILE", action="append", default=[], help="an image of --prompt; may be repeated"
+    )
+    parser.add_argument(
+        "--audio", metavar="FILE", action="append", default=[], help="a sound of --prompt; may be repeated"
     )
     parser.add_argument(
         "--json-lines", action="store_true", help="read requests from standard input, write answers to standard output"
@@ -38,15 +45,11 @@ def run(args: argparse.Namespace) -> int:
     """Open the run and plan without torch, then load the model and answer."""
     from halftune.model.completed_run import open_run
 
-    text = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
-    if text is not None and not text.strip():
-        where = "standard input" if args.prompt == "-" else "--prompt"
-        what = "the prompt is empty"
-        raise ConfigError(what, where=where, remedy='use for example --prompt "What is len?"', code="infer.no_prompt")
+    text = _prompt(args)
     log.configure()
     finished = open_run(args.run, args.overrides)
     if finished.plan.method.head.value == "score":
-        what = "the result is a reward model: it scores answers and writes none"
+        what = "the result is a reward model, which scores answers and generates no text"
         remedy = "load it with transformers' AutoModelForSequenceClassification"
         raise ModelError(what, where=str(finished.final), remedy=remedy, code="infer.reward_model")
 
@@ -56,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
     session = open_session(finished)
     session.system, session.tuned = args.system, not args.base
-    for path in args.image:
-        session.attach(path)
+    for kind, paths in (("image", args.image), ("audio", args.audio)):
+        for path in paths:
+            session.attach(path, kind)
     if text is not None:
         print(session.answer(text, tuned=session.tuned))
         return 0
@@ -66,9 +70,23 @@ def run(args: argparse.Namespace) -> int:
 
         serve(session, sys.stdin, sys.stdout)
         return 0
+    print(_headline(finished))
+    Repl(session).loop()
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str | None:
+    """The text of ``--prompt``, or of standard input for ``-``."""
+    text = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
+    if text is not None and not text.strip():
+        where = "standard input" if args.prompt == "-" else "--prompt"
+        what = "the prompt is empty"
+        raise ConfigError(what, where=where, remedy='use for example --prompt "What is len?"', code="infer.no_prompt")
+    return text
+
+
+def _headline(finished: CompletedRun) -> str:
     precision, base = finished.plan.precision, finished.loaded.run.model.name_or_path
     result = f"{base} + {finished.final}" if finished.is_adapter else str(finished.final)
     autocast = f", autocast {precision.compute.value}" if precision.autocast.value else ""
-    print(f"{result} · weights {precision.storage.value}{autocast} · {finished.plan.device.value}")
-    Repl(session).loop()
-    return 0
+    return f"{result} · weights {precision.storage.value}{autocast} · {finished.plan.device.value}"

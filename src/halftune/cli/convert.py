@@ -52,14 +52,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_dict(path, converted), indent=2, ensure_ascii=False))
         return REFUSED if refused else 0
-    print(report(converted), file=sys.stderr if args.output is None else sys.stdout)
-    if refused:
+    return _print(path, converted, args.output)
+
+
+def _print(path: Path, converted: Converted, output: str | None) -> int:
+    """Print the report, and the recipe where no file takes it; returns the exit code."""
+    print(report(converted), file=sys.stderr if output is None else sys.stdout)
+    if converted.status == "refused":
         print(f"halftune convert: {_refusal(path, converted)}", file=sys.stderr)
         return REFUSED
-    if args.output is None:
+    if output is None:
         print(converted.yaml, end="")
         return 0
-    return _check(args.output, converted)
+    return _check(output, converted)
 
 
 def _check(output: str, converted: Converted) -> int:

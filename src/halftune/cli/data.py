@@ -38,16 +38,26 @@ def run(args: argparse.Namespace) -> int:
 
     from halftune.data.pipeline import prepare
     from halftune.data.preview import as_data, counts, listed_rows, pick, preview
-    from halftune.model.locate import images_of
+    from halftune.model.locate import media_of
     from halftune.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(section)
-    prepared = prepare(config, tokenizer, images=images_of(config))
+    settings = media_of(config)
+    prepared = prepare(config, tokenizer, images=settings)
+    media = None
+    if settings is not None:
+        from halftune.data.media.preview import MediaPreview  # few runs have images
+
+        media = MediaPreview(settings, tokenizer)
     shown = pick(prepared.train, tokenizer, args.samples, seed=args.shuffle, text=args.find)
     if args.json:
         samples = [
-            {"where": prepared.train.where([number]), **as_data(prepared.train.example(number), tokenizer)}
-            for number in shown
+            {
+                "where": prepared.train.where([number]),
+                **as_data(example, tokenizer),
+                "media": media.as_data(example) if media is not None else [],
+            }
+            for number, example in ((number, prepared.train.example(number)) for number in shown)
         ]
         report = prepared.report.to_dict()
         sources, reports = (*config.data.train, *config.data.eval), (*prepared.report.train, *prepared.report.eval)
@@ -61,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         tokens, trained = counts(example)
         where = f"sample {number + 1}: {prepared.train.where([number])}"
         console.print(Rule(f"{where} · {tokens} tokens, {trained} trained", align="left"))
+        for one in media.of(example) if media is not None else ():
+            console.print(str(one), style="dim", highlight=False, markup=False)
         console.print(preview(example, tokenizer), soft_wrap=True)
     return 0
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from halftune import __version__
 from halftune.core.atomic import is_full
 from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
-from halftune.core.failures import record_failure
 from halftune.core.files import cache_dir
 from halftune.core.process import this_process
 from halftune.precision.trace.sources import where_written
@@ -45,6 +44,8 @@ def report_error(error: Exception, verb: str, *, show: bool) -> int:
         verb: its name.
         show: whether to print the traceback too.
     """
+    from halftune.core.failures import record_failure
+
     known = (
         error
         if isinstance(error, HalftuneError)
@@ -81,19 +82,24 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
     if isinstance(error, MemoryError):
         what = "out of main memory"
         return TrainingError(what, remedy="see `halftune plan` for an estimate of the need", code="core.out_of_memory")
-    if "torch._dynamo" in sys.modules and isinstance(error, sys.modules["torch._dynamo"].exc.TorchDynamoException):
-        if (number := _signal_of_compiler(error)) is not None:
-            again = "run the same command again: it resumes from the newest checkpoint, if there is one"
-            return Interrupted(number, "while torch.compile was compiling", again)
-        lines = str(error).strip().splitlines() or ["no message"]
-        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]  # skip "backend='inductor' raised:"
-        remedy = "set training.torch_compile: false, or fix the compiler (g++, or CXX) and its memory limit"
-        what = f"torch.compile failed: {type(error).__name__}: {first}"
-        return TrainingError(what, remedy=remedy, code="train.compile_failed")
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(error, dynamo.exc.TorchDynamoException):
+        return _of_the_compiler(error)
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         remedy = "reduce training.per_device_train_batch_size or data.max_length; see `halftune plan` for an estimate"
         return TrainingError("out of GPU memory", remedy=remedy, code="train.out_of_memory")
     return None
+
+
+def _of_the_compiler(error: Exception) -> HalftuneError:
+    if (number := _signal_of_compiler(error)) is not None:
+        again = "run the same command again: it resumes from the newest checkpoint, if there is one"
+        return Interrupted(number, "while torch.compile was compiling", again)
+    lines = str(error).strip().splitlines() or ["no message"]
+    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]  # skip "backend='inductor' raised:"
+    remedy = "set training.torch_compile: false, or fix the compiler (g++, or CXX) and its memory limit"
+    what = f"torch.compile failed: {type(error).__name__}: {first}"
+    return TrainingError(what, remedy=remedy, code="train.compile_failed")
 
 
 def _signal_of_compiler(error: BaseException) -> signal.Signals | None:

@@ -12,10 +12,9 @@ import argparse
 import json
 import shlex
 
+from halftune.cli import train
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.cli.train import arguments_of, start, train_one
-from halftune.core import log
-from halftune.core.process import this_process
+from halftune.cli.train import arguments_of
 from halftune.hardware.probe import probe
 from halftune.launch.command import command, world_size
 from halftune.launch.templates import TEMPLATES, render
@@ -27,22 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--json", action="store_true", help="print it as a JSON list of arguments")
     parser.add_argument("--template", choices=sorted(TEMPLATES), help="print a job for a scheduler and exit")
+    parser.set_defaults(sweep=None, profile=False, print_config=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the command or a job, or start the run."""
+    if not (args.template or args.dry_run or args.json):
+        return train.run(args)
     loaded = load_from(args)
     count, arguments = world_size(loaded.run, probe()), arguments_of(args)
     if args.template:
         print(render(args.template, loaded.run, count, ["train", *arguments]), end="")
         return 0
     words = command(loaded.run.distributed, count, ["train", *arguments])
-    if args.dry_run or args.json:
-        print(json.dumps(words, ensure_ascii=False) if args.json else shlex.join(words))
-        return 0
-    process = this_process()
-    log.configure(process)
-    if count > 1 and not process.launched:
-        return start(loaded, count, arguments)
-    train_one(loaded)
+    print(json.dumps(words, ensure_ascii=False) if args.json else shlex.join(words))
     return 0

@@ -17,7 +17,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="overrides such as training.learning_rate=1e-4"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same, as an option")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an override, written as an option"
+    )
 
 
 def positive(text: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from halftune.config.facts.media import check_processor
 from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
@@ -11,7 +13,7 @@ from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.errors import MissingPackageError, ModelError
 from halftune.core.optional import pip_line, version_of
 from halftune.data.preflight import validate_data
-from halftune.model.preflight import check_folders
+from halftune.model.preflight import check_all_folders
 from halftune.plan.memory import check_fits
 from halftune.plan.tree import MemoryPlan
 from halftune.train.folder import check_free
@@ -45,19 +47,27 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
     Raises:
         HalftuneError: what training would stop at; the first of it.
     """
-    check_folders(loaded.run.model, thorough=thorough)
+    run, teacher = loaded.run, facts.teacher
+    check_all_folders(run, thorough=thorough)
+    if run.data.media and Path(run.model.name_or_path).is_dir():
+        check_processor(Path(run.model.name_or_path))
     if loaded.run.training.router_aux_loss_coef and "expert" not in json.dumps(facts.raw, default=str):
         what = f"{facts.model_type} has no load-balancing loss: its config.json names no experts"
         where = "training.router_aux_loss_coef"
         raise ModelError(what, where=where, remedy="remove the key", code="model.no_router_loss")
     if here:
         _check_optimizer(loaded.run.training.optim)
-    stored = facts.quantization or loaded.run.model.quantization
+        _check_format(facts.quantization or run.model.quantization)
+        if teacher is not None and run.method.teacher_model is not None:
+            _check_format(teacher.quantization or run.method.teacher_model.quantization)
+    validate_data(run)
+
+
+def _check_format(stored: str) -> None:
     package = WEIGHT_FORMATS[stored].package if stored in WEIGHT_FORMATS else ""
-    if here and package and version_of(package) is None:
+    if package and version_of(package) is None:
         what = f"{stored} weights require package {package}"
         raise MissingPackageError(what, remedy=pip_line(package), code="core.package_missing")
-    validate_data(loaded.run)
 
 
 def _check_optimizer(optim: Optim) -> None:

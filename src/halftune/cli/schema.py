@@ -1,8 +1,8 @@
-"""Print the format of recipes.
+"""Print the JSON Schema of recipes, or a description of every key.
 
-halftune schema > halftune.schema.json      JSON Schema, for completion and validation in editors
-halftune schema --yaml                      a recipe with every key, its default and description
-halftune schema --markdown > docs/reference/config.md the reference in the documentation
+halftune schema > halftune.schema.json                    JSON Schema, for completion and validation in editors
+halftune schema --yaml                                    a recipe with every key, its default and description
+halftune schema --markdown > docs/reference/config.md     the reference in the documentation
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halftune.bench.table import aligned
 from halftune.cli.overrides import load_from
 from halftune.cli.preflight import check_inputs, check_outcome
 from halftune.config.facts.of_recipe import model_facts
@@ -23,7 +24,7 @@ from halftune.config.load import LoadedConfig
 from halftune.config.reading.yaml_source import KeyPath, Tree, parse, read_text
 from halftune.core.atomic import whole_file, write_text
 from halftune.core.errors import ConfigError, HalftuneError, TrainingError
-from halftune.core.files import MOST_JSON, read_json
+from halftune.core.files import MOST_JSON, json_objects, read_json
 from halftune.core.files import read_text as read_file
 from halftune.hardware.probe import probe
 from halftune.launch.command import processes
@@ -69,11 +70,11 @@ class Trial:
         """Take loss and time from the run's metrics."""
         training = self.loaded.run.training
         lines = _lines(self.folder / "metrics.jsonl")
-        self.seconds = sum(line.get("seconds") or 0.0 for line in lines)
-        evaluated, trained = (
+        seconds, evaluated, trained = (
             [line[name] for line in lines if isinstance(line.get(name), float)]
-            for name in (training.metric_for_best, "loss")
+            for name in ("seconds", training.metric_for_best, "loss")
         )
+        self.seconds = sum(seconds)
         self.loss = (evaluated or trained or [math.nan])[-1]
         if training.load_best:
             self.loss = min((loss for loss in evaluated if not math.isnan(loss)), default=self.loss)
@@ -116,9 +117,7 @@ def _train_all(folder: Path, trials: list[Trial]) -> int:
         code = 0
         if trial.state == "waiting":
             print(f"\ntrial {number} of {len(trials)}: {_shown(trial.values)}", flush=True)
-            ended, signalled = _train(trial)
-            code = signalled or (ended if ended in _INTERRUPTED else 0)
-            trial.state = "finished" if ended == 0 else "stopped" if code else "failed"
+            code = _run_trial(trial)
         trial.read()
         if code:
             _report(folder, trials)
@@ -131,6 +130,14 @@ def _train_all(folder: Path, trials: list[Trial]) -> int:
     return 0
 
 
+def _run_trial(trial: Trial) -> int:
+    """Train a trial and set its state; the exit code of an interruption, else 0."""
+    ended, signalled = _train(trial)
+    code = signalled or (ended if ended in _INTERRUPTED else 0)
+    trial.state = "finished" if ended == 0 else "stopped" if code else "failed"
+    return code
+
+
 def _values(tree: Tree) -> list[Values]:
     """The values of each trial: all combinations, or ``samples`` random ones.
 
@@ -138,15 +145,7 @@ def _values(tree: Tree) -> list[Values]:
         ConfigError: the file is not a sweep.
     """
     given, samples = tree.values, tree.values.get("samples")
-    for key in given.keys() - {"keys", "samples", "seed"}:
-        raise _wrong(tree, (key,), "unknown key", "a sweep has keys, samples and seed")
-    keys = given.get("keys")
-    if not isinstance(keys, dict) or not keys:
-        raise _wrong(tree, ("keys",) if "keys" in given else (), "names no keys to change", "see docs/how-to/sweep.md")
-    for name in ("samples", "seed"):
-        value = given.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < (name == "samples"):
-            raise _wrong(tree, (name,), f"expected a whole number, got {value!r}", "")
+    keys = _keys(tree)
     for key, one in keys.items():
         _check_range(tree, key, one, random_values=samples is not None)
     if (samples or math.prod(map(len, keys.values()))) > MOST:
@@ -157,19 +156,42 @@ def _values(tree: Tree) -> list[Values]:
     return [{key: _drawn(one, draw) for key, one in keys.items()} for _ in range(samples)]
 
 
+def _keys(tree: Tree) -> dict[str, Any]:
+    """The keys to change: each a list or a range.
+
+    Raises:
+        ConfigError: there are none, or another value of the file is invalid.
+    """
+    given = tree.values
+    for key in given.keys() - {"keys", "samples", "seed"}:
+        raise _wrong(tree, (key,), "unknown key", "a sweep has keys, samples and seed")
+    keys = given.get("keys")
+    if not isinstance(keys, dict) or not keys:
+        raise _wrong(tree, ("keys",) if "keys" in given else (), "names no keys to change", "see docs/how-to/sweep.md")
+    for name, least in (("samples", 1), ("seed", 0)):
+        value = given.get(name, 1)
+        if type(value) is not int or value < least:
+            raise _wrong(tree, (name,), f"expected a whole number, got {value!r}", "")
+    return keys
+
+
 def _check_range(tree: Tree, key: str, one: Any, *, random_values: bool) -> None:
     path = ("keys", key)
+    if one == []:
+        raise _wrong(tree, path, "an empty list", "list the values to try")
     if isinstance(one, list):
-        if not one:
-            raise _wrong(tree, path, "an empty list", "list the values to try")
         return
     if not isinstance(one, dict) or not {"min", "max"} <= one.keys() <= {"min", "max", "log"}:
         raise _wrong(tree, path, "expected a list of values", "with samples, {min: …, max: …, log: true} works too")
     if not random_values:
         raise _wrong(tree, path, "a range needs random values", "set samples, or list the values to try")
-    numbers = all(isinstance(one[end], int | float) and not isinstance(one[end], bool) for end in ("min", "max"))
-    if not numbers or not one["min"] < one["max"] or (one.get("log") and one["min"] <= 0):
+    low, high = one["min"], one["max"]
+    if not _is_number(low) or not _is_number(high) or not low < high or (one.get("log") and low <= 0):
         raise _wrong(tree, path, "expected numbers with min below max, above 0 with log", "")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _drawn(one: Any, draw: random.Random) -> Any:
@@ -264,26 +286,24 @@ def _train(trial: Trial) -> tuple[int, int]:
 
 def _report(folder: Path, trials: list[Trial]) -> None:
     """Print the trials, the best first, and write them as a table and a plot."""
-    known = [trial for trial in trials if not math.isnan(trial.loss)]
-    order = sorted(known, key=lambda trial: trial.loss) + [trial for trial in trials if math.isnan(trial.loss)]
+    order = sorted(trials, key=lambda trial: (math.isnan(trial.loss), trial.loss))
+    known = [trial for trial in order if not math.isnan(trial.loss)]
     keys = list(trials[0].values)
-    rows = []
-    for trial in order:
-        values = [_word(trial.values[key]) for key in keys]
-        loss = "" if math.isnan(trial.loss) else f"{trial.loss:.4f}"
-        rows.append([trial.folder.name, *values, loss, f"{trial.seconds:.1f}", trial.state])
+    rows = [_row(trial) for trial in order]
     header = ["trial", *keys, "loss", "seconds", "state"]
     with whole_file(folder / TABLE) as beside, beside.open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows([header, *rows])
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    print()
-    for row in (header, *rows):
-        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    print("", *aligned([header, *rows]), sep="\n")
     if known:
         _draw(folder / PLOT, known, keys)
-    if best := next((trial for trial in order if trial.state == "finished" and trial in known), None):
+    if best := next((trial for trial in known if trial.state == "finished"), None):
         print(f"\nbest: {best.folder} ({_shown(best.values)})")
     print(f"table: {folder / TABLE}")
+
+
+def _row(trial: Trial) -> list[str]:
+    loss = "" if math.isnan(trial.loss) else f"{trial.loss:.4f}"
+    return [trial.folder.name, *map(_word, trial.values.values()), loss, f"{trial.seconds:.1f}", trial.state]
 
 
 def _draw(path: Path, trials: list[Trial], keys: list[str]) -> None:
@@ -297,7 +317,7 @@ def _draw(path: Path, trials: list[Trial], keys: list[str]) -> None:
     panels[0].set_ylabel("loss")
     for axes, key in zip(panels, keys, strict=True):
         values = [trial.values[key] for trial in trials]
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        numbers = all(map(_is_number, values))
         places = values if numbers else [_word(value) for value in values]
         axes.plot(places, [trial.loss for trial in trials], "o", markersize=5)
         if numbers and min(values) > 0 and max(values) >= 10 * min(values):
@@ -308,18 +328,11 @@ def _draw(path: Path, trials: list[Trial], keys: list[str]) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; a line that a killed run left unfinished is skipped."""
-    found = []
+    """The lines of a run's metrics."""
     try:
-        lines = read_file(path).splitlines()
+        return list(json_objects(read_file(path).splitlines()))
     except OSError:
         return []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [line for line in found if isinstance(line, dict)]
 
 
 def _word(value: Any) -> str:

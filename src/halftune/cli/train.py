@@ -14,8 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.facts.model import ModelFacts
@@ -29,11 +32,13 @@ from halftune.core.process import ignored, this_process
 from halftune.hardware import Hardware
 from halftune.hardware.probe import probe
 from halftune.launch.command import command, machine_of, processes, world_size
-from halftune.launch.machines import check_main_address
 from halftune.plan import Plan, explain, resolve
 from halftune.plan.memory import check_fits
 from halftune.train.folder import already_finished
 from halftune.train.lock import check_unlocked
+
+if TYPE_CHECKING:
+    from halftune.train.trainer import Outcome
 
 PROFILED = 4  # steps
 
@@ -65,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
         log.get_logger(__name__).warning("ignoring %s: this process was not started by a launcher", names)
     if not process.launched and (count := processes(loaded.run, probe())) > 1:
         return start(loaded, count, arguments_of(args))
-    train_one(loaded)
+    for recipe in in_order(loaded):
+        with checked(recipe) as start_training:
+            outcome = start_training and start_training()
+        if outcome and process.main:
+            _print_result(outcome.folder, outcome.message)
     if process.launched:
         from halftune.train.parallel.rendezvous import part
 
@@ -96,6 +105,8 @@ def start(loaded: LoadedConfig, count: int, arguments: list[str]) -> int:
     from halftune.cli.preflight import check_inputs, check_outcome
 
     if (machine := machine_of(loaded.run.distributed, count)) is not None:
+        from halftune.launch.machines import check_main_address
+
         check_main_address(machine)
     check_unlocked(Path(loaded.run.training.output_dir))
     facts = model_facts(loaded)
@@ -118,10 +129,20 @@ def arguments_of(args: argparse.Namespace) -> list[str]:
     return words + (["--traceback"] if vars(args).get("traceback") else [])
 
 
-def train_one(loaded: LoadedConfig) -> None:
-    """Plan and train a recipe, after those that it depends on."""
+def in_order(loaded: LoadedConfig) -> Iterator[LoadedConfig]:
+    """A recipe, after those that it depends on."""
     for recipe in dependencies(loaded):
-        train_one(recipe)
+        yield from in_order(recipe)
+    yield loaded
+
+
+@contextmanager
+def checked(loaded: LoadedConfig) -> Iterator[Callable[[], Outcome] | None]:
+    """Plan a recipe and check what can be checked before training.
+
+    Yields:
+        what trains it; None if it is finished.
+    """
     process, folder = this_process(), Path(loaded.run.training.output_dir)
     main = process.main
     if main:
@@ -132,6 +153,7 @@ def train_one(loaded: LoadedConfig) -> None:
 
             bring_up_to_date(folder)
             _print_result(folder, done)
+        yield None
         return
     from halftune.cli.preflight import check_inputs  # late: imports NumPy
 
@@ -143,16 +165,14 @@ def train_one(loaded: LoadedConfig) -> None:
     check_fits(plan.memory, loaded.run)
 
     with quick_imports():  # torch, after all checks that do not need it
-        from halftune.model.preflight import check_folders
+        from halftune.model.preflight import check_all_folders
         from halftune.train.trainer import train
 
     with _processes_together(loaded, hardware, facts, plan) as agreed:
         check_fits(agreed.memory, loaded.run)
         if process.launched and main:  # here, as the others wait for as long as this one gives signs of life
-            check_folders(loaded.run.model, thorough=True)
-        outcome = train(loaded, agreed)
-    if main:
-        _print_result(outcome.folder, outcome.message)
+            check_all_folders(loaded.run, thorough=True)
+        yield partial(train, loaded, agreed)
 
 
 def _processes_together(

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lang", choices=("en", "zh"), help="language of the labels (default: $LANG, else English)")
     parser.add_argument(
-        "--allow-remote-code", action="store_true", help="allow recipes to run remote code of checkpoints"
+        "--allow-remote-code", action="store_true", help="allow code that is not halftune's, and servers that sample"
     )
 
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 Shape = tuple[int, ...]
 Optim = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "muon",
                 "adamw_8bit", "paged_adamw_8bit", "paged_adamw", "lion", "lion_8bit", "paged_lion_8bit",
-                "adamw_torch_8bit", "adamw_torch_4bit"]  # fmt: skip
+                "adamw_torch_8bit", "adamw_torch_4bit", "galore", "apollo",
+                "stable_adamw", "adamw_schedule_free"]  # fmt: skip
 """The keys of :data:`OPTIMIZERS`, for the type of ``training.optim``."""
 
+PROJECTION_RANK = 128
+"""The default of ``training.projection_rank``."""
 BETAS = ("adam_beta1", "adam_beta2")
 ADAM_OPTIONS = (*BETAS, "adam_epsilon")
 _WHOLE = "needs whole rows and columns of a gradient, which no process has under fsdp2"
@@ -39,9 +43,11 @@ class OptimizerSpec:
         package: required distribution.
         devices: kinds of devices that run it.
         paged: whether the state may move to main memory if the device is full; never on a CPU.
+        averages: whether the result is an average of the weights in training, which takes the place of a schedule.
+        ranked: whether ``state`` takes the ``rank`` of projections, ``training.projection_rank``.
     """
 
-    state: Callable[[Shape, bool], int]
+    state: Callable[..., int]
     options: tuple[str, ...] = ()
     rest: str = ""
     cannot_shard: str = ""
@@ -52,6 +58,12 @@ class OptimizerSpec:
     package: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
     paged: bool = False
+    ranked: bool = False
+    averages: bool = False
+
+    def of_rank(self, rank: int) -> OptimizerSpec:
+        """The row of an optimizer whose projections have this rank; itself where it has none."""
+        return replace(self, state=partial(self.state, rank=rank)) if self.ranked else self
 
 
 def _per_weight(count: int) -> Callable[[Shape, bool], int]:
@@ -112,6 +124,30 @@ def _torchao(bits: int, block: int) -> OptimizerSpec:
     )
 
 
+def _projected(package: str, *, random: bool) -> OptimizerSpec:
+    """AdamW in a space of low rank, for hidden matrices: a projection, and moments of the projected gradient.
+
+    GaLore (arXiv:2403.03507) projects on singular vectors, of which there are no more than rows and columns; APOLLO
+    (arXiv:2412.05270) on random ones.
+    """
+
+    def count(shape: Shape, hidden: bool, rank: int = PROJECTION_RANK) -> int:
+        if not hidden or len(shape) != 2:
+            return 2 * math.prod(shape)
+        rank = rank if random else min(rank, *shape)
+        return rank * min(shape) + 2 * rank * max(shape)
+
+    return OptimizerSpec(
+        count,
+        options=(*ADAM_OPTIONS, "projection_rank", "projection_interval", "projection_scale"),
+        rest="adamw",
+        cannot_shard=_WHOLE,
+        package=package,
+        devices=("cpu", "cuda", "rocm", "xpu"),
+        ranked=True,
+    )
+
+
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(_per_weight(2), options=ADAM_OPTIONS, own_state_dtype=True),
     "adam": OptimizerSpec(_per_weight(2), options=ADAM_OPTIONS),
@@ -133,6 +169,23 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "paged_lion_8bit": _bitsandbytes(1, 8, paged=True),
     "adamw_torch_8bit": _torchao(8, 256),
     "adamw_torch_4bit": _torchao(4, 128),
+    "galore": _projected("galore-torch", random=False),
+    "apollo": _projected("apollo-torch", random=True),
+    "stable_adamw": OptimizerSpec(
+        _per_weight(2),
+        options=ADAM_OPTIONS,
+        cannot_shard="clips by the mean over a whole weight, which no process has under fsdp2",
+        package="torch-optimi",
+        devices=("cpu", "cuda", "rocm", "xpu"),
+    ),
+    "adamw_schedule_free": OptimizerSpec(
+        _per_weight(2),
+        options=ADAM_OPTIONS,
+        cannot_shard="has two sets of weights, of which fsdp2 shards one",
+        package="schedulefree",
+        devices=("cpu", "cuda", "rocm", "xpu"),
+        averages=True,
+    ),
 }
 
 

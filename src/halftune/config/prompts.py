@@ -47,6 +47,11 @@ PROMPTS = {
         "<|im_start|>assistant\n",
         _AXOLOTL,
     ),
+    "alpaca_phi": PromptRow(
+        f"<|system|>\n{_WITH}<|end|>\n<|user|>\n{{instruction}}<|end|>{{input}}<|assistant|>",
+        f"<|system|>\n{_WITHOUT}<|end|>\n<|user|>\n{{instruction}}<|end|>\n<|assistant|>\n",
+        _AXOLOTL,
+    ),
 }
 
 

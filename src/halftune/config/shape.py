@@ -187,31 +187,32 @@ def describe(shape: Shape) -> str:
     return _describe(shape.annotation, shape.metadata)
 
 
+_NOUNS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping of names to values",
+}
 _PLURALS = {"an integer": "integers", "a number": "numbers", "a string": "strings"}
 
 
 def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     annotation, metadata = _unwrap(annotation, metadata)
-    origin = get_origin(annotation)
     branches = [option for option in options(annotation) if option is not type(None)]
     if len(branches) > 1:
         return ", or ".join(dict.fromkeys(_describe(option, metadata) for option in branches))
+    origin = get_origin(annotation) or annotation
     if origin is Literal:
-        words = [str(word) for word in get_args(annotation)]
+        words = list(map(str, get_args(annotation)))
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
         items = _describe(get_args(annotation)[0], ())
-        return (
-            f"a list of {_PLURALS.get(items, items)}"
-            if not items.startswith("one of")
-            else f"a list with any of {items[7:]}"
-        )
-    if origin is dict or annotation is dict:
-        return "a mapping of names to values"
-    if said := next((mark for mark in metadata if isinstance(mark, str)), ""):
-        return said
-    nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    return nouns.get(annotation, "a value") + _bounds(metadata)
+        if items.startswith("one of"):
+            return f"a list with any of {items[7:]}"
+        return f"a list of {_PLURALS.get(items, items)}"
+    said = next(filter(lambda mark: isinstance(mark, str), metadata), "")
+    return said or _NOUNS.get(origin, "a value") + _bounds(metadata)
 
 
 def _bounds(metadata: Sequence[Any]) -> str:

@@ -47,16 +47,24 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[HalftuneError], set[Key
         said = {path: _problem(tree, path, details, values) for path, details in new.items()}
         meant = {key for problem in said.values() if (key := _meant(problem.remedy))}
         # a misspelt key is not also reported as missing, nor do rules check the key that was meant
-        problems += [said[path] for path in said if not (path in meant and new[path]["type"] == "missing")]
-        tags = {path: tag for path, details in found.items() if (tag := _near_tag(path, details, values))}
-        wrong = {path for path, details in found.items() if details["type"] != "extra_forbidden"}
-        broken |= meant | {(*path, "type") if path in tags else path for path in wrong}
-        for path, details in found.items():
-            if path in tags:  # other problems in the section follow in the next round
-                _value_at(path, values)["type"] = tags[path]
-            else:
-                _repair(values, path, missing=details["type"] == "missing")
+        twice = {path for path in meant & new.keys() if new[path]["type"] == "missing"}
+        problems += [problem for path, problem in said.items() if path not in twice]
+        broken |= meant | _repair_all(values, found)
     return None, problems, broken
+
+
+def _repair_all(values: Any, found: dict[KeyPath, ErrorDetails]) -> set[KeyPath]:
+    """Replace or remove what is invalid; the keys that have no valid value of the user's."""
+    broken: set[KeyPath] = set()
+    for path, details in found.items():
+        if tag := _near_tag(path, details, values):  # other problems in the section follow in the next round
+            _value_at(path, values)["type"] = tag
+            broken.add((*path, "type"))
+            continue
+        _repair(values, path, missing=details["type"] == "missing")
+        if details["type"] != "extra_forbidden":
+            broken.add(path)
+    return broken
 
 
 def _meant(remedy: str) -> KeyPath:
@@ -116,7 +124,7 @@ def _problem(tree: Tree, path: KeyPath, details: ErrorDetails, values: Any) -> H
         return tree.problem(path, "is empty", "add at least one entry", code="config.empty_list")
     if shape is None:
         return tree.problem(path, details["msg"], code="config.invalid_value")
-    what, remedy = _mismatch(value, shape, details["msg"])
+    what, remedy = _mismatch(value, shape)
     return tree.problem(path, what, remedy, code="config.invalid_value")
 
 
@@ -132,22 +140,25 @@ def _value_at(path: KeyPath, values: Any) -> Any:
 
 
 def _missing(tree: Tree, path: KeyPath, shape: Shape | None) -> HalftuneError:
-    kind = "section" if shape is not None and shape.sections and not shape.many else "key"
+    if shape is not None and shape.sections and not shape.many:
+        required = [name for option in shape.sections.values() for name in _required(option)]
+        remedy = f"write {path[-1]}: with {', '.join(required)} below it"
+        return tree.problem(path, "this section is missing", remedy, code="config.missing_key")
     section = _section_at(path[:-1], tree.values)
     field = section.model_fields.get(str(path[-1])) if section is not None else None
-    remedy = field.description or "" if field is not None else ""
-    if shape is not None and kind == "section":
-        fields = [pair for option in shape.sections.values() for pair in option.model_fields.items()]
-        required = [name for name, field in fields if field.is_required()]
-        remedy = f"write {path[-1]}: with {', '.join(required)} below it"
-    return tree.problem(path, f"this {kind} is missing", remedy.split("\n")[0], code="config.missing_key")
+    remedy = (field.description or "").split("\n")[0] if field is not None else ""
+    return tree.problem(path, "this key is missing", remedy, code="config.missing_key")
+
+
+def _required(section: type[Section]) -> list[str]:
+    return [name for name, field in section.model_fields.items() if field.is_required()]
 
 
 def _tag(tree: Tree, path: KeyPath, shape: Shape | None, value: Any) -> HalftuneError:
     assert shape is not None
     known = tuple(shape.sections)
     if not isinstance(value, dict):
-        return tree.problem(path, *_mismatch(value, shape, ""), code="config.invalid_value")
+        return tree.problem(path, *_mismatch(value, shape), code="config.invalid_value")
     if "type" not in value:
         return tree.problem(
             path, "type is missing", f"write {path[-1]}: {{type: {' | '.join(known)}, …}}", code="config.missing_key"
@@ -159,36 +170,40 @@ def _tag(tree: Tree, path: KeyPath, shape: Shape | None, value: Any) -> Halftune
     )
 
 
-def _mismatch(value: Any, shape: Shape, message: str) -> tuple[str, str]:
+def _mismatch(value: Any, shape: Shape) -> tuple[str, str]:
     """(what, remedy) for a value of the wrong type or out of bounds."""
     if value is None:
         return "has no value", f"write {describe(shape)}, or remove the line"
-    return f"expected {describe(shape)}, got {show(value)}", _remedy(value, shape, message)
+    return f"expected {describe(shape)}, got {show(value)}", _remedy(value, shape)
 
 
-def _remedy(value: Any, shape: Shape, message: str) -> str:
-    words = choices(shape)
-    if isinstance(value, str) and len(shape.sections) == 1 and not shape.many and not words:
-        fields = next(iter(shape.sections.values())).model_fields
-        required = [name for name, field in fields.items() if field.is_required()]
-        return f"write {{{required[0]}: {value}}}" if len(required) == 1 else ""
-    if isinstance(value, str):
-        if accepts(shape, bool) and value.lower() in YES_NO:
-            return (
-                f"write {str(YES_NO[value.lower()]).lower()}{' without quotes' if value in ('true', 'false') else ''}"
-            )
-        if accepts(shape, int) and _number(value) is not None:
-            return "write the number without quotes and without leading zeros"
-        return suggest_word(value, words)
-    if isinstance(value, float) and accepts(shape, int) and value.is_integer() and abs(value) < 1e15:
-        return f"write {int(value)}"
-    if isinstance(value, bool):
-        return f"did you mean {words[0]}?" if len(words) == 1 else ""
-    if isinstance(value, int | float) and accepts(shape, str):
-        return "put it in quotes"
-    if isinstance(value, dict) and not shape.sections:
-        return "check the indentation: this key does not accept a section"
+def _remedy(value: Any, shape: Shape) -> str:
+    match value:
+        case str():
+            return _remedy_of_text(value, shape)
+        case bool():
+            words = choices(shape)
+            return f"did you mean {words[0]}?" if len(words) == 1 else ""
+        case float() if accepts(shape, int) and value.is_integer() and abs(value) < 1e15:
+            return f"write {int(value)}"
+        case int() | float() if accepts(shape, str):
+            return "put it in quotes"
+        case dict() if not shape.sections:
+            return "check the indentation: this key does not accept a section"
     return ""
+
+
+def _remedy_of_text(value: str, shape: Shape) -> str:
+    words = choices(shape)
+    if len(shape.sections) == 1 and not shape.many and not words:
+        required = _required(next(iter(shape.sections.values())))
+        return f"write {{{required[0]}: {value}}}" if len(required) == 1 else ""
+    if accepts(shape, bool) and value.lower() in YES_NO:
+        unquoted = " without quotes" if value in ("true", "false") else ""
+        return f"write {str(YES_NO[value.lower()]).lower()}{unquoted}"
+    if accepts(shape, int) and _number(value) is not None and len(value) < 20:
+        return "write the number without quotes and without leading zeros"
+    return suggest_word(value, words)
 
 
 def _number(text: str) -> float | None:
@@ -232,6 +247,6 @@ def _placeholder(shape: Shape) -> Any:
     """A valid value for a missing required one; rules do not see it."""
     if not shape.sections:
         return "placeholder"
-    fields = next(iter(shape.sections.values())).model_fields
-    section = {name: _placeholder(field_shape(field)) for name, field in fields.items() if field.is_required()}
+    first = next(iter(shape.sections.values()))
+    section = {name: _placeholder(field_shape(first.model_fields[name])) for name in _required(first)}
     return [section] if shape.many else section

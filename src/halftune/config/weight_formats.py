@@ -9,7 +9,7 @@ from typing import Any, Literal
 from halftune.core.errors import ModelError
 
 _INSTEAD = "use a checkpoint in bf16, fp16 or fp32, or one whose config.json names its quantisation"
-OnLoad = Literal["none", "nf4", "int8"]
+OnLoad = Literal["none", "nf4", "nf4_single", "int8"]
 """The type of ``model.quantization``: the rows of :data:`WEIGHT_FORMATS` for quantisation on load."""
 
 
@@ -39,12 +39,15 @@ _NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "none": WeightFormat(trainable=True, shardable=True),
     "nf4": WeightFormat(0.516, _NF4, **_BITSANDBYTES),
+    "nf4_single": WeightFormat(0.5625, {**_NF4, "bnb_4bit_use_double_quant": False}, **_BITSANDBYTES),
     "int8": WeightFormat(1.01, {"load_in_8bit": True}, **_BITSANDBYTES),
     "bitsandbytes_4bit": WeightFormat(0.56, **_BITSANDBYTES),
     "bitsandbytes_8bit": WeightFormat(1.01, **_BITSANDBYTES),
     # dequantised to the storage dtype on load, since not all their kernels have a backward pass
     "fp8": WeightFormat(),
     "mxfp4": WeightFormat(),
+    "gptq": WeightFormat(),
+    "awq": WeightFormat(),
 }
 STORED = tuple(name for name, row in WEIGHT_FORMATS.items() if name != "none" and not row.on_load)
 """Formats that a checkpoint may have."""
@@ -77,7 +80,7 @@ def refusal(method: str | None) -> str:
     """Return the reason why training does not support a format; empty if it does."""
     if method is None or method in STORED:
         return ""
-    known = "bitsandbytes weights stay quantised, fp8 and mxfp4 weights are dequantised on load"
+    known = "bitsandbytes weights stay quantised; fp8, mxfp4, gptq and awq weights are dequantised on load"
     return f"the checkpoint's quantisation method {method} is not supported: {known}"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+
+from halftune.core.packaged import read_yaml
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,4 @@ class Entry:
 @cache
 def catalogue() -> dict[str, Entry]:
     """Return every code in alphabetical order, which groups them by package."""
-    import yaml  # here, because it is rarely needed
-
-    text = files("halftune.core").joinpath("error_codes.yaml").read_text(encoding="utf-8")
-    return {code: Entry(code, **entry) for code, entry in yaml.safe_load(text).items()}
+    return {code: Entry(code, **entry) for code, entry in read_yaml("halftune.core", "error_codes.yaml").items()}

@@ -111,31 +111,31 @@ class Problems(HalftuneError):
 
 
 class ConfigError(Problems):
-    """The configuration is invalid; contains every problem found."""
+    """The configuration is invalid. Contains every problem found."""
 
     exit_code = 2
 
 
 class DataError(HalftuneError):
-    """A data file, row or column that cannot be trained on."""
+    """A data file, row or column cannot be used for training."""
 
     exit_code = 2
 
 
 class PlanError(Problems):
-    """The configuration is valid, but this machine or model does not support it; contains every reason found."""
+    """This machine or model does not support the configuration. Contains every reason found."""
 
     exit_code = 2
 
 
 class DoesNotFitError(PlanError):
-    """The run is not expected to fit into memory; `training.ignore_memory_estimate: true` runs it anyway."""
+    """The memory estimate exceeds the device; `training.ignore_memory_estimate: true` runs it anyway."""
 
     exit_code = 1
 
 
 class ModelError(HalftuneError):
-    """A checkpoint, tokenizer or adapter that cannot be loaded as planned."""
+    """A checkpoint, tokenizer or adapter cannot be loaded as planned."""
 
     exit_code = 3
 
@@ -147,7 +147,7 @@ class DtypeContractError(HalftuneError):
 
 
 class TrainingError(HalftuneError):
-    """Training cannot continue (a non-finite loss …), or a disk is full; files already written are intact."""
+    """Training cannot continue (non-finite loss, full disk …); files already written are intact."""
 
     exit_code = 5
 

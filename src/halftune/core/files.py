@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +44,7 @@ _FLAGS = {
     "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
     "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
 }
+_HANDED_OVER = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -84,6 +88,24 @@ def open_file(path: Path, mode: str = "rb", *, root: Path | None = None, bufferi
     return file
 
 
+def open_input(path: Path) -> IO[bytes]:
+    """Open a file that a user names for reading: a regular file, or a stream that was handed to this process, such as
+    ``/dev/stdin``. Links are followed. A pipe or device would wait for a writer, or never end.
+
+    Raises:
+        OSError: it is neither, or cannot be opened.
+    """
+    if _HANDED_OVER.fullmatch(str(path)):
+        return path.open("rb")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    kind = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(kind):
+        file.close()
+        number = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+        raise OSError(number, "is a folder" if stat.S_ISDIR(kind) else "is not a regular file", str(path))
+    return file
+
+
 def read_text(path: Path, *, root: Path | None = None) -> str:
     """Read a UTF-8 text file opened by :func:`open_file`; invalid bytes are replaced.
 
@@ -104,11 +126,19 @@ def read_limited(path: Path, most: int = MOST_JSON, *, root: Path | None = None)
     Raises:
         OSError: it has more than ``most`` bytes, or cannot be read; with ``root``, as :func:`open_file`.
     """
-    with path.open("rb") if root is None else open_file(path, root=root) as file:
+    with open_input(path) if root is None else open_file(path, root=root) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
     return data
+
+
+def json_objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in lines; a line that is none, such as one that a killed process left unfinished, is skipped."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line), dict):
+                yield entry
 
 
 def read_json(path: Path, most: int = SMALL_JSON, *, root: Path | None = None) -> Any:

@@ -7,6 +7,7 @@ import time
 SLOWEST = 20_000_000  # bytes per second of a disk that is slow but works
 
 beats = 0  # heartbeats of this process so far
+ticks = 0  # units of progress of this process in a run of several
 extension = 0.0  # seconds by which the current operation extends the limit
 longest = 0.0  # longest interval in seconds since forget()
 _last = 0.0  # time.monotonic() of the last heartbeat
@@ -21,6 +22,16 @@ def beat(size: int = 0) -> None:
     global beats, extension
     wait()
     beats, extension = beats + 1, size / SLOWEST
+
+
+def tick() -> None:
+    """Count one unit of progress and send a heartbeat.
+
+    All ranks call this equally often. The rank with the fewest ticks is behind.
+    """
+    global ticks
+    ticks += 1
+    beat()
 
 
 def wait() -> None:

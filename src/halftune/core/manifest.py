@@ -76,16 +76,21 @@ def damage(
                 return f"{name} is missing"
             if (found := path.stat().st_size) != size:
                 return f"{name} has {found:,} bytes instead of {size:,}"
-        names = sorted(files)[share[0] :: share[1]] if thorough else []
-        with ThreadPoolExecutor(_READERS) as pool:
-            for name, digest in zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True):
-                if digest != files[name][1]:
-                    return f"{name} has a wrong checksum"
+        if changed := _changed(folder, files, share) if thorough else "":
+            return f"{changed} has a wrong checksum"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError):
         return f"{marker} is not a manifest of format {FORMAT}"
     return ""
+
+
+def _changed(folder: Path, files: Mapping[str, tuple[int, str]], share: tuple[int, int]) -> str:
+    """The first file of a process's share whose checksum differs; empty if there is none."""
+    names = sorted(files)[share[0] :: share[1]]
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = pool.map(lambda name: _sha256(folder / name), names)
+        return next((name for name, digest in zip(names, digests, strict=True) if digest != files[name][1]), "")
 
 
 def _strange(folder: Path, listed: Collection[str]) -> str:

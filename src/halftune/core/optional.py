@@ -26,8 +26,8 @@ def quick_imports() -> Iterator[None]:
     An exception raised by Ctrl-C inside an import may be swallowed (by a callback of the garbage collector or of an
     extension module) or leave a partial module. Nothing can be lost yet, so the process exits at once.
 
-    Inside, bitsandbytes counts as not installed: peft would import it for one optional class. It is imported later, if
-    a plan needs it.
+    Inside, bitsandbytes and torchao count as not installed: peft and transformers would import them for optional
+    classes. They are imported later, if a plan needs them.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
@@ -36,7 +36,7 @@ def quick_imports() -> Iterator[None]:
     if main and before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
-        with without("bitsandbytes"):
+        with without("bitsandbytes"), without("torchao"):
             yield
     finally:
         if main and before is signal.default_int_handler:
@@ -67,13 +67,20 @@ def _leave(number: int, _frame: object) -> None:
 
 # distribution → halftune's extra that installs it; others are installed by name
 _EXTRAS = {
-    "flash-attn": "flash",
+    "math-verify": "maths",
     "flash-linear-attention": "fla",
     "tensorboard": "tensorboard",
     **{name: name for name in ("wandb", "mlflow", "swanlab", "trackio")},
     "gradio": "webui",
+    "soundfile": "audio",
+    "soxr": "audio",
     "bitsandbytes": "bitsandbytes",
+    "galore-torch": "galore",
+    "apollo-torch": "apollo",
+    "torch-optimi": "optimi",
+    "schedulefree": "schedulefree",
 }
+_BUILT_WITH_TORCH = ("flash-attn", "causal-conv1d", "mamba-ssm")  # their setup.py imports the installed torch
 
 
 def version_of(distribution: str) -> str | None:
@@ -91,6 +98,8 @@ def extra_line(extra: str) -> str:
 
 def pip_line(distribution: str) -> str:
     """Return the command that installs a distribution."""
+    if distribution in _BUILT_WITH_TORCH:
+        return f"pip install {distribution} --no-build-isolation"
     return extra_line(_EXTRAS[distribution]) if distribution in _EXTRAS else f"pip install {distribution}"
 
 

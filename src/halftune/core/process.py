@@ -58,7 +58,7 @@ def this_process() -> Process:
         return ALONE  # RANK without WORLD_SIZE may be unrelated
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if world_size > 1 and missing:
-        what = f"WORLD_SIZE is {world_size}, but missing: {', '.join(missing)}"
+        what = f"WORLD_SIZE is {world_size}, but these variables are not set: {', '.join(missing)}"
         raise PlanError(what, where="WORLD_SIZE", remedy=_REMEDY, code="launch.bad_environment")
     rank, local_rank = _number("RANK", 0) or 0, _number("LOCAL_RANK", 0) or 0
     if rank >= world_size:

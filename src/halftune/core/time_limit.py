@@ -1,4 +1,4 @@
-"""Limits on CPU time and memory for untrusted code in this process."""
+"""Limits on CPU time and memory for untrusted code in this process, and on the time of a wait."""
 
 from __future__ import annotations
 
@@ -7,10 +7,33 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType, TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _STATM = "/proc/self/statm"  # Linux only; memory is not limited on other systems
 _PAGE = resource.getpagesize()
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """``call()`` in a thread, for calls whose own limits count from byte to byte, or that have none (DNS).
+
+    Raises:
+        TimeoutError: it takes longer; the thread is left to itself.
+    """
+    made: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:  # whatever it is, it belongs to the thread that asked
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="halftune-within", daemon=True).start()
+    return made.result(seconds)
 
 
 class OutOfTime(Exception):

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from halftune.data.order import round_up
 from halftune.data.store import NO_LABEL, Example, Segment
@@ -83,6 +84,30 @@ def _packed(segments: Sequence[Segment], pad_token_id: int) -> Batch:
     )
 
 
+def some_segments(batch: Batch, kept: Tensor) -> Batch | None:
+    """The segments of a batch for which ``kept`` is true: bool ``[S]``; None for batches with media.
+
+    Their order stays; columns and counts are those of the whole batch. Synchronises with the device.
+    """
+    extras = {name: value for name, value in batch.extras.items() if name != LABEL_POSITIONS}
+    more = {"segment_of_example": batch.segment_of_example[kept], "examples": ()}
+    if "seq_idx" not in batch.tokens and not extras:
+        return replace(batch, tokens={name: value[kept] for name, value in batch.tokens.items()}, extras={}, **more)
+    if set(extras) != _BOUNDS or set(batch.tokens) != _PACKED:
+        return None
+    bounds = batch.extras["cu_seq_lens_q"]
+    assert isinstance(bounds, Tensor)
+    kept = F.pad(kept, (0, len(bounds) - 1 - len(kept)))  # not the segment of padding
+    owners = batch.tokens["seq_idx"][0].long()
+    places = kept[owners].nonzero().squeeze(1)
+    tokens = {name: value[:, places] for name, value in batch.tokens.items()}
+    tokens["seq_idx"] = (kept.cumsum(0) - 1)[owners[places]].to(torch.int32)[None]
+    bounds = F.pad(bounds.diff()[kept].cumsum(0), (1, 0)).to(torch.int32)
+    return replace(batch, tokens=tokens, extras={**extras, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, **more)
+
+
+_BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_PACKED = {"input_ids", "labels", "position_ids", "seq_idx"}
 # int64[P], an extra: positions that predict a label in at least one row. Computed on the CPU: on a GPU it would sync.
 LABEL_POSITIONS = "label_positions"
 # fp32[E], a column: the weight of each example in the loss normaliser; 0 for filler examples.
@@ -128,8 +153,20 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on ``device``; asynchronous from pinned memory, ordered by the current CUDA stream."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+        """A copy on ``device``; asynchronous from pinned memory, ordered by the current CUDA stream.
+
+        The layers of a packed row ask the host for its boundaries, which therefore knows those of the copy too.
+        """
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+        if device.type == "cpu":
+            return moved
+        from halftune_kernels.arguments import remember
+
+        for name in _BOUNDS & self.extras.keys():
+            here, there = self.extras[name], moved.extras[name]
+            if isinstance(here, Tensor) and isinstance(there, Tensor) and here.device.type == "cpu":
+                remember(there, here.tolist())
+        return moved
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         def changed(group: dict[str, T]) -> dict[str, T]:

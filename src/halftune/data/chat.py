@@ -14,12 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.utils import Namespace
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from halftune.core.errors import DataError
 from halftune.core.time_limit import Limits, OutOfTime
-from halftune.data.control_tokens import CLOSE, IMAGE, OPEN, ControlTokens, special_tokens
+from halftune.data.control_tokens import CLOSE, MEDIA, OPEN, ControlTokens, special_tokens
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.preflight import no_chat_template
 from halftune.data.template_features import REASONING_KEYS, TOOL, TemplateFeatures, probe_features
@@ -69,7 +71,7 @@ class ChatTemplate:
         tokenizer: a tokenizer with a chat template.
         variables: further variables of the template, e.g. ``{"enable_thinking": False}``.
         day: the date for templates that print today's date; None for the current date.
-        images: give the template an image part for every ``IMAGE`` in a text.
+        images: give the template a part for every character of ``MEDIA`` in a text.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template exceeds the time or memory limit.
@@ -88,6 +90,7 @@ class ChatTemplate:
         self._tokenizer, self._images = tokenizer, images
         self._variables, self._day = dict(variables or {}), day
         self._fixed = _fixed_variables(tokenizer, self._variables)
+        self._plain: Template | None = None  # for plain messages without tools
         try:
             self.features = probe_features(
                 lambda features, messages, tools: self._render(messages, tools, features=features)
@@ -178,32 +181,38 @@ class ChatTemplate:
     ) -> list[str]:
         if not conversations:
             return []
-        features = features or self.features
         if self._day:
             options.setdefault("chat_template", self.source(tools))
         try:
             with conversation_limits():
-                made = [[features.of_message(message) for message in messages] for messages in conversations]
-                if self._images:
-                    made = [[_with_images(message) for message in messages] for messages in made]
+                made = self._prepared(conversations, features or self.features)
                 if self._fixed is not None and tools is None and all(map(_is_plain, made)):
-                    template = _compiled(options.get("chat_template") or self.source(None))
+                    template = self._compiled(options.get("chat_template"))
                     given = {**self._fixed, "add_generation_prompt": prompt}
                     return [template.render(given, messages=messages) for messages in made]
-                return self._tokenizer.apply_chat_template(
-                    made,
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    **self._variables,
-                    **options,
-                )  # type: ignore[return-value]
+                apply: Callable[..., list[str]] = self._tokenizer.apply_chat_template  # type: ignore[assignment]
+                given = {"tokenize": False, "add_generation_prompt": prompt}
+                return apply(made, tools=tools, **given, **self._variables, **options)
         except (OutOfTime, MemoryError) as error:
             raise too_much(error) from error
         except TemplateError as error:
             raise RowDropped(f"rejected by the chat template: {str(error)[:200] or type(error).__name__}") from error
         except _TRIPPED as error:
             raise RowDropped(f"the chat template cannot render the row: {str(error)[:200]}") from error
+
+    def _compiled(self, source: str | None) -> Template:
+        if source is not None:
+            return _compiled(source)
+        if self._plain is None:
+            self._plain = _compiled(self.source(None))
+        return self._plain
+
+    def _prepared(self, conversations: Sequence[Messages], features: TemplateFeatures) -> list[list[dict[str, Any]]]:
+        """The messages as the template takes them: what it does not support is written in another way."""
+        made = [[features.of_message(message) for message in messages] for messages in conversations]
+        if not self._images:
+            return made
+        return [[_with_images(message) for message in messages] for messages in made]
 
     def _frame(self) -> str:
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
@@ -281,39 +290,51 @@ def _fixed_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str,
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Template:
-    """The template as ``apply_chat_template`` compiles it, with faster access to globals and to keys of messages."""
-    environment = _compile_jinja_template(source).environment.overlay()
-    sandboxed, attributes = environment.getattr, frozenset(dir(dict))
+    """The template as ``apply_chat_template`` compiles it, with faster access to globals, keys, loops and macros."""
+    environment: Any = _compile_jinja_template(source).environment.overlay()
+    sandboxed, sandboxed_call, attributes = environment.getattr, environment.call, frozenset(dir(dict))
 
     def read(obj: Any, attribute: str) -> Any:
         # ``getattr`` tries the attribute before the key; a failed attempt takes as long as half a rendering
         if type(obj) is dict and attribute not in attributes and attribute in obj:
             return obj[attribute]
+        if type(obj) in (LoopContext, Namespace) and attribute[0] != "_":  # of jinja itself, and nothing changes them
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                pass
         return sandboxed(obj, attribute)
 
-    environment.getattr = read
+    def call(context: Context, obj: Any, *args: Any, **names: Any) -> Any:
+        if type(obj) is not Macro:
+            return sandboxed_call(context, obj, *args, **names)
+        names.pop("_loop_vars", None)
+        names.pop("_block_vars", None)
+        return obj(context.eval_ctx, *args, **names)
+
+    environment.getattr, environment.call = read, call
     template = environment.from_string(source)
     template.globals = dict(template.globals)  # a ChainMap, which each rendering copies
     return template
 
 
 def _with_images(message: dict[str, Any]) -> dict[str, Any]:
-    """The message; one with ``IMAGE`` in its text has a list of image and text parts."""
+    """The message; one with a character of ``MEDIA`` in its text has a list of parts."""
     content = message.get("content")
     text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    if IMAGE not in text:
+    if not any(one in text for one in MEDIA):
         return message
-    pieces = re.split(f"({IMAGE})", text)
-    parts = [{"type": "image"} if one == IMAGE else {"type": "text", "text": one} for one in pieces if one]
+    pieces = re.split(f"([{''.join(MEDIA)}])", text)
+    parts = [{"type": MEDIA[one]} if one in MEDIA else {"type": "text", "text": one} for one in pieces if one]
     return {**message, "content": parts}
 
 
 def _is_plain(messages: Messages) -> bool:
     """Whether ``apply_chat_template`` passes messages on unchanged: texts only, and no reasoning."""
-    return all(
-        message.keys().isdisjoint(REASONING_KEYS) and all(type(value) is str for value in message.values())
-        for message in messages
-    )
+    for message in messages:
+        if not message.keys().isdisjoint(REASONING_KEYS) or {*map(type, message.values())} != {str}:
+            return False
+    return True
 
 
 def _marker(match: re.Match[str]) -> str:

@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 FIRST_ALIAS = 0xF5000  # above what icon fonts use
 BREAK = "\U000ff000"
 IMAGE = "\U000fe000"  # an image in a text, until the chat template writes the model's placeholder
+AUDIO = "\U000fe001"  # the same for a sound
+MEDIA = {IMAGE: "image", AUDIO: "audio"}
 OPEN, CLOSE = "\U000ff001", "\U000ff002"  # start and end of a `{% generation %}` block
 # Words in the names of added tokens that are content rather than turn delimiters.
 _CONTENT = re.compile("think|reason|thought|tool|call|function", re.IGNORECASE)
@@ -77,8 +79,7 @@ def texts_of(value: Any) -> str:
     """All strings in nested lists and dicts, keys included, joined by NUL."""
     found: list[str] = []
     waiting = [value]
-    while waiting:
-        item = waiting.pop()
+    for item in waiting:  # which grows
         if isinstance(item, str):
             found.append(item)
         elif isinstance(item, dict):

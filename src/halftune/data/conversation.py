@@ -18,14 +18,15 @@ class Conversation:
         tools: JSON schemas of the functions the assistant may call, or None.
         train: per message, whether the row itself says to train it (True, False) or leaves it to ``method.train_on``.
         notes: changes to the row that the report counts.
-        images: as in the row, one for each ``control_tokens.IMAGE`` in the texts.
+        media: (``image`` or ``audio``, value as in the row), one for each character of ``control_tokens.MEDIA`` in the
+            texts.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     train: tuple[bool | None, ...] = ()
     notes: tuple[str, ...] = ()
-    images: tuple[Any, ...] = ()
+    media: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -79,13 +79,8 @@ def detect(
         return _prompted(section, found, len(rows), where, records)
     candidates = _consuming(section, where, records)
     fit = _by_columns(candidates, section.columns, found)
-    if (
-        fit is None
-        and section.format == "auto"
-        and not section.columns
-        and "conversation" in records
-        and not _has_pairs(found)
-    ):
+    may_guess = section.format == "auto" and not section.columns and "conversation" in records
+    if fit is None and may_guess and not _has_pairs(found):
         fit = _guess(rows, found)
     if fit is None:
         raise _unknown(rows, found, section, candidates, where)
@@ -180,9 +175,7 @@ def detect_for(method: Method, rows: Collection[Mapping[str, Any]], section: Sou
     named = {name for row in rows for name in row} if method.records[0] == "rated" else set()
     if "kto_tag" in named and "label" not in named | section.columns.keys():  # LLaMA-Factory's name
         section = section.model_copy(update={"columns": {**section.columns, "label": "kto_tag"}})
-    if method.records[0] in ("preference", "rated"):
-        return detect(rows, section, section.path, method.records)
-    if method.generates:
+    if method.records[0] in ("preference", "rated") or method.generates:
         return detect(rows, section, section.path, method.records)
     reading = detect(rows, section, section.path)
     if reading.format.record not in method.records:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.errors import DataError
+from halftune.core.files import open_input
 from halftune.data.formats import FORMATS, load_format
 from halftune.data.formats.fields import BadJson, find_fault, parse
 
@@ -57,7 +58,7 @@ def first_lines(path: Path, size: int) -> FileRows:
     Raises:
         DataError: as ``read_file``.
     """
-    with path.open("rb") as file:
+    with reading(path), open_input(path) as file:
         whole, _, _ = file.read(size).rpartition(b"\n")
     return _parse_lines(path, _decoded(whole, path))
 
@@ -70,7 +71,11 @@ def ending(path: Path) -> str:
 def text_of(path: Path) -> str:
     """The file's text: UTF-8 with or without a byte-order mark, or UTF-16 with one."""
     with reading(path):
-        raw = _unpacked(path) if path.suffix.lower() == ".gz" else path.read_bytes()
+        if path.suffix.lower() == ".gz":
+            raw = _unpacked(path)
+        else:
+            with open_input(path) as file:
+                raw = file.read()
     return _decoded(raw, path)
 
 
@@ -97,7 +102,7 @@ def _unpacked(path: Path) -> bytes:
         OSError, EOFError, zlib.error: invalid or truncated gzip file.
     """
     most = most_unpacked(path)
-    with gzip.open(path) as file:
+    with open_input(path) as packed, gzip.open(packed) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
         raise bomb(path, most)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,20 @@ def hub_rows(section: SourceSection) -> FileRows:
     return table_rows(Path(section.path), found.with_format("arrow"), size)
 
 
+def hub_stream(section: SourceSection) -> tuple[Callable[[], Any], str]:
+    """A function that opens a split as an ``IterableDataset``, and the identity of the data set.
+
+    Raises:
+        DataError: not found.
+    """
+    datasets = need("datasets", why="a hub data set")
+    name, _, subset = section.path.partition(":")
+    with _errors(section.path, reachable=True):
+        builder = datasets.load_dataset_builder(name, subset or None)
+        builder.as_streaming_dataset(split=section.split)  # a wrong split is an error now
+    return lambda: builder.as_streaming_dataset(split=section.split), f"{builder.hash}:{section.split}"
+
+
 def check_available(section: SourceSection) -> None:
     """Check that a data set is cached if the hub is unreachable.
 
@@ -52,9 +66,15 @@ def _load(path: str, split: str) -> Any:
     datasets = need("datasets", why="a hub data set")
     name, _, subset = path.partition(":")
     reachable = hub_answers()
+    with _errors(path, reachable=reachable), _cache_only(datasets, not reachable):
+        return datasets.load_dataset(name, subset or None, split=split)
+
+
+@contextmanager
+def _errors(path: str, *, reachable: bool) -> Iterator[None]:
+    """Inside, errors of ``datasets`` are ``DataError``s."""
     try:
-        with _cache_only(datasets, not reachable):
-            return datasets.load_dataset(name, subset or None, split=split)
+        yield
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, no such split or subset
         first = str(error).strip().split("\n")[0]
         remedy = "check the path or id; select a subset with org/name:subset, a split with split:"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from halftune.data.chat import TRUSTED, ChatTemplate
 from halftune.data.control_tokens import texts_of
@@ -24,8 +23,7 @@ VAGUE = "the chat template does not show where an answer begins: it is not train
 _RATIO, _SMALL = 100, 1 << 20  # largest ratio of a rendering's length to its texts'; length that is always accepted
 
 
-@dataclass(frozen=True)
-class Rendering:
+class Rendering(NamedTuple):
     """A rendered conversation.
 
     Attributes:
@@ -36,6 +34,7 @@ class Rendering:
         notes: changes that the report counts.
         untrained: character ranges without labels under ``train_on: all``: non-assistant texts that the row marks.
         media: references of its images, as ``Segment.media``.
+        labels: character ranges of the trained turns that have labels; None: all of each.
         split: where tokens must end, the end of a prompt without chat template; 0: tokens may be anywhere.
     """
 
@@ -46,6 +45,7 @@ class Rendering:
     notes: tuple[str, ...]
     untrained: tuple[tuple[int, int], ...] = ()
     split: int = 0
+    labels: tuple[tuple[int, int], ...] | None = None
     media: bytes = b""
 
     @property
@@ -54,13 +54,16 @@ class Rendering:
         return (self.text[: self.split], self.text[self.split :]) if self.split else (self.text,)
 
 
-def render_turns(template: ChatTemplate, conversation: Conversation, train_on: str) -> Rendering:
+def render_turns(
+    template: ChatTemplate, conversation: Conversation, train_on: str, ends: Collection[str] | None = None
+) -> Rendering:
     """Render a conversation and select the turns to train.
 
     Args:
         template: the chat template.
         conversation: the conversation; texts may contain control tokens.
         train_on: ``assistant``, ``last`` or ``all``, as in ``method.train_on``.
+        ends: end-of-turn tokens with labels, where turns have labels on their own text only; None: on all of a turn.
 
     Raises:
         RowDropped: the template rejects the conversation, or the mask cannot be computed.
@@ -83,18 +86,35 @@ def render_turns(template: ChatTemplate, conversation: Conversation, train_on: s
     if len(text) > _RATIO * len(said) + _SMALL:
         what = f"the chat template renders {len(said):,} characters as {len(text):,}"
         raise RowError(what, TRUSTED)
-    if turns and not all(turn.complete for turn in turns):
-        notes.append(NO_END)
-    if any(turn.vague for turn in turns):
-        notes.append(VAGUE)
     written = _written(conversation, text, turns)
     _check_calls(conversation, written)
-    notes += _omitted(template, conversation, written)
+    notes += [*_of_turns(turns), *_omitted(template, conversation, written)]
     chosen = _chosen(turns, conversation, written, train_on)
     untrained: tuple[tuple[int, int], ...] = ()
     if train_on == "all" and False in conversation.train:
         untrained = _untrained(template, conversation, messages, tools, text)
-    return Rendering(text, chosen, messages, tools, tuple(notes), untrained)
+    labels = None if ends is None else _own(template, messages, tools, chosen, text, ends)
+    return Rendering(text, chosen, messages, tools, tuple(notes), untrained, labels=labels)
+
+
+def _of_turns(turns: Sequence[Turn]) -> list[str]:
+    """Notes about what the template does not show of its turns."""
+    found = [NO_END] if not all(turn.complete for turn in turns) else []
+    return [*found, VAGUE] if any(turn.vague for turn in turns) else found
+
+
+def _own(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: Any,
+    turns: Sequence[Turn],
+    text: str,
+    ends: Collection[str],
+) -> tuple[tuple[int, int], ...]:
+    from halftune.data.own_text import ends_after, own_ranges  # seldom used
+
+    ranges = own_ranges(template, messages, tools, turns, text)
+    return (*ranges, *ends_after(template, ranges, text, ends))
 
 
 def _untrained(
@@ -115,7 +135,7 @@ def _untrained(
 
 
 def _check_wishes(conversation: Conversation, train_on: str) -> None:
-    for message, wish in zip(conversation.messages, conversation.train, strict=True):
+    for message, wish in zip(conversation.messages, conversation.train, strict=True) if any(conversation.train) else ():
         if wish and message["role"] != "assistant" and train_on != "all":
             raise RowError(
                 f"train: true on a {message['role']} message; method.train_on: {train_on} trains assistant turns only",
@@ -168,13 +188,16 @@ def _check_calls(conversation: Conversation, written: Mapping[int, str]) -> None
 def _omitted(template: ChatTemplate, conversation: Conversation, written: Mapping[int, str]) -> list[str]:
     """Notes about what the template omits: tools, reasoning, system messages, answers."""
     messages, features = conversation.messages, template.features
-    omitted = {
-        NO_TOOLS: conversation.tools and "tools" not in template.source(conversation.tools),
-        NO_REASONING: features.reasoning is None and any("reasoning_content" in message for message in messages),
-        NO_SYSTEM_SHOWN: not features.system and messages[0]["role"] == "system",
-        LEFT_OUT: any(_left_out(messages[index]["content"], answer) for index, answer in written.items()),
-    }
-    return [note for note, is_omitted in omitted.items() if is_omitted]
+    found = []
+    if conversation.tools and "tools" not in template.source(conversation.tools):
+        found.append(NO_TOOLS)
+    if features.reasoning is None and any("reasoning_content" in message for message in messages):
+        found.append(NO_REASONING)
+    if not features.system and messages[0]["role"] == "system":
+        found.append(NO_SYSTEM_SHOWN)
+    if any(_left_out(messages[index]["content"], answer) for index, answer in written.items()):
+        found.append(LEFT_OUT)
+    return found
 
 
 def _written(conversation: Conversation, text: str, turns: Sequence[Turn]) -> dict[int, str]:
@@ -204,7 +227,7 @@ def _chosen(
         asked = asked and not turn.vague and conversation.train[turn.message] is not False
         return asked and not _is_empty(message, written[turn.message])
 
-    return tuple(replace(turn, trained=True) if is_trained(turn) else turn for turn in turns)
+    return tuple([turn._replace(trained=True) if is_trained(turn) else turn for turn in turns])
 
 
 def _is_empty(message: Mapping[str, Any], written: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from halftune.data.chat import ChatTemplate
-from halftune.data.control_tokens import BREAK, IMAGE
+from halftune.data.control_tokens import BREAK, MEDIA
 from halftune.data.conversation import RowDropped
 
 FIRST, NAMES = 0x100000, 0x108000  # the second private-use plane; control_tokens.py uses the first
@@ -30,7 +30,7 @@ _VISIBLE[
         *range(0x21),
         *map(ord, '"\\\x7f'),
         ord(BREAK),
-        ord(IMAGE),
+        *map(ord, MEDIA),
         *(code for code in range(0x3001) if chr(code).isspace()),
     ]
 ] = False

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -18,8 +17,7 @@ from halftune.core.errors import DataError
 from halftune.data.control_tokens import ControlTokens
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A tokenised text of T tokens.
 
     Attributes:
@@ -68,15 +66,26 @@ class OffsetTokenizer:
             if ours != theirs:
                 self._original[ours] = theirs
 
-    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
-        """Tokenises texts, without adding special tokens. The offsets of one text at a time are in memory."""
+    def encode(self, texts: Sequence[str], *, placed: bool = True) -> Iterator[Encoded]:
+        """Tokenises texts, without adding special tokens. The offsets of one text at a time are in memory.
+
+        Args:
+            texts: the texts.
+            placed: with offsets; without, it takes four fifths of the time.
+        """
+        if not placed and self._lost_text is None:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return (Encoded(self._ids(encoding), ()) for encoding in found)
         return map(self._read, texts, self._backend.encode_batch(list(texts), add_special_tokens=False))
 
-    def _read(self, text: str, encoding: Any) -> Encoded:
+    def _ids(self, encoding: Any) -> np.ndarray:
         ids = np.asarray(encoding.ids, dtype=np.int32)
         for ours, theirs in self._original.items():
             ids[ids == ours] = theirs
-        offsets = encoding.offsets
+        return ids
+
+    def _read(self, text: str, encoding: Any) -> Encoded:
+        ids, offsets = self._ids(encoding), encoding.offsets
         return Encoded(ids, offsets, self._lost_text.find(text, ids, offsets) if self._lost_text else "")
 
 

@@ -20,6 +20,7 @@ LATER = "later exchanges dropped"
 EARLIER = "earlier exchanges dropped"
 CUT = "answer truncated, without its end-of-turn token"
 END = "end of the row cut off"
+SPLIT = "longer than max_length, and the cut would split an image or a sound"
 MIN_ANSWER = 8  # minimum tokens of a truncated answer
 
 Range = tuple[int, int]

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from halftune import __version__
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
-from halftune.config.sections.method import ConversationMethod, MethodSection, PretrainMethod
 from halftune.core.atomic import whole_folder
 from halftune.core.errors import ConfigError, DataError
 from halftune.core.files import cache_dir
@@ -35,19 +34,19 @@ from halftune.data.conversation import BadRow
 from halftune.data.detect import detect_for
 from halftune.data.offset_tokenizer import backend_json
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
+from halftune.data.settings import Settings, settings_of
 from halftune.data.sources import Rows, Source, TakenRows, open_source
 from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
-from halftune.data.store import Example, StoreWriter, TokenStore, load_store
+from halftune.data.store import Example, StoreWriter, TokenStore, load_store, ranges_of
 from halftune.data.template_features import NO_SYSTEM
-from halftune.data.tokenize import Outcome, Settings, tokenize_rows
 
 if TYPE_CHECKING:
     from halftune.data.groups import Grouper
-    from halftune.data.media.processor import ImageSettings
+    from halftune.data.media.processor import MediaSettings
+    from halftune.data.stream import TokenStream
+    from halftune.data.tokenize import Outcome
 
 WRITTEN = 4096  # examples written at a time
-LOST = 0.01  # share of characters without a token at which a source is refused
-EXAMPLES = 20  # lost characters shown
 PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
 
 Tokenised = tuple[TokenStore, dict[str, Any]]
@@ -142,6 +141,7 @@ class PreparedData:
         report: counts of kept, dropped and truncated rows.
         fingerprints: content hashes of the sources of ``train`` and ``eval``, in config order.
         day: ISO date in the chat template; None if the template prints no date.
+        stream: with ``data.streaming``, what training reads; ``train`` then has the first rows of each source.
     """
 
     train: TokenizedSplit
@@ -149,13 +149,14 @@ class PreparedData:
     report: DataReport
     fingerprints: dict[str, list[str]]
     day: str | None = None
+    stream: TokenStream | None = None
 
 
 def prepare(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     day: str | None = None,
-    images: ImageSettings | None = None,
+    images: MediaSettings | None = None,
 ) -> PreparedData:
     """Read, tokenise and mix the sources of a run; tokenised sources are cached.
 
@@ -174,9 +175,12 @@ def prepare(
         raise ConfigError(
             "mutually exclusive", where="data.eval, data.eval_split", remedy="remove one", code="config.keys_conflict"
         )
-    settings = replace(_settings(config, _day_written(tokenizer, day)), images=images)
-    train_stores, train_reports, train_prints = _sources(data.train, config, tokenizer, settings)
-    ranges = _ranges(train_stores)
+    settings = replace(settings_of(config, _day_written(tokenizer, day)), images=images)
+    stream = _stream(config, tokenizer, settings)
+    train_stores, train_reports, train_prints = (
+        stream.first if stream else _sources(data.train, config, tokenizer, settings)
+    )
+    ranges = ranges_of(train_stores)
     ranges = without_copies(train_stores, ranges) if data.deduplicate else ranges
     evaluation: TokenizedSplit | None = None
     eval_reports, eval_prints = list[SourceReport](), list[str]()
@@ -186,9 +190,10 @@ def prepare(
         evaluation = TokenizedSplit(train_stores, out)
     elif data.eval:
         stores, eval_reports, eval_prints = _sources(data.eval, config, tokenizer, settings)
-        shown = weigh(_ranges(stores), [section.weight for section in data.eval], seed=seed)
+        shown = weigh(ranges_of(stores), [section.weight for section in data.eval], seed=seed)
         evaluation = TokenizedSplit(stores, shown, [section.name for section in data.eval])
-    train = TokenizedSplit(train_stores, weigh(ranges, [section.weight for section in data.train], seed=seed))
+    weights = [1.0 if stream else section.weight for section in data.train]
+    train = TokenizedSplit(train_stores, weigh(ranges, weights, seed=seed))
     report = DataReport(
         train=train_reports,
         eval=eval_reports,
@@ -196,8 +201,17 @@ def prepare(
         eval_samples=len(evaluation) if evaluation else 0,
         max_length=data.max_length,
         efficiency=efficiency(train, config),
+        streamed=stream is not None,
     )
-    return PreparedData(train, evaluation, report, {"train": train_prints, "eval": eval_prints}, settings.day)
+    return PreparedData(train, evaluation, report, {"train": train_prints, "eval": eval_prints}, settings.day, stream)
+
+
+def _stream(config: RunConfig, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> TokenStream | None:
+    if not config.data.streaming.enabled:
+        return None
+    from halftune.data.stream import TokenStream  # few runs stream
+
+    return TokenStream(config, tokenizer, settings)
 
 
 def _day_written(tokenizer: PreTrainedTokenizerBase, day: str | None) -> str | None:
@@ -217,7 +231,10 @@ def _sources(
     """Token stores, reports and fingerprints of the sources."""
     sources = [open_source(section) for section in sections]
     pairs = [_source(source, config, tokenizer, settings) for source in sources]
-    return [store for store, _ in pairs], [report for _, report in pairs], [source.fingerprint for source in sources]
+    prints = [source.fingerprint for source in sources]
+    if (images := settings.images) is not None:
+        prints = [images.with_images(one, store) for one, (store, _) in zip(prints, pairs, strict=True)]
+    return [store for store, _ in pairs], [report for _, report in pairs], prints
 
 
 def _source(
@@ -234,6 +251,7 @@ def _source(
             log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
         chosen = choose_rows(len(rows), section.samples, seed=seed, first=section.sampling == "first")
         store, report = _tokenize(rows, chosen, section, config, tokenizer, settings, folder)
+        source.check()
         return store, asdict(report)
 
     if not config.data.cache:
@@ -257,7 +275,7 @@ def _warn(report: SourceReport, max_length: int) -> None:
     """Log dropped and truncated rows with a remedy."""
     raised = f"raise data.max_length ({max_length})"
     for reason, count in report.dropped.items():
-        remedy = "correct them to train on them"
+        remedy = "correct these rows to keep them"
         if "max_length" in reason:
             remedy = f"{raised}, or set data.overlong"
         elif reason == NO_SYSTEM:
@@ -270,28 +288,6 @@ def _warn(report: SourceReport, max_length: int) -> None:
         log.warning("%s: truncated: %s: %s · %s to keep whole rows", report.name, reason, count, raised)
 
 
-def _train_on(method: MethodSection) -> str:
-    if isinstance(method, ConversationMethod):
-        return method.train_on
-    return "all" if isinstance(method, PretrainMethod) else "assistant"
-
-
-def _settings(config: RunConfig, day: str | None) -> Settings:
-    method = config.method
-    return Settings(
-        method=method.type,
-        train_on=_train_on(method),
-        max_length=config.data.max_length - method.answer_tokens,
-        overlong=config.data.overlong,
-        system=config.data.system,
-        merge_system=config.data.merge_system,
-        template_variables=dict(config.model.chat_template_kwargs),
-        day=day,
-        train_line_break=isinstance(method, ConversationMethod) and method.train_line_break,
-        group=method.rows,
-    )
-
-
 def _tokenize(
     rows: Rows,
     chosen: np.ndarray,
@@ -301,6 +297,8 @@ def _tokenize(
     settings: Settings,
     folder: Path | None,
 ) -> tuple[TokenStore, SourceReport]:
+    from halftune.data.tokenize import tokenize_rows  # prepared data is read from its cache
+
     gc.freeze()  # rows and modules stay alive: scanning them in every full collection takes a tenth of the time
     taken = TakenRows(rows, chosen)
     reading = detect_for(config.method, taken, section)
@@ -324,13 +322,9 @@ def _tokenize(
     _collect(rows, chosen, outcomes, report, writer, grouper)
     if not report.kept:
         raise nothing_left(report.name, report.dropped)
-    if report.lost_share > LOST:
-        what = f"the tokenizer cannot represent {report.lost_share:.1%} of the characters, for example {report.lost}"
-        remedy = "set model.tokenizer to one that covers this text, or add tokens: model.tokens.add"
-        raise DataError(what, where=report.name, remedy=remedy, code="data.text_lost")
+    report.check_lost()
     store = writer.finish()
-    report.samples, report.tokens = len(store), len(store.ids)
-    report.trained_tokens = int(store.trained.sum())
+    report.samples, report.tokens, report.trained_tokens = len(store), len(store.ids), int(store.trained.sum())
     report.lengths = histogram(store.lengths)
     return store, report
 
@@ -356,7 +350,7 @@ def _collect(
             origins += places
             if outcome.examples and (note := rows.note(index)):
                 outcome.notes = (*outcome.notes, note)
-            _count(report, outcome, rows, index)
+            report.count(outcome, rows, index)
             if len(examples) >= WRITTEN:
                 writer.append(examples, origins)
                 examples, origins = [], []
@@ -370,31 +364,9 @@ def _collect(
         writer.append(examples, origins)
 
 
-def _count(report: SourceReport, outcome: Outcome, rows: Rows, index: int) -> None:
-    report.kept += bool(outcome.examples)
-    report.truncated_rows += bool(outcome.truncated)
-    report.answers_lost += outcome.answers_lost
-    report.characters += outcome.characters
-    report.lost_characters += len(outcome.lost)
-    if outcome.lost and len(report.lost) < EXAMPLES:
-        report.lost = "".join(dict.fromkeys(report.lost + outcome.lost))[:EXAMPLES]
-    reasons = [(report.dropped, outcome.dropped)] if outcome.dropped else []
-    reasons += [(report.truncated, what) for what in outcome.truncated]
-    reasons += [(report.notes, what) for what in outcome.notes]
-    for counts, reason in reasons:
-        counts.setdefault(reason, Count()).add(rows.place(index))
-
-
 def _hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions of samples for training and for evaluation."""
-    content = contents(stores)
-    kept, out = hold_out(content, share, seed=seed)
+    kept, out = hold_out(content := contents(stores), share, seed=seed)
     if copies := len(content) - len(kept) - len(out):
-        log.info("data.eval_split: excluded %s duplicates of held-out samples from training", copies)
+        log.info("data.eval_split: left %s duplicates of held-out samples out of training", copies)
     return kept, out
-
-
-def _ranges(stores: Sequence[TokenStore]) -> list[np.ndarray]:
-    """Positions of each store's samples in the concatenation of all stores."""
-    ends = np.cumsum([len(store) for store in stores])
-    return [np.arange(end - len(store), end) for end, store in zip(ends, stores, strict=True)]

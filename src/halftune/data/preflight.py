@@ -32,9 +32,13 @@ def validate_data(config: RunConfig) -> None:
 
     Raises:
         DataError: a row is malformed or has no answer, the format is unknown, no row is left, a local tokenizer has no
-            chat template for conversations, ``data.eval_split`` holds everything out, or a hub data set is neither
-            cached nor reachable.
+            chat template for conversations, ``data.eval_split`` holds everything out, a hub data set is neither
+            cached nor reachable, or a file of ``logging.sample_media`` cannot be used.
     """
+    if config.logging.sample_media:
+        from halftune.data.media.prompts import prompt_contents  # few runs have images
+
+        prompt_contents(config)
     kept: list[list[bytes] | None] = []
     for section in (*config.data.train, *config.data.eval):
         found = _rows(section)
@@ -98,11 +102,11 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[byt
 
 def _reader(reading: Reading, config: RunConfig) -> Callable[[Mapping[str, Any]], Record]:
     """Reads a row as training does."""
-    if not config.data.images:
+    if not config.data.media:
         return lambda row: reading.format.read(with_nulls(reading.rename(row)))
     from halftune.data.media.rows import read_row  # few runs have images
 
-    return lambda row: read_row(reading, with_nulls(reading.rename(row)))
+    return lambda row: read_row(reading, with_nulls(reading.rename(row)), config.data.media)
 
 
 def _read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,13 @@ class Piece:
         text: decoded text.
         trained: whether the tokens have labels.
         control: whether this is one control token.
+        count: how often the control token stands there in succession.
     """
 
     text: str
     trained: bool
     control: bool
+    count: int = 1
 
 
 def pick(
@@ -82,13 +84,17 @@ def listed_rows(section: SourceSection, report: SourceReport) -> dict[str, str]:
 
 def pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     """An example as pieces of text, with an empty line between segments."""
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     for number, segment in enumerate(example.segments):
         if number:
             yield Piece("\n\n", False, False)
-        for ids, trained in _runs(segment):
-            for part, control in _parts(ids, special):
-                yield Piece(str(tokenizer.decode(part, skip_special_tokens=False)), trained, control)
+        yield from _of_segment(segment, tokenizer)
+
+
+def _of_segment(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    for ids, trained in _runs(segment):
+        for part, count in _parts(ids, special):
+            yield Piece(str(tokenizer.decode(part, skip_special_tokens=False)), trained, count > 0, max(count, 1))
 
 
 def preview(example: Example, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -100,6 +106,8 @@ def preview(example: Example, tokenizer: PreTrainedTokenizerBase) -> Text:
         before = piece.trained
         styles = [CONTROL] * piece.control + [TRAINED] * piece.trained
         text.append(piece.text, style=" ".join(styles))
+        if piece.count > 1:
+            text.append(f" × {piece.count:,} ", style=" ".join(styles[1:]))
     if before:
         text.append(CLOSE, style=f"bold {TRAINED}")
     return text
@@ -112,9 +120,10 @@ def counts(example: Example) -> tuple[int, int]:
 
 
 def as_data(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """An example as JSON data: token counts and pieces."""
+    """An example as JSON data: token counts and the pieces of each segment."""
     tokens, trained = counts(example)
-    return {"tokens": tokens, "trained": trained, "pieces": [asdict(piece) for piece in pieces(example, tokenizer)]}
+    segments = [[asdict(piece) for piece in _of_segment(one, tokenizer)] for one in example.segments]
+    return {"tokens": tokens, "trained": trained, "segments": segments}
 
 
 def _runs(segment: Segment) -> Iterator[tuple[list[int], bool]]:
@@ -131,16 +140,14 @@ def _runs(segment: Segment) -> Iterator[tuple[list[int], bool]]:
         yield run, bool(before)
 
 
-def _parts(ids: list[int], special: set[int]) -> Iterator[tuple[list[int], bool]]:
-    """Control tokens one by one, other tokens grouped (one character may take several tokens)."""
-    plain: list[int] = []
-    for token in ids:
-        if token in special:
-            if plain:
-                yield plain, False
-            yield [token], True
-            plain = []
-        else:
-            plain.append(token)
-    if plain:
-        yield plain, False
+def _parts(ids: list[int], special: set[int]) -> Iterator[tuple[list[int], int]]:
+    """Control tokens one by one, with the number of times that each stands in succession.
+
+    Other tokens are grouped, since one character may take several, with 0.
+    """
+    for is_special, group in groupby(ids, special.__contains__):
+        if not is_special:
+            yield list(group), 0
+            continue
+        for token, same in groupby(group):
+            yield [token], len(list(same))

@@ -7,6 +7,7 @@ otherwise both are cut, in proportion to their lengths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -51,6 +52,31 @@ def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ..
     if not (keep & sample.trained).any():
         raise RowDropped("longer than max_length, and no trained answer is left")
     return keep, tuple(done)
+
+
+def truncate_answers(samples: Sequence[WholeSample], limit: int) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Select the tokens to keep of several answers to one prompt, all by the lengths of the longest one.
+
+    Args:
+        samples: each ends with its answer.
+        limit: maximum number of tokens of each.
+
+    Returns:
+        bool[T] for each sample, true for kept tokens, and a description of the cut.
+
+    Raises:
+        RowDropped: no token of the answers is left.
+    """
+    places = [(sample.turns[-1].start, sample.turns[-1].full_end) for sample in samples]
+    prompt = places[0][0]
+    question, answer = _lengths(prompt, max(end - start for start, end in places), limit)
+    keep = []
+    for sample, (start, end) in zip(samples, places, strict=True):
+        at = np.arange(len(sample.ids))
+        keep.append((at < min(question, start)) | ((at >= start) & (at < min(end, start + answer))))
+        if not (keep[-1] & sample.trained).any():
+            raise RowDropped("longer than max_length, and no trained answer is left")
+    return keep, (CUT,)
 
 
 def _lengths(question: int, answer: int, room: int) -> tuple[int, int]:

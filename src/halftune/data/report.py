@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -15,6 +15,11 @@ from rich.text import Text
 from halftune.core.errors import DataError
 from halftune.data.template_features import NO_SYSTEM
 
+if TYPE_CHECKING:
+    from halftune.data.tokenize import Outcome
+
+LOST = 0.01  # share of characters without a token at which a source is refused
+EXAMPLES = 20  # lost characters shown
 SHOWN = 20  # row numbers listed per reason
 MERGE = "set data.merge_system: true to merge it into the first user message"
 BAR = 40  # characters of the longest histogram bar
@@ -36,6 +41,14 @@ class Count:
     def __str__(self) -> str:
         listed = ", ".join(self.rows[:8])
         return f"{self.count} ({'row' if self.count == 1 else 'rows'} {listed}{', …' if self.count > 8 else ''})"
+
+
+class Places(Protocol):
+    """Rows that know their places."""
+
+    def place(self, index: int) -> str:
+        """A row's place in reports."""
+        ...
 
 
 @dataclass
@@ -87,6 +100,32 @@ class SourceReport:
         """Share of the characters that the tokenizer cannot represent."""
         return self.lost_characters / max(self.characters, 1)
 
+    def count(self, outcome: Outcome, rows: Places, index: int) -> None:
+        """Count the outcome of the row at an index."""
+        self.kept += bool(outcome.examples)
+        self.truncated_rows += bool(outcome.truncated)
+        self.answers_lost += outcome.answers_lost
+        self.characters += outcome.characters
+        self.lost_characters += len(outcome.lost)
+        if outcome.lost and len(self.lost) < EXAMPLES:
+            self.lost = "".join(dict.fromkeys(self.lost + outcome.lost))[:EXAMPLES]
+        reasons = [(self.dropped, outcome.dropped)] if outcome.dropped else []
+        reasons += [(self.truncated, what) for what in outcome.truncated]
+        reasons += [(self.notes, what) for what in outcome.notes]
+        for counts, reason in reasons:
+            counts.setdefault(reason, Count()).add(rows.place(index))
+
+    def check_lost(self) -> None:
+        """Refuse a tokenizer that cannot represent more than ``LOST`` of the characters.
+
+        Raises:
+            DataError: it cannot.
+        """
+        if self.lost_share > LOST:
+            what = f"the tokenizer cannot represent {self.lost_share:.1%} of the characters, for example {self.lost}"
+            remedy = "set model.tokenizer to one that covers this text, or add tokens: model.tokens.add"
+            raise DataError(what, where=self.name, remedy=remedy, code="data.text_lost")
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SourceReport:
         """The inverse of ``dataclasses.asdict``."""
@@ -123,6 +162,7 @@ class DataReport:
         train_samples, eval_samples: samples per epoch, after source weights and hold-out.
         max_length: maximum sample length in tokens.
         efficiency: padding statistics of the training samples.
+        streamed: the sources are read while training; this counts their first rows.
     """
 
     train: Sequence[SourceReport]
@@ -131,6 +171,7 @@ class DataReport:
     eval_samples: int
     max_length: int
     efficiency: Efficiency
+    streamed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON data."""
@@ -165,11 +206,12 @@ class DataReport:
     def _summary(self) -> Text:
         stats = self.efficiency
         lines = [
-            f"{self.train_samples:,} samples per epoch",
+            f"{self.train_samples:,} samples {'of the first rows, streamed' if self.streamed else 'per epoch'}",
             f"evaluation: {self.eval_samples:,} samples" if self.eval_samples else "no evaluation data",
             f"padded batches of {stats.batch if stats.tokens is None else f'{stats.tokens:,} tokens'}: "
             f"{stats.padded:.0%} non-padding tokens",
-            f"packed into {stats.packed_rows:,} rows of {self.max_length:,}: {stats.packed:.0%} non-padding tokens",
+            f"packed into {stats.packed_rows:,} {'row' if stats.packed_rows == 1 else 'rows'} of {self.max_length:,}: "
+            f"{stats.packed:.0%} non-padding tokens",
         ]
         return Text(" · ".join(lines))
 
@@ -191,12 +233,7 @@ def _details(source: SourceReport) -> list[RenderableType]:
     lines.append(Text(f"  format {source.format}: {read}"))
     if source.taken < source.rows:
         lines.append(Text(f"  {source.taken:,} of {source.rows:,} rows taken"))
-    if source.absent:
-        lines.append(Text(f"  optional columns not found: {', '.join(source.absent)}"))
-    for column, rows in source.gaps.items():
-        lines.append(Text(f"  column {column} is missing in {rows:,} rows"))
-    if source.unused:
-        lines.append(Text(f"  columns not used: {', '.join(source.unused)}", style="yellow"))
+    lines += _columns(source)
     for title, style, counts in (
         ("dropped", "red", source.dropped),
         ("truncated", "yellow", source.truncated),
@@ -208,6 +245,16 @@ def _details(source: SourceReport) -> list[RenderableType]:
     if source.answers_lost:
         lines.append(Text(f"  truncated: {source.answers_lost:,} whole answers dropped", style="yellow"))
     return lines + _bars(source.lengths)
+
+
+def _columns(source: SourceReport) -> Iterator[Text]:
+    """What is missing of the columns, and what is not used."""
+    if source.absent:
+        yield Text(f"  optional columns not found: {', '.join(source.absent)}")
+    for column, rows in source.gaps.items():
+        yield Text(f"  column {column} is missing in {rows:,} rows")
+    if source.unused:
+        yield Text(f"  columns not used: {', '.join(source.unused)}", style="yellow")
 
 
 def _bars(lengths: Sequence[tuple[int, int]]) -> list[RenderableType]:

@@ -16,9 +16,9 @@ import numpy as np
 
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
+from halftune.core.files import open_input
 from halftune.core.table import did_you_mean
-from halftune.data.builtin import builtin_fingerprint, builtin_rows
-from halftune.data.files import READERS, FileRows, ending, read_file
+from halftune.data.files import READERS, FileRows, ending, read_file, reading
 
 BUILTIN = "builtin:"
 # Usual names of splits that must not be trained on.
@@ -113,11 +113,13 @@ class Source:
         section: the source's config.
         fingerprint: sha256 of the content.
         read: reads the rows. Raises DataError.
+        check: raises DataError if the content has changed since it was hashed: it would be kept under that hash.
     """
 
     section: SourceSection
     fingerprint: str
     read: Callable[[], Rows]
+    check: Callable[[], None] = lambda: None
 
 
 def open_source(section: SourceSection) -> Source:
@@ -133,7 +135,7 @@ def open_source(section: SourceSection) -> Source:
     if path.exists():
         return _of_files(section, files_of(path))
     if not is_hub_id(name):
-        raise _missing(path)
+        raise missing(path)
     from halftune.data.hub import hub_fingerprint, hub_rows
 
     return Source(section, hub_fingerprint(section), lambda: Rows(name, [hub_rows(section)]))
@@ -171,13 +173,26 @@ def _of_files(section: SourceSection, paths: list[Path]) -> Source:
             raise empty(section.path)
         return rows
 
-    return Source(section, _hash(paths), read)
+    def check() -> None:
+        if changed := [path for path, seen in zip(paths, before, strict=True) if _state(path) != seen]:
+            what, remedy = "changed while it was read", "run the same command again"
+            raise DataError(what, where=str(changed[0]), remedy=remedy, code="data.changed_during_run")
+
+    before = [_state(path) for path in paths]
+    return Source(section, _hash(paths), read, check)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    found = path.stat() if path.exists() else None
+    return () if found is None else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _builtin(section: SourceSection, name: str) -> Source:
     if name not in BUILTIN_DATA:
         what = f"no builtin data set {name!r}"
         raise DataError(what, where="data", remedy=did_you_mean(name, BUILTIN_DATA), code="core.unknown_builtin")
+    from halftune.data.builtin import builtin_fingerprint, builtin_rows
+
     return Source(section, builtin_fingerprint(name), lambda: Rows(section.path, [builtin_rows(name)]))
 
 
@@ -240,7 +255,8 @@ def _check_splits(folder: Path, files: list[Path]) -> None:
         raise _ambiguous(folder, what, "put one under data.train and the other under data.eval")
 
 
-def _missing(path: Path) -> DataError:
+def missing(path: Path) -> DataError:
+    """The error for a source that does not exist."""
     near = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
     remedy = did_you_mean(path.name, near) if near and len(near) < 50 else "check the path"
     return DataError("no such file or folder", where=str(path), remedy=remedy, code="data.not_found")
@@ -250,7 +266,7 @@ def _hash(paths: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
+        with reading(path), open_input(path) as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

@@ -130,6 +130,12 @@ def weigh(positions: Sequence[np.ndarray], weights: Sequence[float], *, seed: in
     return np.concatenate(shown) if shown else np.zeros(0, dtype=np.int64)
 
 
+def reserved(lengths: np.ndarray, config: RunConfig) -> np.ndarray:
+    """Tokens of a packed row that each example gets: its own, and those by which it may become longer."""
+    growth = config.method.growth
+    return np.minimum(lengths + growth, config.data.max_length) if growth else lengths
+
+
 def efficiency(split: TokenizedSplit, config: RunConfig) -> Efficiency:
     """Compute the share of non-padding tokens in the first epoch of one process.
 
@@ -144,7 +150,8 @@ def efficiency(split: TokenizedSplit, config: RunConfig) -> Efficiency:
     rule = BatchRule(rows * forwards, tokens, forwards, config.data.group_by_length, segments)
     cache, lengths, cut = config.data.cache, split.lengths, config.data.packing.split
     batches = ordered(padded_batches, split.longest, cache=cache, rule=rule, epoch=0, seed=seed)
-    packed = ordered(epoch_rows, lengths, cache=cache, epoch=0, seed=seed, packing=True, capacity=capacity, split=cut)
+    sizes = reserved(lengths, config)
+    packed = ordered(epoch_rows, sizes, cache=cache, epoch=0, seed=seed, packing=True, capacity=capacity, split=cut)
     real, padded = int(lengths.sum()), padded_tokens(batches, rows, rule)
     return Efficiency(rows, real / max(padded, 1), real / max(len(packed) * capacity, 1), len(packed), tokens)
 
@@ -174,11 +181,12 @@ class TokenizedSplit:
         self.lengths = _gather([store.lengths for store in stores], positions)
         self.longest = _gather([store.longest for store in stores], positions)
         self.trained = _gather([store.trained for store in stores], positions)
-        self.sets: dict[str, np.ndarray] = {}
-        if any(names):
-            owners = np.searchsorted(self._starts, positions, side="right") - 1
-            numbers = {name: [i for i, other in enumerate(names) if other == name] for name in names}
-            self.sets = {name or "": np.flatnonzero(np.isin(owners, places)) for name, places in numbers.items()}
+        self.sets = self._sets(names) if any(names) else {}
+
+    def _sets(self, names: Sequence[str | None]) -> dict[str, np.ndarray]:
+        owners = np.searchsorted(self._starts, self._positions, side="right") - 1
+        given = np.array([name or "" for name in names])
+        return {str(name): np.flatnonzero(given[owners] == name) for name in dict.fromkeys(given)}
 
     def __len__(self) -> int:
         return len(self._positions)

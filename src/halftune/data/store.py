@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,8 +50,7 @@ class Example:
     columns: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class TokenTurn:
+class TokenTurn(NamedTuple):
     """An assistant turn as token positions; ``locate.Turn`` has characters."""
 
     start: int
@@ -60,8 +60,7 @@ class TokenTurn:
     trained: bool
 
 
-@dataclass(frozen=True)
-class WholeSample:
+class WholeSample(NamedTuple):
     """A tokenised conversation before truncation.
 
     Attributes:
@@ -70,6 +69,7 @@ class WholeSample:
         trained: bool[T], tokens with a label.
         turns: assistant turns.
         contents: token ranges of user and tool messages, which truncation may shorten.
+        whole: token ranges of images and sounds, which no cut may split.
     """
 
     ids: np.ndarray
@@ -77,6 +77,7 @@ class WholeSample:
     trained: np.ndarray
     turns: tuple[TokenTurn, ...]
     contents: tuple[tuple[int, int], ...]
+    whole: tuple[tuple[int, int], ...] = ()
 
 
 _ARRAYS = ("ids", "labelled", "offsets", "firsts", "trained", "origins")
@@ -204,9 +205,7 @@ def build_store(
     before = np.concatenate([[0], np.cumsum(labelled, dtype=np.int64)])
     trained = np.diff(before[offsets[firsts]]).astype(np.int32)
     places = np.array(origins, dtype=np.int32).reshape(-1, 2)
-    names = tuple(examples[0].columns) if examples else ()
-    columns = np.array([[one.columns[name] for name in names] for one in examples], dtype=np.float64)
-    columns = columns.reshape(len(examples), len(names))
+    names, columns = _columns(examples)
     highest = int(ids.max(initial=0))
     media = np.frombuffer(b"".join(one.media for one in segments), dtype=np.uint8)
     ends, numbers = _starts([len(one.media) for one in segments]), np.arange(len(segments))
@@ -216,9 +215,22 @@ def build_store(
     )
 
 
+def _columns(examples: Sequence[Example]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Names and values, float64[examples, names], of the examples' columns."""
+    names = tuple(examples[0].columns) if examples else ()
+    values = np.array([[one.columns[name] for name in names] for one in examples], dtype=np.float64)
+    return names, values.reshape(len(examples), len(names))
+
+
 def _starts(sizes: Sequence[int]) -> np.ndarray:
     """int64[N + 1]: offsets of N items of these sizes."""
     return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def ranges_of(stores: Sequence[TokenStore]) -> list[np.ndarray]:
+    """Positions of each store's samples in the concatenation of all stores."""
+    ends = np.cumsum([len(store) for store in stores])
+    return [np.arange(end - len(store), end) for end, store in zip(ends, stores, strict=True)]
 
 
 class StoreWriter:
@@ -306,13 +318,6 @@ class _GrowingArray:
                 self._write_header()
             return np.zeros(0, self._dtype)
         return np.frombuffer(self._file.getbuffer(), self._dtype).reshape(self.count, *self._width)  # type: ignore[union-attr]
-
-
-def save_store(store: TokenStore, folder: Path) -> None:
-    """Write the arrays as .npy files, and the rest as JSON."""
-    for name in (*_ARRAYS, _COLUMNS, *_MEDIA):
-        np.save(folder / f"{name}.npy", vars(store)[name], allow_pickle=False)
-    _save_rest(folder, store.files, store.highest, store.names)
 
 
 def _save_rest(folder: Path, files: Sequence[tuple[str, str]], highest: int, names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,18 +21,17 @@ from halftune.core.time_limit import OutOfTime
 from halftune.data import overlong
 from halftune.data.chat import ChatTemplate, conversation_limits, too_much
 from halftune.data.control_tokens import ControlTokens, special_tokens
-from halftune.data.conversation import BadRow, Conversation, Preference, Prompted, Rated, RowDropped, RowError
+from halftune.data.conversation import BadRow, Conversation, Preference, Prompted, Rated, Record, RowDropped, RowError
 from halftune.data.detect import Reading
 from halftune.data.formats.fields import NOT_FINITE, holds_missing, with_nulls
+from halftune.data.locate import Turn
 from halftune.data.mask import NEUTRALISED, Rendering, render_turns
 from halftune.data.message_placeholders import text_ranges
 from halftune.data.offset_tokenizer import Encoded, OffsetTokenizer
+from halftune.data.settings import Settings
 from halftune.data.store import Example, Segment, TokenTurn, WholeSample
 from halftune.data.template_features import fit_system, without_system
 from halftune.hardware.probe import cpu_cores
-
-if TYPE_CHECKING:
-    from halftune.data.media.processor import ImageSettings
 
 CHUNK = 512  # rows tokenised at a time
 _AHEAD = 4  # chunks per worker that are waiting or done
@@ -54,7 +53,7 @@ def tokenize_rows(
         BadRow: with the row's index.
         DataError: the tokenizer is not supported, or a worker was killed.
     """
-    row_tokenizer = _make(tokenizer, reading, settings)  # also with workers, to raise errors here
+    row_tokenizer = make_row_tokenizer(tokenizer, reading, settings)  # also with workers, to raise errors here
     remaining = iter(rows)
     chunks = iter(lambda: list(islice(remaining, CHUNK)), [])
     count = min(_count(num_workers, len(rows)), -(-len(rows) // CHUNK))
@@ -106,7 +105,7 @@ def _tokenize(row_tokenizer: RowTokenizer, rows: Sequence[Mapping[str, Any]]) ->
 def _start(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> None:
     global _row_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
-    _row_tokenizer = _make(tokenizer, reading, settings)
+    _row_tokenizer = make_row_tokenizer(tokenizer, reading, settings)
 
 
 def _work(rows: Sequence[Mapping[str, Any]]) -> list[Outcome] | BadRow:
@@ -118,35 +117,6 @@ MERGED = "the first token of an answer includes the end of its header"
 PIECES = "documents cut into pieces of max_length"
 _BYTES = 16  # upper bound of the memory per rendered character
 CHECKED = 3  # rows per batch whose ids are compared with the tokenizer's own
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of tokenisation, all part of the cache key.
-
-    Attributes:
-        method, train_on: as ``method.type`` and ``method.train_on``.
-        max_length, overlong: as ``data.max_length`` (in tokens) and ``data.overlong``.
-        system, merge_system: as in ``data``.
-        drop_system: as in the source.
-        template_variables: further variables of the chat template.
-        day: ISO date in the chat template; None if the template prints no date.
-        train_line_break, group: as ``method.train_line_break`` and ``method.rows``.
-        images: how images become tokens; None: rows with images are dropped.
-    """
-
-    method: str
-    train_on: str
-    max_length: int
-    overlong: str
-    system: str | None
-    merge_system: bool = False
-    template_variables: dict[str, Any] = field(default_factory=dict)
-    day: str | None = None
-    drop_system: bool = False
-    train_line_break: bool = False
-    group: int = 1
-    images: ImageSettings | None = None
 
 
 @dataclass
@@ -171,7 +141,8 @@ class Outcome:
     columns: dict[str, float] = field(default_factory=dict)
 
 
-def _make(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> RowTokenizer:
+def make_row_tokenizer(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> RowTokenizer:
+    """The tokenizer of one source's rows; arguments and errors as for :class:`RowTokenizer`."""
     if settings.method != "grpo":
         return RowTokenizer(tokenizer, reading, settings)
     from halftune.data.prompts import PromptTokenizer  # few runs answer prompts
@@ -201,7 +172,10 @@ class RowTokenizer:
             self._template = ChatTemplate(tokenizer, settings.template_variables, day, images=images)
         control = self._template.control if self._template else ControlTokens(special_tokens(tokenizer))
         self._control, self._exact = control, OffsetTokenizer(tokenizer, control)
+        self._ends = settings.ends_with_labels(tokenizer)
+        self._is_document = settings.method == "pretrain" and reading.format.name == "text"
         self._around = _document_ends(tokenizer) if plain else ([], [])
+        self._ends_of_documents = tuple(np.array(ids, np.int32) for ids in self._around)
         self._images = None
         if settings.images is not None:
             from halftune.data.media.placeholders import Placeholders  # few runs have images
@@ -217,7 +191,7 @@ class RowTokenizer:
         outcomes = [Outcome() for _ in rows]
         rendered = self._render_all(rows, outcomes)
         pieces = [piece for renderings in rendered.values() for one in renderings for piece in one.pieces]
-        encoded = self._exact.encode(pieces)
+        encoded = self._exact.encode(pieces, placed=not self._is_document)
         for number, (index, renderings) in enumerate(rendered.items()):
             tokens = [self._joined(one, [next(encoded) for _ in one.pieces]) for one in renderings]
             for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
@@ -250,23 +224,27 @@ class RowTokenizer:
         if missing := holds_missing(renamed):
             renamed = with_nulls(renamed)
         made = self._reading.format.read(renamed) if self._images is None else self._images.read(self._reading, renamed)
+        if isinstance(made, Preference) and self._settings.method == "reward":
+            outcome.columns = {"margin": made.margin}
+        elif isinstance(made, Rated):
+            outcome.columns = {"label": float(made.good)}
+        found = self._segments(made)
+        return tuple(one._replace(notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found
+
+    def _segments(self, made: Record) -> tuple[Rendering, ...]:
         if isinstance(made, str):
-            found = (self._render_document(made),)
-        elif isinstance(made, Prompted):
+            return (self._render_document(made),)
+        if isinstance(made, Prompted):
             from halftune.data.prompted import render_prompted  # rare
 
-            found = (render_prompted(made, self._control),)
-        elif isinstance(made, Preference):
-            found = (self._render_turns(made.chosen), self._render_turns(made.rejected))
-            outcome.columns = {"margin": made.margin} if self._settings.method == "reward" else {}
-        elif isinstance(made, Rated):
-            found, outcome.columns = (self._render_turns(made.conversation),), {"label": float(made.good)}
-        else:
-            assert isinstance(made, Conversation)
-            found = (self._render_turns(made),)
-            if made.images and self._images is not None:
-                found = (self._images.expand(found[0], made.images),)
-        return tuple(replace(one, notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found
+            return (render_prompted(made, self._control),)
+        if isinstance(made, Preference):
+            return self._render_turns(made.chosen), self._render_turns(made.rejected)
+        if isinstance(made, Rated):
+            return (self._render_turns(made.conversation),)
+        assert isinstance(made, Conversation)
+        found = self._render_turns(made)
+        return (self._images.expand(found, made.media),) if made.media and self._images is not None else (found,)
 
     def _render_document(self, text: str) -> Rendering:
         if self._control.has_private_characters(text):
@@ -282,7 +260,7 @@ class RowTokenizer:
 
     def _render_turns(self, made: Conversation) -> Rendering:
         assert self._template is not None
-        return render_turns(self._template, self._with_system(made), self._settings.train_on)
+        return render_turns(self._template, self._with_system(made), self._settings.train_on, self._ends)
 
     def _with_system(self, made: Conversation) -> Conversation:
         assert self._template is not None
@@ -295,13 +273,16 @@ class RowTokenizer:
         return fit_system(made, self._template.features, merge=settings.merge_system)
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
-        outcome.characters, outcome.lost = sum(len(one.text) for one in renderings), "".join(one.lost for one in tokens)
-        outcome.notes = tuple(dict.fromkeys(note for one in renderings for note in one.notes))
+        outcome.characters, outcome.lost = sum([len(one.text) for one in renderings]), "".join([t.lost for t in tokens])
+        outcome.notes = tuple(dict.fromkeys([note for one in renderings for note in one.notes]))
         if self._settings.method == "pretrain" and not renderings[0].split:
             self._cut_document(tokens[0].ids, outcome)
             return
         try:
-            masked = map(self._mask, renderings, tokens, [outcome] * len(tokens))
+            masked = list(map(self._mask, renderings, tokens, [outcome] * len(tokens)))
+            if len(masked) > 1 and self._settings.overlong == "proportional":
+                outcome.examples = [Example(self._fit_answers(masked, outcome), outcome.columns)]
+                return
             segments = [self._fit(index, one, outcome, of.media) for one, of in zip(masked, renderings, strict=True)]
             cut = len(segments) > 1 and outcome.truncated
             outcome.examples = [Example(tuple(overlong.same_prompt(segments) if cut else segments), outcome.columns)]
@@ -315,22 +296,34 @@ class RowTokenizer:
             raise RowDropped("no trained answer")
         if len(sample.ids) <= limit:
             return Segment(sample.ids, sample.trained, media)
-        if media and self._settings.overlong != "error":
+        if media and self._settings.overlong == "truncate":
             raise RowDropped(f"longer than max_length {limit}; rows with images are not cut")
         if self._settings.overlong not in ("drop", "error"):
             keep, done = overlong.cut(self._settings.overlong, sample, limit)
+            if not all(keep[start:end].all() for start, end in sample.whole):
+                raise RowDropped(overlong.SPLIT)
             outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
             outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
-            return Segment(sample.ids[keep], sample.trained[keep])
+            return Segment(sample.ids[keep], sample.trained[keep], media)
         if self._settings.overlong == "drop":
             raise RowDropped(f"longer than max_length {limit}")
         what = f"{len(sample.ids)} tokens exceed data.max_length ({limit})"
         remedy = "raise data.max_length, or set data.overlong to truncate or drop"
         raise BadRow(index, what, remedy, "data.sample_too_long")
 
+    def _fit_answers(self, samples: Sequence[WholeSample], outcome: Outcome) -> tuple[Segment, ...]:
+        """The segments of answers to one prompt, which has the same length in all of them."""
+        keep = [np.ones(len(one.ids), dtype=bool) for one in samples]
+        if any(len(one.ids) > self._settings.max_length for one in samples):
+            from halftune.data import proportional  # seldom used
+
+            keep, outcome.truncated = proportional.truncate_answers(samples, self._settings.max_length)
+        pairs = zip(samples, keep, strict=True)
+        return tuple(Segment(sample.ids[kept], sample.trained[kept]) for sample, kept in pairs)
+
     def _cut_document(self, ids: np.ndarray, outcome: Outcome) -> None:
-        first, last = self._around
-        whole = np.concatenate([np.array(first, np.int32), ids, np.array(last, np.int32)])
+        first, last = self._ends_of_documents
+        whole = np.concatenate((first, ids, last))
         limit = self._settings.max_length
         pieces = [whole[start : start + limit] for start in range(0, len(whole), limit)]
         if len(pieces) > 1 and len(pieces[-1]) == 1:  # a single token predicts nothing
@@ -340,24 +333,31 @@ class RowTokenizer:
             outcome.notes = (*outcome.notes, PIECES)
 
     def _mask(self, rendering: Rendering, tokens: Encoded, outcome: Outcome) -> WholeSample:
-        trained = np.full(len(tokens.ids), self._settings.train_on == "all")
-        turns = []
-        for turn in rendering.turns:
-            start, end = tokens.ending_after(turn.start), tokens.starting_at(turn.end)
-            full_end = end if turn.full_end == turn.end else tokens.starting_at(turn.full_end)
-            if start < len(tokens.ids) and tokens.offsets[start][0] < turn.start and MERGED not in outcome.notes:
-                outcome.notes = (*outcome.notes, MERGED)
-            if turn.trained:
-                trained[start : full_end if self._settings.train_line_break else end] = True
-            elif self._settings.train_on == "all":
-                trained[start:end] = False
-            turns.append(TokenTurn(start, end, full_end, turn.complete, turn.trained))
-        for first, last in rendering.untrained:
-            trained[tokens.ending_after(first) : tokens.starting_at(last)] = False
-        contents: tuple[tuple[int, int], ...] = ()
-        if len(tokens.ids) > self._settings.max_length and not rendering.split:
+        settings = self._settings
+        trained = np.full(len(tokens.ids), settings.train_on == "all")
+        turns = [self._token_turn(turn, tokens, outcome) for turn in rendering.turns]
+        for turn in turns:
+            if turn.trained and rendering.labels is None:
+                trained[turn.start : turn.full_end if settings.train_line_break else turn.end] = True
+            elif settings.train_on == "all":
+                trained[turn.start : turn.end] = False
+        for places, value in ((rendering.labels or (), True), (rendering.untrained, False)):
+            for first, last in places:
+                trained[tokens.ending_after(first) : tokens.starting_at(last)] = value
+        contents, whole = tuple[tuple[int, int], ...](), tuple[tuple[int, int], ...]()
+        if len(tokens.ids) > settings.max_length and not rendering.split:
             contents = self._contents(rendering, tokens)
-        return WholeSample(tokens.ids, tokens.offsets, trained, tuple(turns), contents)
+            places = rendering.untrained if rendering.media else ()
+            whole = tuple((tokens.ending_after(first), tokens.starting_at(last)) for first, last in places)
+        return WholeSample(tokens.ids, tokens.offsets, trained, tuple(turns), contents, whole)
+
+    def _token_turn(self, turn: Turn, tokens: Encoded, outcome: Outcome) -> TokenTurn:
+        """A turn in tokens; a first token that begins before it is noted."""
+        start, end = tokens.ending_after(turn.start), tokens.starting_at(turn.end)
+        full_end = end if turn.full_end == turn.end else tokens.starting_at(turn.full_end)
+        if start < len(tokens.ids) and tokens.offsets[start][0] < turn.start and MERGED not in outcome.notes:
+            outcome.notes = (*outcome.notes, MERGED)
+        return TokenTurn(start, end, full_end, turn.complete, turn.trained)
 
     def _contents(self, rendering: Rendering, tokens: Encoded) -> tuple[tuple[int, int], ...]:
         """Token ranges of user and tool messages that the template renders unchanged."""

@@ -23,7 +23,7 @@ Status = Literal["ok", "note", "fail"]
 
 # distribution → what it is for
 OPTIONAL = {
-    "flash-attn": "FlashAttention-2's package; torch 2.13 has its own kernels",
+    "flash-attn": "FlashAttention-2's package; torch has its own kernels",
     "flash-linear-attention": "fast kernels for linear attention",
     "causal-conv1d": "fast short convolutions of hybrid models",
     "tensorboard": "logging to TensorBoard",
@@ -170,7 +170,7 @@ def _disk(folder: Path, needed: int) -> Check:
         what = f"{shown}; a checkpoint needs {needed / 2**30:.1f} GiB"
         return Check("disk", "fail", what, "free some, or write training.output_dir elsewhere")
     if free < _LITTLE_DISK:
-        return Check("disk", "note", shown, "checkpoints and downloads need room")
+        return Check("disk", "note", shown, "checkpoints and downloads need space")
     return Check("disk", "ok", shown)
 
 

@@ -18,10 +18,10 @@ def inputs_for(config: PretrainedConfig, *, images: bool = True) -> dict[str, An
 
     Args:
         config: of the model.
-        images: whether the run trains on images; Qwen2.5-Omni's towers are always traced.
+        images: whether the run trains on images or audio; Qwen2.5-Omni's towers are always traced.
     """
     make = _MAKERS.get(config.model_type, _text)
-    return _text(config) if make is _qwen_vl and not images else make(config)
+    return _text(config) if make in (_qwen_vl, _qwen_audio) and not images else make(config)
 
 
 def untraced_towers(config: PretrainedConfig, *, images: bool) -> str:
@@ -30,7 +30,7 @@ def untraced_towers(config: PretrainedConfig, *, images: bool) -> str:
     if not towers or config.model_type == "qwen2_5_omni_thinker":
         return ""
     if not images:
-        return "the run has no images"
+        return "the run has no images or audio"
     return "" if config.model_type in _MAKERS else "the inputs of its towers are unknown"
 
 
@@ -46,10 +46,10 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
     frames = 200
     heard = ((frames - 1) // 2 + 1 - 2) // 2 + 1
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    named = config.to_dict()
-    edges = [named.get(f"{kind}_{end}_token_id", 5) for kind in ("vision", "audio") for end in ("start", "end")]
+    named, text = config.to_dict(), _plain_ids(config)
+    edges = [named.get(f"{kind}_{end}_token_id") or 5 for kind in ("vision", "audio") for end in ("start", "end")]
     picture, sound = [config.image_token_id] * merged, [config.audio_token_id] * heard
-    ids = [1, edges[0], *picture, edges[1], 2, edges[2], *sound, edges[3], *range(6, 20)]
+    ids = [text[0], edges[0], *picture, edges[1], text[1], edges[2], *sound, edges[3], *text[2:]]
     return {
         "input_ids": torch.tensor([ids]),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
@@ -60,14 +60,19 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def _plain_ids(config: PretrainedConfig) -> list[int]:
+    """16 ids of text: none is a placeholder."""
+    placeholders = {value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+    return [one for one in range(80) if one not in placeholders][:16]
+
+
 def _qwen_vl(config: PretrainedConfig) -> dict[str, Any]:
     """One row with an image of 4 × 4 patches."""
     vision = config.vision_config
     merged, picture = 16 // vision.spatial_merge_size**2, config.image_token_id
     named = config.to_dict()
     edges = [named.get(name) or 5 for name in ("vision_start_token_id", "vision_end_token_id")]
-    placeholders = {value for name, value in named.items() if name.endswith("_token_id")}
-    text = [one for one in range(80) if one not in placeholders][:16]
+    text = _plain_ids(config)
     ids = torch.tensor([[text[0], edges[0], *[picture] * merged, edges[1], *text[1:]]])
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {
@@ -79,8 +84,24 @@ def _qwen_vl(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def _qwen_audio(config: PretrainedConfig) -> dict[str, Any]:
+    """One row with a sound of the extractor's full length."""
+    audio = config.audio_config
+    frames = 2 * audio.max_source_positions
+    heard = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+    text = _plain_ids(config)
+    ids = torch.tensor([[text[0], *[config.audio_token_id] * heard, *text[1:]]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "input_features": torch.randn(1, audio.num_mel_bins, frames),
+        "feature_attention_mask": torch.ones(1, frames, dtype=torch.long),
+    }
+
+
 _QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
 _MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
     "qwen2_5_omni_thinker": _qwen_omni,
+    "qwen2_audio": _qwen_audio,
     **dict.fromkeys(_QWEN_VL, _qwen_vl),
 }

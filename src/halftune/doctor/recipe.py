@@ -38,12 +38,12 @@ def diagnose(
     if (teacher := config.method.teacher_model) is not None:
         facts = replace(facts, teacher=read_model_facts(present_model(loaded, teacher)))
     if model is not loaded.run.model:
-        missing = f"{loaded.run.model.name_or_path} has yet to be trained"
+        missing = f"{loaded.run.model.name_or_path} is not trained yet"
         checks.append(Check("model", "note", f"{missing}: using its base, {model.name_or_path}"))
     if here is not None and here is not machine:
         try:
             resolve(config, here, facts)
-            checks.append(Check("plan", "ok", "this machine can honour the recipe"))
+            checks.append(Check("plan", "ok", "this machine supports the recipe"))
         except PlanError as error:
             checks += [Check("plan", "fail", f"on this machine: {one.what}", one.remedy) for one in error.problems]
     plan = resolve(config, machine, facts)

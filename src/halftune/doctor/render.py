@@ -50,16 +50,18 @@ def render_trace(found: TraceReport, width: int | None = None) -> str:
         lines.append("Every tensor arrives at attention in the plan's format.")
     for number, finding in enumerate(found.violations, 1):
         lines += [*_block(number, finding), ""]
-    lines += [line for finding in found.findings if not finding.breaks for line in _harmless(finding)]
+    for finding in found.findings:
+        lines += [] if finding.breaks else _harmless(finding)
     lines += [f"! {note}" for note in found.notes]
     if found.violations:
-        total = sum(finding.bytes_per_step for finding in found.violations)
-        count = len(found.violations)
-        lines.append(
-            f"Contract violated in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
-            f"{_GUARDED[found.guard].format(cost=_size(total))}"
-        )
+        lines.append(_verdict(found))
     return _printed([Text(line) for line in lines], width)
+
+
+def _verdict(found: TraceReport) -> str:
+    count, total = len(found.violations), sum(finding.bytes_per_step for finding in found.violations)
+    what = f"Contract violated in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
+    return what + _GUARDED[found.guard].format(cost=_size(total))
 
 
 _GUARDED = {

@@ -26,9 +26,9 @@ from halftune.attention.contract import (
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import inputs_for, untraced_towers
-from halftune.doctor.traced_model import build, prepare, read_config
 from halftune.model.packing_check import small_copy
 from halftune.model.remote_code import last_line, remote_code_error
+from halftune.model.without_weights import build, prepare, read_config
 from halftune.plan import Plan
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.fake_tensors import NEEDS_VALUES, FakeTensors

@@ -52,17 +52,21 @@ def check_output(
         raise _unusable(f"the output folder is, or is inside, a part of a run: {part}", output)
     if output.is_file():
         raise _unusable("the output is a file", output, "choose a folder")
-    for path in (path.resolve() for path in inputs):
-        if path == target or path in target.parents or target in path.parents:
+    for path in map(Path.resolve, inputs):
+        if target.is_relative_to(path) or path.is_relative_to(target):
             raise _unusable(f"would write over an input of the run: {path}", output)
     if output.is_dir() and any(output.iterdir()):
-        if not (output / "config.json").is_file():
-            raise _unusable("the folder contains unrelated files", output, "choose an empty or new folder")
-        if not has_manifest(output):
-            what = "the folder contains a model that halftune did not write"
-            raise _unusable(what, output, "choose another folder, or delete this one first")
-        if not force:
-            raise _unusable("output already contains a model", output, how)
+        _check_content(output, force=force, how=how)
+
+
+def _check_content(output: Path, *, force: bool, how: str) -> None:
+    if not (output / "config.json").is_file():
+        raise _unusable("the folder contains unrelated files", output, "choose an empty or new folder")
+    if not has_manifest(output):
+        what = "the folder contains a model that halftune did not write"
+        raise _unusable(what, output, "choose another folder, or delete this one first")
+    if not force:
+        raise _unusable("output already contains a model", output, how)
 
 
 def _unusable(what: str, output: Path, remedy: str = "choose another folder") -> ModelError:

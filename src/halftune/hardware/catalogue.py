@@ -98,24 +98,22 @@ def lookup(name: str, packages: dict[str, str] | None = None) -> Hardware:
     texts = name.lower().replace(" ", "").split("+")
     if "" in texts:
         what = "no machine given" if texts == [""] else f"{name!r}: no machine on one side of +"
-        raise PlanError(
-            what,
-            where="--hardware",
-            remedy=f"use one of {', '.join(CATALOGUE)}, or for example t4x2 or a100+t4",
-            code="hardware.unknown_machine",
-        )
-    parts = [_part(part) for part in texts]
+        raise _unknown(what, f"use one of {', '.join(CATALOGUE)}, or for example t4x2 or a100+t4")
+    parts = list(map(_part, texts))
     if (total := sum(count * len(machine.devices) for machine, count in parts)) > MOST_DEVICES:
         what = f"{name} has {total:,} devices; the maximum is {MOST_DEVICES:,}"
-        raise PlanError(what, where="--hardware", remedy="use a smaller count", code="hardware.unknown_machine")
+        raise _unknown(what, "use a smaller count")
     devices = tuple(device for machine, count in parts for device in machine.devices * count)
     kinds: set[Kind] = {device.kind for device in devices}
-    if len(kinds) > 1 or (devices[0].kind == "cpu" and len(devices) > 1):
-        what = f"{name}: all devices of a machine must be accelerators of one kind"
-        raise PlanError(what, where="--hardware", code="hardware.unknown_machine")
+    if len(kinds) > 1 or (kinds == {"cpu"} and len(devices) > 1):
+        raise _unknown(f"{name}: all devices of a machine must be accelerators of one kind")
     first = parts[0][0]
     installed = {**dict(first.packages), **(packages or {})}
     return replace(first, name=name, devices=devices, packages=tuple(installed.items()))
+
+
+def _unknown(what: str, remedy: str = "") -> PlanError:
+    return PlanError(what, where="--hardware", remedy=remedy, code="hardware.unknown_machine")
 
 
 def _part(text: str) -> tuple[Hardware, int]:

@@ -78,6 +78,7 @@ class Workload:
         offload: with fsdp2, whether shards are in main memory.
         regather: with fsdp2, whether layers are resharded after forward and gathered again for backward.
         teacher: bytes of another model that each device holds whole.
+        towers: of a run with images or audio: ``frozen`` or ``trained``.
         sync_each: with fsdp2 and gradient accumulation, whether gradients are reduced after each micro-batch.
     """
 
@@ -110,6 +111,7 @@ class Workload:
     regather: bool = True
     sync_each: bool = True
     teacher: int = 0
+    towers: str = ""
 
     @property
     def full(self) -> bool:
@@ -119,7 +121,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose; ``overlap``: gradients that reuse the memory of activations freed during backward."""
+    """Bytes by purpose.
+
+    Attributes:
+        weights, gradients, optimizer, activations, logits, overhead: the parts; overhead is the runtime itself.
+        overlap: gradients that reuse the memory of activations freed during backward.
+    """
 
     weights: int
     gradients: int
@@ -127,11 +134,11 @@ class Estimate:
     activations: int
     logits: int
     overhead: int
-    overlap: int
+    overlap: int = 0
 
     @property
     def total(self) -> int:
-        """Peak bytes."""
+        """Peak bytes: the sum of the parts less the overlap."""
         parts = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.overhead
         return parts - self.overlap
 
@@ -146,11 +153,16 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
         weights += work.trained * (work.trainable - work.storage)
     gradients = work.trained * work.trainable
     moments = work.optimizer_state
-    activations = _activations(work, facts)
-    logits = _logits(work, facts)
+    activations, logits = _activations(work, facts), _logits(work, facts)
+    if work.towers:
+        from halftune.hardware.tower_memory import tower_activations  # few runs have images
+
+        own = {"trained": work.towers == "trained", "checkpointing": work.checkpointing}
+        activations += tower_activations(facts, work.tokens, work.compute, **own)
     if work.strategy == "fsdp2":
         weights, gradients, moments = _sharded(work, facts, weights, gradients, moments)
-    weights += work.teacher
+    towers = facts.tower_parameters * work.storage if work.towers else 0  # fsdp2 gathers them whole
+    weights += work.teacher + towers
     overlap = min(gradients, activations + logits) if work.accumulation == 1 and work.strategy == "single" else 0
     rest = weights + gradients + moments + activations + logits - overlap
     overhead = RUNTIME_BYTES[work.kind] + round(rest * FRAGMENTATION[work.kind])
@@ -230,20 +242,22 @@ def _activations(work: Workload, facts: ModelFacts) -> int:
         kept = residual * facts.hidden_size * facts.num_layers + (layer + dora / facts.num_layers) * again
     else:
         kept = layer * facts.num_layers + work.adapted_inputs * (work.compute + 1) + dora
-    casts = 0
-    if work.autocast and work.storage > work.compute:  # half-precision copies of the weights, saved for backward
-        casts = (facts.num_parameters - _ends(facts)) * work.compute
-        if work.checkpointing or work.strategy == "fsdp2":  # freed after each layer
-            casts //= facts.num_layers
-    elif work.autocast and work.full and work.trainable > work.compute:
-        casts = work.trained * work.compute
     # computed experts are kept for backward, where a layer has their gradient, or computes them again
-    casts += work.experts * work.storage // (facts.num_layers if work.checkpointing else 1)
-    casts += work.experts * work.storage // facts.num_layers
+    experts = work.experts * work.storage // (facts.num_layers if work.checkpointing else 1)
+    experts += work.experts * work.storage // facts.num_layers
     # when the first layer's backward pass needs its workspace, the tensors of the layer after it are freed already
     scans = work.scan_kept * (1 if work.checkpointing else facts.linear_layers)
     scans += max(0, work.scan_workspace - round(work.tokens * layer))
-    return round(work.tokens * (kept + ends)) + casts + scans
+    return round(work.tokens * (kept + ends)) + _casts(work, facts) + experts + scans
+
+
+def _casts(work: Workload, facts: ModelFacts) -> int:
+    """Copies of the weights in the dtype of compute, which autocast makes and saves for backward."""
+    if work.autocast and work.storage > work.compute:
+        copies = (facts.num_parameters - _ends(facts)) * work.compute
+        freed = work.checkpointing or work.strategy == "fsdp2"  # after each layer
+        return copies // facts.num_layers if freed else copies
+    return work.trained * work.compute if work.autocast and work.full and work.trainable > work.compute else 0
 
 
 def _norms(work: Workload, facts: ModelFacts) -> float:

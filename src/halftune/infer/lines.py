@@ -2,7 +2,8 @@
 
 In: ``{"id": 1, "messages": [{"role": "user", "content": "…"}], "adapter": true, "generation": {"temperature": 0.7}}``;
 ``content`` may be a list of parts: ``{"type": "text", "text": "…"}`` and, of a model trained on images,
-``{"type": "image_url", "image_url": {"url": "data:…"}}``; files and addresses are refused.
+``{"type": "image_url", "image_url": {"url": "data:…"}}``, of one trained on audio ``{"type": "input_audio",
+"input_audio": {"data": "<base64>"}}``; files and addresses are refused.
 ``{"stop": true}`` stops the current answer. After the end of input, pending requests are answered, then the chat exits.
 
 Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` per piece, and
@@ -37,6 +38,7 @@ def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
     stop = threading.Event()
     threading.Thread(target=_read, args=(requests, waiting, stop), daemon=True).start()
     precision, own = session.run.plan.precision, session.generation
+    kinds = session.images.settings.kinds if session.images is not None else ()
     ready = {
         "base": session.run.loaded.run.model.name_or_path,
         "adapter": session.run.is_adapter,
@@ -44,7 +46,8 @@ def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
         "storage": precision.storage.value,
         "device": session.run.plan.device.value,
         "generation": own.model_dump(),
-        "images": session.images is not None,
+        "images": "image" in kinds,
+        "audio": "audio" in kinds,
     }
     _emit(events, event="ready", **ready)
     while (request := waiting.get()) is not None:
@@ -111,8 +114,10 @@ def _part(part: Any, session: ChatSession) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
-            return {"type": "image", "ref": session.image(url)}
-    raise _invalid("a part of a message is neither a text nor an image as a data URL")
+            return {"type": "image", "ref": session.media(url)}
+        case {"type": "input_audio", "input_audio": {"data": str(data)}}:
+            return {"type": "audio", "ref": session.media(f"data:;base64,{data}", kind="audio")}
+    raise _invalid("a part of a message is neither a text, nor an image as a data URL, nor input_audio")
 
 
 def _invalid(what: str) -> ModelError:

@@ -23,7 +23,7 @@ from halftune.model.tokenizer import load_tokenizer
 from halftune.precision.report import check_dtypes
 
 if TYPE_CHECKING:
-    from halftune.data.media.processor import ImageProcessor
+    from halftune.data.media.processor import MediaProcessor
     from halftune.data.media.reference import MediaRef
 
 
@@ -38,8 +38,8 @@ class ChatSession:
         tokenizer: the run's tokenizer.
         tuned: whether to use the trained model (adapter enabled) instead of the base model.
         system: system prompt; empty for none.
-        images: the model's image processor; None if it was not trained on images.
-        attached: images of the next message.
+        images: the model's processor; None if it was trained on text alone.
+        attached: images and sounds of the next message.
     """
 
     run: CompletedRun
@@ -49,42 +49,45 @@ class ChatSession:
     tuned: bool = True
     system: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)
-    images: ImageProcessor | None = None
+    images: MediaProcessor | None = None
     attached: list[MediaRef] = field(default_factory=list)
     _base: Any = None
 
-    def attach(self, path: str) -> MediaRef:
-        """Adds an image to the next message.
+    def attach(self, path: str, kind: str = "image") -> MediaRef:
+        """Adds an image or a sound to the next message.
 
         Args:
             path: of a file.
+            kind: ``image`` or ``audio``.
 
         Raises:
-            ModelError: see :meth:`image`.
+            ModelError: see :meth:`media`.
         """
         file = Path(path).expanduser().absolute()
-        self.attached.append(self.image(file.name, file.parent))
+        self.attached.append(self.media(file.name, file.parent, kind))
         return self.attached[-1]
 
-    def image(self, given: str, folder: Path | None = None) -> MediaRef:
-        """The reference of an image.
+    def media(self, given: str, folder: Path | None = None, kind: str = "image") -> MediaRef:
+        """The reference of an image or a sound.
 
         Args:
             given: a data URL, or a path in ``folder``.
             folder: None: paths are refused.
+            kind: ``image`` or ``audio``.
 
         Raises:
-            ModelError: not an image, or the model was not trained on images.
+            ModelError: it cannot be read, or the model was not trained on its kind.
         """
-        if self.images is None:
-            what, remedy = "the model was not trained on images", "train it with data.images: true"
+        if self.images is None or kind not in self.images.settings.kinds:
+            what, key = f"the model was not trained with {kind}", "images" if kind == "image" else kind
+            remedy = f"train it with data.{key}: true"
             raise ModelError(what, remedy=remedy, code="infer.bad_image")
-        from halftune.data.media.reference import BadImage, refer  # few conversations have images
+        from halftune.data.media.reference import BadMedia, refer  # few conversations have images
 
         try:
-            return refer(given, folder)
-        except BadImage as error:
-            raise ModelError(str(error), remedy="use another image", code="infer.bad_image") from error
+            return refer(given, folder, kind)
+        except BadMedia as error:
+            raise ModelError(str(error), remedy="use another file", code="infer.bad_image") from error
 
     def messages(self, text: str) -> list[dict[str, Any]]:
         """Return the conversation with the user's next message."""
@@ -92,8 +95,8 @@ class ChatSession:
         return [*system, *self.history, {"role": "user", "content": self._content(text)}]
 
     def _content(self, text: str) -> str | list[dict[str, Any]]:
-        images = [{"type": "image", "ref": one} for one in self.attached]
-        return [*images, {"type": "text", "text": text}] if images else text
+        media = [{"type": "audio" if one.is_audio else "image", "ref": one} for one in self.attached]
+        return [*media, {"type": "text", "text": text}] if media else text
 
     def answer(self, text: str, *, tuned: bool, on_text: OnText | None = None) -> str:
         """Return the answer to ``text`` in this conversation, without recording it."""
@@ -136,11 +139,11 @@ def open_session(run: CompletedRun) -> ChatSession:
     """
     tokenizer, config = load_tokenizer(run.result), run.loaded.run
     session = ChatSession(run, config.generation, _load(run, base=False), tokenizer)
-    if config.data.images:
-        from halftune.data.media.processor import ImageProcessor, image_settings  # few runs have images
+    if config.data.media:
+        from halftune.data.media.processor import MediaProcessor, media_settings  # few runs have images
 
         folder = locate(config.model if run.is_adapter else run.result)
-        session.images = ImageProcessor(image_settings(config, folder), tokenizer)
+        session.images = MediaProcessor(media_settings(config, folder), tokenizer)
     return session
 
 

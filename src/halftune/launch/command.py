@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from halftune.config.run import RunConfig
 from halftune.config.sections.training import DistributedSection
@@ -12,7 +13,9 @@ from halftune.core import heartbeat
 from halftune.core.errors import PlanError
 from halftune.core.process import this_process
 from halftune.hardware import Hardware
-from halftune.launch.machines import Machine
+
+if TYPE_CHECKING:
+    from halftune.launch.machines import Machine
 
 RUNNER = "halftune.launch.elastic"
 
@@ -101,6 +104,8 @@ def machine_of(distributed: DistributedSection, world_size: int) -> Machine | No
     host = distributed.main_process_ip
     if distributed.num_machines == 1 or not host:
         return None
+    from halftune.launch.machines import Machine  # few runs use several machines
+
     each, seconds = world_size // distributed.num_machines, distributed.timeout_seconds
     return Machine(
         distributed.machine_rank, distributed.num_machines, each, host, distributed.main_process_port, seconds

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from halftune.core.errors import HalftuneError
 from halftune.core.failures import SUMMARY
@@ -48,25 +49,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _silence()
         run(args)
     except ChildFailedError as error:
-        assert Agent.latest is not None
-        text, code = summary(Agent.latest.failures(error.failures), int(args.max_restarts))
-        if Agent.latest.peer_exit_code:
-            return Agent.latest.peer_exit_code
-        return code if Agent.latest.said or (code > 128 and Agent.latest.has_reported(code)) else say(text, code)
+        return _child_failed(error, int(args.max_restarts))
     except HalftuneError as error:
         return say(error.report(), error.exit_code)
     except SignalException as error:
-        code = 128 + error.sigval
-        if Agent.latest is not None:
-            Agent.latest.kill()  # third signal: kill at once
-            if Agent.latest.has_reported(code):
-                return code
-        return say(f"stopped by {signal.Signals(error.sigval).name}", code)
+        return _stopped(error.sigval)
     except (RendezvousError, DistError, OSError) as error:
         begun = Agent.latest is not None and Agent.latest.has_started()
         code = "launch.peer_lost" if begun else "launch.main_unreachable"
         return say(f"{_rendezvous_error(error, args, machines, begun=begun)} [{code}]", FAILED)
     return 0
+
+
+def _child_failed(error: Any, restarts: int) -> int:
+    """Exit code of a failed process, said unless the process or another machine said it."""
+    from halftune.launch.agent import Agent
+
+    assert Agent.latest is not None
+    text, code = summary(Agent.latest.failures(error.failures), restarts)
+    if Agent.latest.peer_exit_code:
+        return Agent.latest.peer_exit_code
+    return code if Agent.latest.said or (code > 128 and Agent.latest.has_reported(code)) else say(text, code)
+
+
+def _stopped(number: int) -> int:
+    """Exit code of a run that a signal stopped."""
+    from halftune.launch.agent import Agent
+
+    code = 128 + number
+    if Agent.latest is not None:
+        Agent.latest.kill()  # third signal: kill at once
+        if Agent.latest.has_reported(code):
+            return code
+    return say(f"stopped by {signal.Signals(number).name}", code)
 
 
 def run_module() -> int:

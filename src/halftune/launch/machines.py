@@ -77,12 +77,14 @@ class Machines:
         """Inside, torchrun's rendezvous; prints progress messages with the missing machines."""
         mine, over = self._key(self.this.rank), threading.Event()
         self._store.set(mine, "1")
-        threading.Thread(target=self._print_missing, args=[over], daemon=True).start()
+        watching = threading.Thread(target=self._print_missing, args=[over], daemon=True)
+        watching.start()
         try:
             yield
             self._store.delete_key(mine)
         finally:
             over.set()
+            watching.join(_ANSWER)  # a thread in the store's client at exit would abort the process
 
     def absent(self) -> list[int]:
         """Return the ranks of the machines that have not joined the rendezvous."""
@@ -170,12 +172,13 @@ def check_own(host: str, addresses: list[str]) -> None:
     Raises:
         PlanError: it does not; lists its addresses.
     """
-    kinds = [ipaddress.ip_address(one.partition("%")[0]) for one in addresses]
-    literal = host in addresses or host == "localhost"  # for tests on one machine
-    outside = [one for one, kind in zip(addresses, kinds, strict=True) if not kind.is_loopback or literal]
-    if any(_is_own(one) for one in outside) and not any(kind.is_unspecified for kind in kinds):
+    kinds = {one: ipaddress.ip_address(one.partition("%")[0]) for one in addresses}
+    literal = host in kinds or host == "localhost"  # for tests on one machine
+    outside = [one for one, kind in kinds.items() if literal or not kind.is_loopback]
+    everywhere = any(kind.is_unspecified for kind in kinds.values())
+    if not everywhere and any(map(_is_own, outside)):
         return
-    if not outside or kinds[0].is_unspecified:
+    if not outside or kinds[addresses[0]].is_unspecified:
         what = f"{host} resolves to {addresses[0]} on machine 0, which other machines cannot reach"
     else:
         meant = host if host in addresses else f"{host} ({', '.join(addresses)})"

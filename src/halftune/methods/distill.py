@@ -33,7 +33,7 @@ class Distill(Sft):
         self.section = section
 
     def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
-        """Sum of the divergences plus ``sft_weight`` times that of the cross-entropy, in nats.
+        """``divergence_weight`` times the sum of the divergences plus ``sft_weight`` times that of the cross-entropy.
 
         The teacher runs first: its activations are gone before those of the model exist.
         """
@@ -41,7 +41,8 @@ class Distill(Sft):
         teacher = cast("Teacher", reference).head_rows(batch)
         found = policy.divergences(batch, teacher, float(section.beta), float(section.temperature))
         divergence, cross_entropy = found.sum(dim=1)
-        total = divergence + section.sft_weight * cross_entropy
+        learned = ((-found[1].detach()).exp() * found[1]).sum() if section.sft_loss == "dft" else cross_entropy
+        total = section.divergence_weight * divergence + section.sft_weight * learned
         count = divergence.new_tensor(found.shape[1])
         sums = {"divergence": divergence, "cross_entropy": cross_entropy}
         return Loss(total, {name: (value.detach(), count) for name, value in sums.items()})

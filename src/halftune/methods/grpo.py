@@ -4,7 +4,8 @@ A token of an answer has the probability ``π(t)``, ``π_0(t)`` with the weights
 ``r = π(t) / π_0(t)``. With the answer's advantage A, its loss is
 ``-min(r · A, clip(r, 1 - ε, 1 + ε_high) · A) + β · k``. In the first update on a batch of answers, r is 1.
 ``k = exp(d) - d - 1`` with ``d = log ρ(t) - log π(t)`` estimates the KL divergence to the reference ρ
-(http://joschu.net/blog/kl-approx.html).
+(http://joschu.net/blog/kl-approx.html). Where a server sampled with ``μ``, the first term has the weight
+``min(π_0(t) / μ(t), max_weight)`` (truncated importance sampling).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from halftune.model.policy import PolicyModel
 
 ADVANTAGES = "advantages"  # a column of batches: fp32 [S], of each answer
 SAMPLED = "sampled_logprobs"  # a column of batches: fp32 [K], the labels' log-probabilities before the first update
-REWARD, MEASURED = "reward", ("reward", "reward_std", "completion_length", "truncated")
+SERVED = "served_logprobs"  # a column of batches: fp32 [K], by the server that sampled them; NaN: not known
+REWARD, MEASURED = "reward", ("reward", "reward_std", "equal_rewards", "completion_length", "truncated")
+DROPPED = "dropped"  # a column of batches: fp32 [E], whether the group is left out
 
 
 def advantages(rewards: torch.Tensor, *, scale: bool, leave_one_out: bool) -> torch.Tensor:
@@ -46,7 +49,9 @@ class Grpo:
     def __init__(self, section: GrpoMethod) -> None:
         self.section = section
         names = [one.function for one in section.rewards] if len(section.rewards) > 1 else []
-        more = (*(("kl",) if section.beta else ()), *(("clip_fraction",) if section.num_iterations > 1 else ()))
+        more = ("entropy", *((DROPPED,) if section.dynamic_sampling else ()), *(("kl",) if section.beta else ()))
+        more = (*more, *(("clip_fraction",) if section.num_iterations > 1 else ()))
+        more = (*more, *(("server_weight", "server_gap") if section.server is not None else ()))
         self.metrics = (*MEASURED, *(f"reward_{name}" for name in names), *more)
 
     def weight(self, example: Example) -> float:
@@ -60,38 +65,57 @@ class Grpo:
     def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
         """Sum over tokens; without gradients, the negative rewards of the answers."""
         section, columns = self.section, batch.columns
-        measured = {name: (columns[name].sum(), columns[name].new_tensor(float(len(columns[name])))) for name in
-                    self.metrics if name in columns}  # fmt: skip
         zero = columns[WEIGHT].new_zeros(())
-        metrics = {name: measured.get(name, (zero, zero)) for name in self.metrics}
+        metrics = {name: _measured(columns.get(name), zero) for name in self.metrics}
         if not torch.is_grad_enabled():
             return Loss(-(columns[REWARD] * columns[WEIGHT]).sum(), metrics)
-        values = policy.token_logprobs(batch, section.temperature)
-        if not batch.examples:
+        values, entropies = policy.token_logprobs_and_entropies(batch, section.temperature)
+        metrics["entropy"] = (entropies.sum().to(zero.dtype), zero + len(entropies))
+        known = None
+        if section.beta:  # a sharded model needs all processes in each forward pass
+            assert isinstance(reference, AdapterOff)
+            known = reference.token_logprobs(batch, section.temperature)
+        if not len(values) or not batch.examples:
             return Loss(values.sum(), metrics)
         owners = policy.label_segments(batch)
         lengths, advantage = torch.bincount(owners, minlength=len(columns[ADVANTAGES])), columns[ADVANTAGES][owners]
         ratio = self._ratio(values - columns.get(SAMPLED, values.detach()), owners, lengths)
         low, high = 1 - section.epsilon, 1 + (section.epsilon_high or section.epsilon)
         losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-        if section.beta:
-            assert isinstance(reference, AdapterOff)
-            apart = reference.token_logprobs(batch, section.temperature) - values
+        if SERVED in columns:
+            losses = losses * self._server_weights(columns.get(SAMPLED, values.detach()) - columns[SERVED], metrics)
+        if known is not None:
+            apart = known - values
             kl = apart.exp() - apart - 1
             losses = losses + section.beta * kl
             metrics["kl"] = (kl.detach().sum().to(zero.dtype), zero + kl.numel())
         if "clip_fraction" in metrics:
             clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
             metrics["clip_fraction"] = (clipped.sum().to(zero.dtype), zero + clipped.numel())
-        if section.loss == "grpo":
-            losses = losses / lengths[owners]
-        elif section.loss == "dr_grpo":
-            losses = losses / section.max_completion_length
+        if section.loss != "dapo":
+            losses = losses / (lengths[owners] if section.loss == "grpo" else section.max_completion_length)
         again = section.num_iterations > 1 and SAMPLED not in columns
         return Loss(losses.sum(), metrics, {SAMPLED: values.detach()} if again else {})
+
+    def _server_weights(
+        self, apart: torch.Tensor, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Truncated importance weights ``[K]`` from differences of our log-probabilities to the server's."""
+        assert self.section.server is not None
+        apart, cap = apart.nan_to_num(), self.section.server.max_weight
+        weights = torch.ones_like(apart) if cap is None else apart.exp().clamp(max=cap)
+        zero = metrics[REWARD][0].new_zeros(())
+        for name, value in (("server_weight", weights), ("server_gap", apart.abs())):
+            metrics[name] = (value.sum().to(zero.dtype), zero + value.numel())
+        return weights
 
     def _ratio(self, apart: torch.Tensor, owners: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Probability ratios ``[K]``, from differences of log-probabilities."""
         if self.section.importance_sampling == "sequence":
             apart = (torch.zeros_like(lengths, dtype=apart.dtype).index_add(0, owners, apart) / lengths)[owners]
         return apart.exp()
+
+
+def _measured(column: torch.Tensor | None, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum and count of a column; zeros where the batch has none."""
+    return (zero, zero) if column is None else (column.sum(), column.new_tensor(float(len(column))))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halftune.config.sections.method import KtoMethod
-from halftune.data.batch import WEIGHT, Batch
+from halftune.data.batch import WEIGHT, Batch, some_segments
 from halftune.data.groups import LABEL
 from halftune.data.store import Example
 from halftune.methods import Loss, Reference
@@ -42,7 +42,7 @@ class Kto:
     def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
         """Sum of the answers' losses; rewards and KL in nats, the latter not multiplied by β."""
         known = reference.sequence_logprobs(batch)
-        ratios = (policy.sequence_logprobs(batch) - known).view(-1, 2 if self.estimates else 1, self.size)
+        ratios = (self._logprobs(policy, batch) - known).view(-1, 2 if self.estimates else 1, self.size)
         rewards = self.beta * ratios[:, 0]  # [E, size]
         weight = (batch.columns[WEIGHT] > 0).to(rewards.dtype)[:, None]  # 0 for groups that only fill up a batch
         kl = ratios[:, -1].detach().mean(1, keepdim=True).clamp(min=0) if self.estimates else torch.zeros_like(weight)
@@ -52,6 +52,18 @@ class Kto:
         measured = ((rewards, weight * labels), (rewards, weight * (1 - labels)), (kl, weight))
         sums = [_summed(values, counted) for values, counted in measured]
         return Loss((weight * losses).sum(), dict(zip(self.metrics, sums, strict=True)))
+
+    def _logprobs(self, policy: PolicyModel, batch: Batch) -> Tensor:
+        """Log-probabilities of all segments ``[S]``; those of mismatched answers need no gradient."""
+        number = len(batch.segment_of_example)
+        own = (torch.arange(number, device=batch.segment_of_example.device) // self.size) % 2 == 0
+        answers, others = (some_segments(batch, kept) for kept in (own, ~own)) if self.estimates else (None, None)
+        if answers is None or others is None:
+            return policy.sequence_logprobs(batch)
+        with torch.no_grad():
+            mismatched = policy.sequence_logprobs(others)
+        found = mismatched.new_zeros(number)
+        return found.masked_scatter(~own, mismatched).masked_scatter(own, policy.sequence_logprobs(answers))
 
 
 def _summed(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

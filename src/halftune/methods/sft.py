@@ -1,7 +1,8 @@
 """Supervised fine-tuning: the cross-entropy of the labelled tokens of a conversation.
 
-Dynamic fine-tuning (Wu et al. 2025, arXiv:2508.05629) multiplies the loss of a token by its probability; the factor has
-no gradient.
+Dynamic fine-tuning (Wu et al. 2025, arXiv:2508.05629) multiplies the loss of a token by its probability.
+Entropy-adaptive fine-tuning (Diao et al. 2026, arXiv:2601.02151) multiplies it by ``(H / scale) ** alpha``, with the
+entropy H of the likeliest tokens, renormalised among themselves. The factors have no gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Sft:
 
     def __init__(self, section: MethodSection) -> None:
         """``train_on`` has chosen the labels when the data was prepared."""
-        self.dynamic = isinstance(section, SftMethod) and section.loss == "dft"
+        self.section = section if isinstance(section, SftMethod) else SftMethod()
 
     def weight(self, example: Example) -> float:
         """Labelled tokens that are predicted; the first one of a segment is predicted from nothing."""
@@ -33,7 +34,11 @@ class Sft:
 
     def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
         """Sum of the cross-entropy; while gradients are enabled, of what is asked for."""
-        if self.dynamic and torch.is_grad_enabled():
+        section = self.section
+        if section.loss == "nll" or not torch.is_grad_enabled():
+            return Loss(policy.nll_sum(batch))
+        if section.loss == "dft":
             values = policy.token_logprobs(batch)
             return Loss(-(values.detach().exp() * values).sum())
-        return Loss(policy.nll_sum(batch))
+        values, entropies = policy.token_logprobs_and_entropies(batch, tokens=section.eaft_tokens)
+        return Loss(-((entropies / section.eaft_scale) ** section.eaft_alpha * values).sum())

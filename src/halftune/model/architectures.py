@@ -7,13 +7,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from halftune.config.facts.families import OWN, multimodal_class
+from halftune.config.facts.wrapped import WRAPPERS, unwrapped
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.load_errors import first_line
@@ -63,7 +65,7 @@ def own_architectures() -> Iterator[None]:
 
 
 def runs_its_code(folder: Path, *, trust_remote_code: bool) -> bool:
-    """Whether a checkpoint's remote code builds its model: if it is trusted and the architecture is not ours.
+    """Whether a checkpoint's remote code builds its model: if it is trusted and halftune has no implementation.
 
     Checkpoints of our architectures may contain code that imports flash-linear-attention; it is not used.
     """
@@ -73,18 +75,35 @@ def runs_its_code(folder: Path, *, trust_remote_code: bool) -> bool:
     return raw.get("model_type") not in OWN
 
 
+def remote_class(folder: Path) -> str | None:
+    """``module.Class`` of a checkpoint's own code for a causal language model, by config.json's ``auto_map``."""
+    try:
+        listed = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") or {}
+        return listed.get("AutoModelForCausalLM")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def is_multimodal(folder: Path, model: ModelSection) -> bool:
-    """Whether a checkpoint is loaded with its towers, by the class in its config.json.
+    """Whether a checkpoint is loaded with its towers, according to the class in its config.json.
 
     Raises:
-        ModelError: ``model.parts: text`` is set and no class has the language model alone.
+        ModelError: ``model.parts: text`` is set, but transformers has no text-only class.
     """
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = unwrapped(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return bool(multimodal_class(raw, model.parts, trust_remote_code=model.trust_remote_code, where=str(folder)))
 
 
+def multimodal_auto(config: PreTrainedConfig) -> Any:
+    """The auto class that builds a model with its towers."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
+
+
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of a checkpoint, but for its attention implementation; imports its remote code if trusted.
+    """Read the configuration of a checkpoint, without its attention implementation; imports remote code if trusted.
+
+    If a checkpoint contains several models, returns the configuration of the trained one.
 
     Raises:
         ModelError: transformers rejects a value in it.
@@ -93,10 +112,12 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         with own_architectures():
             trusted = runs_its_code(folder, trust_remote_code=trust_remote_code)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        if (row := WRAPPERS.get(config.model_type)) is not None:
+            config = getattr(config, row.part)
     except StrictDataclassError as error:
         raise ModelError(
             first_line(error), where=str(folder), remedy="download the checkpoint again", code="model.config_invalid"
         ) from error
     if isinstance(config, PreTrainedConfig):
-        config._attn_implementation = None  # the plan's, not the file's: one may name code on the hub
+        config._attn_implementation = None  # the plan sets it; the file's value may name code on the hub
     return config

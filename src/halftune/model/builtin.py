@@ -6,8 +6,9 @@ import json
 import platform
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -17,12 +18,21 @@ from transformers import (
     AddedToken,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     GenerationConfig,
     Qwen2Tokenizer,
 )
 
-from halftune.config.builtin_models import BUILTIN_MODELS, END_TOKEN, IMAGE_TOKENS, PAD_TOKEN, START_TOKEN, VOCAB_SIZE
+from halftune.config.builtin_models import (
+    AUDIO_TOKENS,
+    BUILTIN_MODELS,
+    END_TOKEN,
+    IMAGE_TOKENS,
+    PAD_TOKEN,
+    START_TOKEN,
+    VOCAB_SIZE,
+)
+from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES
 from halftune.core.atomic import is_full, whole_folder
 from halftune.core.errors import ModelError, TrainingError
 from halftune.core.files import cache_dir
@@ -33,7 +43,7 @@ from halftune.model.architectures import no_progress_bars, own_architectures
 
 log = get_logger(__name__)
 
-FORMAT_VERSION = 3  # increase when the same name yields different files
+FORMAT_VERSION = 5  # increase when the same name yields different files
 SEED = 20240607
 _compared: set[Path] = set()  # folders whose checksums this process has verified
 CORPUS_BYTES = 1_500_000
@@ -112,7 +122,7 @@ def _write_model(name: str, folder: Path, tokenizer: Path) -> None:
         config = AutoConfig.for_model(**raw)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(SEED)
-        kind = AutoModelForImageTextToText if "vision_config" in raw else AutoModelForCausalLM
+        kind = AutoModelForMultimodalLM if raw.keys() & _TOWERS.keys() else AutoModelForCausalLM
         model = kind.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(
         eos_token_id=[raw["eos_token_id"], raw["pad_token_id"]], pad_token_id=raw["pad_token_id"], do_sample=False
@@ -120,28 +130,59 @@ def _write_model(name: str, folder: Path, tokenizer: Path) -> None:
     with no_progress_bars():
         model.save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
-    if "vision_config" in raw:
-        _add_images(folder, raw["vision_config"])
+    if raw.keys() & _TOWERS.keys():
+        _add_media(folder, raw)
 
 
-def _add_images(folder: Path, tower: Mapping[str, int]) -> None:
-    """The tokens, the chat template and the processor of a model that sees."""
-    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": [START_TOKEN, *IMAGE_TOKENS]})  # pyright: ignore
-    text = "{{- part.text -}}"
-    image = '{%- if part.type == "image" -%}{{- "<|vision_start|><|image_pad|><|vision_end|>" -}}'
-    tokenizer.chat_template = chatml_template().replace(text, f"{image}{{%- else -%}}{text}{{%- endif -%}}")
+def _add_media(folder: Path, raw: Mapping[str, Any]) -> None:
+    """The tokens, the chat template and the processor of a model that sees or hears."""
+    tokens: dict[str, str] = {}
+    text = written = "{{- part.text -}}"
+    processor = {"processor_class": (AUDIO_FAMILIES | IMAGE_FAMILIES)[raw["model_type"]].processor}
+    for section, (kind, names, extractor) in _TOWERS.items():
+        if section in raw:
+            tokens |= names
+            first, last, placeholder = list(names.values())[:3]
+            medium = f'{{%- if part.type == "{kind}" -%}}{{{{- "{first}{placeholder}{last}" -}}}}'
+            written = f"{medium}{{%- else -%}}{written}{{%- endif -%}}"
+            processor |= extractor(raw[section])
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=tokens)
+    tokenizer.add_special_tokens({"additional_special_tokens": [START_TOKEN]})  # pyright: ignore
+    tokenizer.chat_template = chatml_template().replace(text, written)
     tokenizer.save_pretrained(folder)
-    sizes = {"patch_size": tower["patch_size"], "merge_size": tower["spatial_merge_size"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+
+
+def _images(tower: Mapping[str, int]) -> dict[str, Any]:
     pixels = (tower["patch_size"] * tower["spatial_merge_size"]) ** 2
-    processor = {
+    return {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
         "temporal_patch_size": tower["temporal_patch_size"],
         "size": {"shortest_edge": 4 * pixels, "longest_edge": 256 * pixels},
-        **sizes,
+        "patch_size": tower["patch_size"],
+        "merge_size": tower["spatial_merge_size"],
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+
+
+def _sounds(tower: Mapping[str, int]) -> dict[str, Any]:
+    rate, hop = 16_000, 160
+    return {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": tower["num_mel_bins"],
+        "sampling_rate": rate,
+        "hop_length": hop,
+        "n_fft": 400,
+        "chunk_length": 2 * tower["max_source_positions"] * hop // rate,  # in seconds; a position is of two frames
+        "padding_value": 0.0,
+        "return_attention_mask": True,
+    }
+
+
+# The kind of content part, the added tokens and the extractor's settings of each tower's section in config.json.
+_TOWERS: dict[str, tuple[str, dict[str, str], Callable[[Mapping[str, int]], dict[str, Any]]]] = {
+    "vision_config": ("image", IMAGE_TOKENS, _images),
+    "audio_config": ("audio", AUDIO_TOKENS, _sounds),
+}
 
 
 def write_tokenizer(folder: Path) -> None:

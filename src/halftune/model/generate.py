@@ -24,7 +24,7 @@ from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 
 if TYPE_CHECKING:
-    from halftune.data.media.processor import ImageProcessor
+    from halftune.data.media.processor import MediaProcessor
     from halftune.data.media.reference import MediaRef
 
 _SECONDS, _MEMORY = 30, 1 << 30  # CPU time and bytes for rendering one conversation
@@ -41,7 +41,7 @@ def generate_reply(
     on_text: OnText | None = None,
     template_variables: Mapping[str, Any] | None = None,
     sharded: torch.device | None = None,
-    images: ImageProcessor | None = None,
+    images: MediaProcessor | None = None,
 ) -> str:
     """Generate the reply to ``messages``, without control tokens.
 
@@ -51,7 +51,7 @@ def generate_reply(
     Args:
         model: on its device, a peft model or a transformers one.
         tokenizer: its tokenizer.
-        messages: OpenAI format, the user's message last; a part of type ``image`` has the reference ``ref``.
+        messages: OpenAI format, the user's message last; a part ``image`` or ``audio`` has the reference ``ref``.
         generation: decoding settings; of the checkpoint's generation config only stop tokens are used.
         plan: gives autocast.
         on_text: called with each new piece of text as it comes.
@@ -66,7 +66,7 @@ def generate_reply(
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     refs = [part["ref"] for one in messages if isinstance(one["content"], list) for part in one["content"] if
-            part["type"] == "image"]  # fmt: skip
+            part["type"] in ("image", "audio")]  # fmt: skip
     prompt = _prompt(tokenizer, messages, template_variables or {}, partial(_with_images, images, refs))
     if not prompt:
         what = "the prompt has no tokens"
@@ -125,32 +125,33 @@ def _prompt(
     return list(tokenizer(expand(text), add_special_tokens=False)["input_ids"])
 
 
-def _with_images(images: ImageProcessor | None, refs: Sequence[MediaRef], text: str) -> str:
+def _with_images(images: MediaProcessor | None, refs: Sequence[MediaRef], text: str) -> str:
     if not refs:
         return text
     assert images is not None
-    from halftune.data.media.reference import BadImage  # few conversations have images
+    from halftune.data.media.reference import BadMedia  # few conversations have images
 
     try:
         written = images.write(text, refs)
-    except BadImage as error:
-        raise ModelError(str(error), remedy="use another image", code="infer.bad_image") from error
+    except BadMedia as error:
+        raise ModelError(str(error), remedy="use another file", code="infer.bad_image") from error
     if written is None:
-        what = f"the conversation has not one {images.token} for each of its images"
-        raise ModelError(what, remedy=f"write no {images.token}, or /reset", code="infer.bad_image")
+        token = images.token_of(refs[0])
+        what = f"the conversation has not one {token} for each of its images and sounds"
+        raise ModelError(what, remedy=f"write no {token}, or /reset", code="infer.bad_image")
     return written
 
 
 def _image_inputs(
-    images: ImageProcessor, refs: Sequence[MediaRef], prompt_1T: torch.Tensor, dtype: torch.dtype
+    images: MediaProcessor, refs: Sequence[MediaRef], prompt_1T: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The forward pass's arguments for images, on the prompt's device."""
-    from halftune.data.media.reference import BadImage
+    from halftune.data.media.reference import BadMedia
 
     try:
         made = images.inputs([refs])
-    except BadImage as error:
-        raise ModelError(str(error), remedy="use another image, or /reset", code="infer.bad_image") from error
+    except BadMedia as error:
+        raise ModelError(str(error), remedy="use another file, or /reset", code="infer.bad_image") from error
     made |= images.token_types(prompt_1T)
     return {
         name: (one.to(dtype) if one.is_floating_point() else one).to(prompt_1T.device) for name, one in made.items()

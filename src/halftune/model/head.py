@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import chain
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -163,6 +163,7 @@ class HeadRows:
         vocabulary: V.
         targets: int64 ``[N]``.
         places: int64 ``[K]``: indices of the labels in the batch; K is N, or 0 where one row stands for none.
+        frozen: nothing between rows and logits is trained, and each row gives its own logits only.
     """
 
     rows: torch.Tensor
@@ -170,6 +171,7 @@ class HeadRows:
     vocabulary: int
     targets: torch.Tensor
     places: torch.Tensor
+    frozen: bool = False
 
 
 # Bytes of a chunk's fp32 logits, and minimum rows: reading the head once per chunk must stay cheap.
@@ -179,31 +181,15 @@ _FEWEST_ROWS = 128
 _proven_logits: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def logprobs(head: Head, rows: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int) -> torch.Tensor:
-    """``log softmax(head(rows) / temperature)[target]`` of each row, in fp32 (fp64 for fp64).
-
-    Args:
-        head: from rows to logits.
-        rows: ``[N, H]``, N > 0.
-        targets: int64 ``[N]``.
-        temperature: above 0.
-        chunk: rows at a time.
-    """
-
-    def some(part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits = head(part)
-        if temperature != 1.0:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        # one tensor of [chunk, V] at a time: where freed memory is kept, two leave holes that the next ones do not fit
-        return -cross_entropy_rows(logits, target, all_labelled=True)
-
-    parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat([checkpoint(some, part, target, use_reentrant=False) for part, target in parts])
-
-
 def rows_at_a_time(vocabulary: int, device: torch.device) -> int:
     """Rows per chunk for a device."""
     return max(_FEWEST_ROWS, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary))
+
+
+def is_frozen(base: nn.Module, body: nn.Module) -> bool:
+    """Whether a model trains nothing outside of its decoder; a tied head is outside, too."""
+    outside = [one.parameters() for one in base.children() if one is not body]
+    return not any(one.requires_grad for one in chain(base.parameters(recurse=False), *outside))
 
 
 def decoder_of(base: Any) -> nn.Module | None:
@@ -216,11 +202,8 @@ def decoder_of(base: Any) -> nn.Module | None:
 def outputs_of(body: nn.Module) -> Iterator[list[Any]]:
     """Inside, collects the outputs of a module."""
     seen: list[Any] = []
-    handle = body.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    try:
+    with body.register_forward_hook(lambda _module, _inputs, output: seen.append(output)):
         yield seen
-    finally:
-        handle.remove()
 
 
 def is_head_of(base: PreTrainedModel, body: nn.Module, outputs: Any, at: torch.Tensor, logits: torch.Tensor) -> bool:
@@ -279,20 +262,30 @@ def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:
         inputs: forward arguments without labels, on the model's device.
     """
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
-    if type(head) is not nn.Linear or torch.compiler.is_compiling() or "forward" in vars(head):
-        return None
-    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
-        return None
-    if _computes_in(head) == torch.float16:
+    if not _is_plain(head):
         return None
     if base not in _proven:
-        _proven[base] = _returns_what_its_head_returns(base, head, inputs)
+        returned: list[torch.Tensor] = []
+        with _probing(head, returned):
+            logits = base(**_few_tokens(inputs), use_cache=False).logits
+        _proven[base] = len(returned) == 1 and returned[0] is logits
     return head if _proven[base] else None
 
 
+def _is_plain(head: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a head can be only a product: not wrapped, hooked or compiled, and not in fp16."""
+    if type(head) is not nn.Linear or torch.compiler.is_compiling() or "forward" in vars(head):
+        return False
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return not any(hooks) and _computes_in(head) != torch.float16
+
+
 @contextmanager
-def hidden_instead_of_logits(head: nn.Linear) -> Iterator[None]:
-    """Inside, the head returns its input in its compute dtype; other threads get its output."""
+def hidden_instead_of_logits(head: nn.Linear | None) -> Iterator[None]:
+    """Inside, the head, if there is one, returns its input in its compute dtype; other threads get its output."""
+    if head is None:
+        yield
+        return
     inside = threading.get_ident()
 
     def forward(input: torch.Tensor) -> torch.Tensor:
@@ -327,20 +320,14 @@ def _computes_in(head: nn.Linear) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
 
 
-def _returns_what_its_head_returns(model: Any, head: nn.Linear, inputs: Mapping[str, Any]) -> bool:
-    """Run a few tokens and check that the model's logits are the tensor that its head returned."""
-    returned: list[torch.Tensor] = []
-    watching = head.register_forward_hook(
-        lambda _module, _inputs, output: returned.append(cast("torch.Tensor", output))
-    )
+@contextmanager
+def _probing(head: nn.Linear, returned: list[torch.Tensor]) -> Iterator[None]:
+    """Inside is a forward pass that leaves no trace, and collects what the head returns."""
+    watching = head.register_forward_hook(lambda _head, _inputs, output: returned.append(cast("torch.Tensor", output)))
     device = head.weight.device
-    try:
-        drawing = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with torch.no_grad(), probe_pass(), drawing:
-            logits = model(**_few_tokens(inputs), use_cache=False).logits
-    finally:
-        watching.remove()
-    return len(returned) == 1 and returned[0] is logits
+    drawing = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with watching, torch.no_grad(), probe_pass(), drawing:
+        yield
 
 
 def _few_tokens(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.facts.folder import VOCABULARIES, read_json
+from halftune.config.facts.media import PROCESSOR_FILES
 from halftune.config.facts.safetensors_headers import places, weight_files
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
@@ -61,6 +62,16 @@ def tokenizer_identity(model: ModelSection) -> dict[str, str]:
         settings = {key: value for key, value in read_json(config).items() if key != "chat_template"}
         found[config.name] = _sha256(json.dumps(settings, sort_keys=True).encode())
     return found
+
+
+def processor_identity(model: ModelSection) -> dict[str, str]:
+    """sha256 of each file of the image processor.
+
+    Raises:
+        ModelError: the model is missing.
+    """
+    paths = [locate(model) / name for name in PROCESSOR_FILES]
+    return {path.name: _sha256(path.read_bytes()) for path in paths if path.is_file()}
 
 
 def check_base(before: Any, model: ModelSection, *, allowed: bool) -> None:

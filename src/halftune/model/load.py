@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from halftune.config.facts.safetensors_headers import read_headers
+from halftune.config.facts.wrapped import tensors_around, wrapper_in
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Format
-from halftune.core.errors import ModelError
+from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
-from halftune.model.architectures import is_multimodal, no_progress_bars, own_architectures, read_config, runs_its_code
-from halftune.model.lazy_weights import META, LazyWeights
+from halftune.model.architectures import (
+    is_multimodal,
+    multimodal_auto,
+    no_progress_bars,
+    own_architectures,
+    read_config,
+    remote_class,
+    runs_its_code,
+)
 from halftune.model.load_errors import LOAD_ERRORS, first_line
 from halftune.model.locate import locate
 from halftune.model.patch import (
@@ -35,7 +42,6 @@ from halftune.model.patch import (
     route_experts,
 )
 from halftune.model.quantised import compute_as_planned, load_arguments, quantisation, store_as_planned
-from halftune.model.remote_code import attention_for, has_remote_code, last_line, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32, is_foreign, tables
 from halftune.model.towers import detach_towers, for_parts, record_prediction_heads, towers_called_for_text
 from halftune.model.vocabulary import sync_tying_config
@@ -43,6 +49,9 @@ from halftune.model.weight_range import RangeCheck
 from halftune.plan import Plan
 from halftune.precision.dtypes import mark_kept, matches, stays_fp32, torch_dtype
 from halftune.precision.trace.sources import brought_code
+
+if TYPE_CHECKING:
+    from halftune.model.lazy_weights import LazyWeights
 
 log = get_logger(__name__)
 
@@ -67,7 +76,7 @@ def load_model(
         ModelError: the checkpoint cannot be read, or weights are missing, of the wrong shape, or too large for fp16.
     """
     folder = locate(model)
-    remote_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and has_remote_code(folder)
+    remote_code = runs_its_code(folder, trust_remote_code=model.trust_remote_code) and remote_class(folder) is not None
     weights = RangeCheck(folder, plan)
     loaded = _load(folder, model, plan, weights, lazy, remote_code=remote_code)
     if model.tokens.add:
@@ -99,7 +108,7 @@ def load_model(
         return loaded.requires_grad_(False).eval()
     loaded.config.use_cache = False
     if plan.batch.gradient_checkpointing.value:
-        _recompute_activations(loaded)
+        recompute_activations(loaded)
     return loaded.train()
 
 
@@ -110,24 +119,22 @@ def _load(
     attention = register_attention(plan)
     multimodal = is_multimodal(folder, model)
     config = read_config(folder, trust_remote_code=False) if multimodal else None
-    files = LazyWeights() if multimodal and lazy is None else lazy
+    files = lazy
+    if multimodal and lazy is None:
+        from halftune.model.lazy_weights import LazyWeights  # few models have towers
+
+        files = LazyWeights()
     with importing(remote_code=remote_code), no_progress_bars(), _in_own_dtypes(plan):
         loaded, info = _read(
-            _auto_class(plan, multimodal=multimodal),
+            _auto_class(plan, config),
             folder, model, plan, attention, remote_code=remote_code, config=config, files=files, whole=lazy is None,
         )  # fmt: skip
         if quantisation(folder) is not None:
             store_as_planned(loaded, plan)
-    if plan.method.head.value == "score":  # the output layer is another one
-        info = {
-            **info,
-            "missing_keys": set(info["missing_keys"]) - {"score.weight"},
-            "unexpected_keys": [name for name in info["unexpected_keys"] if not _OUTPUT_LAYER.match(name)],
-        }
+    info = {**info, **_expected(info, folder, plan, wrapped=config is not None)}
     _check_complete(info, folder, multimodal=multimodal)
     if config is not None and files is not None:
-        used = plan.towers is not None and plan.towers.value == "used"
-        detach_towers(loaded, None if used else towers_called_for_text(config), files)
+        _use_towers(loaded, config, files, plan)
     if quantisation(folder) is None:
         if plan.weights.origin == "checkpoint":
             weights.log_rounding(loaded, plan)
@@ -138,10 +145,10 @@ def _load(
 _OUTPUT_LAYER = re.compile(r"(lm_head|embed_out|output)\.")
 
 
-def _auto_class(plan: Plan, *, multimodal: bool) -> Any:
+def _auto_class(plan: Plan, config: PretrainedConfig | None) -> Any:
     if plan.method.head.value == "score":
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return AutoModelForCausalLM if config is None else multimodal_auto(config)
 
 
 def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
@@ -170,7 +177,7 @@ def _kept_by_class(model: PreTrainedModel, formats: set[Format]) -> re.Pattern[s
     return re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
 
 
-def _recompute_activations(model: PreTrainedModel) -> None:
+def recompute_activations(model: PreTrainedModel) -> None:
     """Enable non-reentrant gradient checkpointing, by this transformers version's method name.
 
     Raises:
@@ -187,6 +194,26 @@ def _recompute_activations(model: PreTrainedModel) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _use_towers(model: PreTrainedModel, config: PretrainedConfig, files: LazyWeights, plan: Plan) -> None:
+    """Guard a model's towers if the plan uses them; else detach those that text does not use."""
+    used = plan.towers is not None and plan.towers.value == "used"
+    detach_towers(model, None if used else towers_called_for_text(config), files)
+    if used:
+        from halftune.model.tower_attention import guard_towers  # few runs use towers
+
+        guard_towers(model, plan)
+
+
+def _expected(info: dict[str, Any], folder: Path, plan: Plan, *, wrapped: bool) -> dict[str, Any]:
+    """What may be missing and unexpected: an output layer that is replaced, and models around the trained one."""
+    missing, unexpected = set(info["missing_keys"]), list(info["unexpected_keys"])
+    if plan.method.head.value == "score":
+        missing -= {"score.weight"}
+        unexpected = [name for name in unexpected if not _OUTPUT_LAYER.match(name)]
+    others = set(tensors_around(folder)) if wrapped else set()
+    return {"missing_keys": missing, "unexpected_keys": [name for name in unexpected if name not in others]}
 
 
 def _read(
@@ -207,25 +234,19 @@ def _read(
     """
     trusted = runs_its_code(folder, trust_remote_code=model.trust_remote_code)
     try:
-        arguments = load_arguments(folder, plan, trust_remote_code=trusted)
-        if plan.method.head.value == "score":
-            arguments |= {"num_labels": 1}
-            if (given := arguments.get("config")) is not None:
-                given.num_labels = arguments.pop("num_labels")
         if remote_code:
+            from halftune.model.remote_code import attention_for
+
             brought_code(model.name_or_path)
             attention = attention_for(folder, plan, attention)
         attend: Any = for_parts(config, attention) if config is not None else attention
-        if "config" not in arguments:
-            arguments["_attn_implementation"] = attend  # else that of config.json would be used
-        packed = nullcontext()
-        if plan.weights.experts:
-            from halftune.model.quantised_experts import quantised_experts  # few runs quantise experts
-
-            packed = quantised_experts(plan.weights.format.value)
-        with own_architectures(), packed, files.recording(folder) if files is not None else nullcontext():
-            loaded: Any = auto.from_pretrained(
-                folder,
+        arguments = _arguments(folder, plan, attend, config, trusted=trusted)
+        given = "state_dict" in arguments  # in place of the folder, for a class that is known
+        recording = files.recording(folder) if files is not None else nullcontext()
+        with own_architectures(), _experts_packed(plan), recording:
+            loader = auto._model_mapping[type(arguments["config"])] if given else auto
+            return loader.from_pretrained(
+                None if given else folder,
                 **arguments,
                 dtype=torch_dtype(plan.precision.storage.value),
                 attn_implementation=attend,
@@ -233,19 +254,51 @@ def _read(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below by name
-                **({} if whole else {"device_map": {"": META.type}}),
+                **({} if whole else {"device_map": {"": "meta"}}),
             )
-        return loaded
     except (*LOAD_ERRORS, SyntaxError) as error:
-        if remote_code and (last_line(error) or isinstance(error, (SyntaxError, ImportError))):
-            raise remote_code_error(error, model, folder) from error
-        first = first_line(error)
-        remedy = "check that the folder is a complete causal language model that this transformers version supports"
-        if "trust_remote_code" in str(error):
-            first = "the checkpoint requires remote code"
-            remedy = "review it, then set model.trust_remote_code: true and model.revision to the reviewed commit"
-        what = f"cannot load the model: {first}"
-        raise ModelError(what, where=str(folder), remedy=remedy, code="model.cannot_load") from error
+        raise _load_error(error, model, folder, remote_code=remote_code) from error
+
+
+def _arguments(
+    folder: Path, plan: Plan, attend: Any, config: PretrainedConfig | None, *, trusted: bool
+) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for the plan's weight format, head and attention."""
+    found = load_arguments(folder, plan, trust_remote_code=trusted)
+    if plan.method.head.value == "score":
+        if "config" in found:
+            found["config"].num_labels = 1
+        else:
+            found["num_labels"] = 1
+    if config is not None and wrapper_in(folder) is not None:
+        found.setdefault("config", config)  # that of the trained part
+    if "config" not in found:
+        found["_attn_implementation"] = attend  # else that of config.json would be used
+    return found
+
+
+def _experts_packed(plan: Plan) -> AbstractContextManager[None]:
+    """Inside, experts are quantised as they are read, where the plan says so."""
+    if not plan.weights.experts:
+        return nullcontext()
+    from halftune.model.quantised_experts import quantised_experts  # few runs quantise experts
+
+    return quantised_experts(plan.weights.format.value)
+
+
+def _load_error(error: BaseException, model: ModelSection, folder: Path, *, remote_code: bool) -> HalftuneError:
+    """The error for an exception of ``from_pretrained``; that of remote code names its line."""
+    if remote_code:
+        from halftune.model.remote_code import last_line, remote_code_error
+
+        if last_line(error) or isinstance(error, (SyntaxError, ImportError)):
+            return remote_code_error(error, model, folder)
+    first = first_line(error)
+    remedy = "check that the folder is a complete causal language model that this transformers version supports"
+    if "trust_remote_code" in str(error):
+        first = "the checkpoint requires remote code"
+        remedy = "review it, then set model.trust_remote_code: true and model.revision to the reviewed commit"
+    return ModelError(f"cannot load the model: {first}", where=str(folder), remedy=remedy, code="model.cannot_load")
 
 
 def _check_complete(info: dict[str, Any], folder: Path, *, multimodal: bool) -> None:

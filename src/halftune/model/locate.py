@@ -26,7 +26,7 @@ from halftune.core.log import get_logger
 from halftune.model.builtin import materialize
 
 if TYPE_CHECKING:
-    from halftune.data.media.processor import ImageSettings
+    from halftune.data.media.processor import MediaSettings
 
 log = get_logger(__name__)
 
@@ -155,14 +155,14 @@ def _warn_remote_code(folder: str, files: tuple[str, ...]) -> None:
     log.warning("model.trust_remote_code: executing Python from %s: %s", folder, ", ".join(files))
 
 
-def images_of(config: RunConfig) -> ImageSettings | None:
+def media_of(config: RunConfig) -> MediaSettings | None:
     """How images of a run become tokens; None without ``data.images``.
 
     Raises:
         DataError: the model has no image processor.
     """
-    if not config.data.images:
+    if not config.data.media:
         return None
-    from halftune.data.media.processor import image_settings  # few runs have images
+    from halftune.data.media.processor import media_settings  # few runs have images
 
-    return image_settings(config, locate(config.model))
+    return media_settings(config, locate(config.model))

@@ -20,6 +20,7 @@ from halftune.core.choice import Choice, Format
 from halftune.core.errors import ModelError
 from halftune.model.adapters import load_adapter
 from halftune.model.load import load_model
+from halftune.model.parts import adapted_towers, release
 from halftune.model.quantised import prepare_merge
 from halftune.plan import Plan
 from halftune.precision.dtypes import kept_names, stays_fp32, torch_dtype
@@ -100,6 +101,7 @@ def merge_adapter(
     base = load_model(model, exact, for_training=False)
     prepare_merge(base, plan)
     adapted = load_adapter(base, adapter, exact)
+    changed = adapted_towers(adapted)
     ids_BT = _random_ids(adapted)
     expected_BTV = _logits(adapted, ids_BT)
     size, error = _merge_layers(adapted, stored, plan, progress)
@@ -107,6 +109,7 @@ def merge_adapter(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         merged: PreTrainedModel = adapted.merge_and_unload()  # pyright: ignore[reportCallIssue]
+    release(merged, lambda name: name.startswith(changed))
     _check_forward(_logits(merged, ids_BT), expected_BTV, "fp32", _depth(merged))
     return replace(_round(merged, ids_BT, expected_BTV, stored, plan), update_size=size, update_error=error)
 

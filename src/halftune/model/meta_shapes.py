@@ -17,7 +17,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     initialization,
@@ -27,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from halftune.core.errors import HalftuneError
 from halftune.model.adapters.targets import linear_layers
-from halftune.model.architectures import own_architectures
+from halftune.model.architectures import multimodal_auto, own_architectures
 from halftune.model.load_errors import LOAD_ERRORS, first_line
 from halftune.model.packing_check import silent
 from halftune.model.towers import Towers, tower_names
@@ -38,29 +37,30 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
-    """The weights and settings of an architecture; ``{"error": …}`` if transformers cannot build it.
+    """List the weights and settings of an architecture; ``{"error": …}`` if transformers cannot build it.
 
-    Empty if a package is missing, which is not a property of the architecture.
+    Returns an empty dict if a package is missing, since that is not a property of the architecture.
 
     Args:
         raw: the parsed config.json; remote code is not executed.
         multimodal: build the class with towers, not the language model alone.
 
     Returns:
-        ``text``, the decoder's settings with all defaults; ``tied``, whether the head is the embedding; ``towers``,
-        elements of all towers; ``tensors``, entries of (name with ``*`` for the layer, shape, kind, layers).
+        ``text``: the decoder's settings with all defaults. ``tied``: whether the head shares the embedding's weight.
+        ``tensors``, and ``towers`` for those of the towers: entries of (name with ``*`` for the layer, shape, kind,
+        layers).
     """
     try:
         with silent(), own_architectures(), torch.random.fork_rng(devices=[]):
             config = _config(raw)
-            auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+            auto = multimodal_auto(config) if multimodal else AutoModelForCausalLM
             with torch.device("meta"), initialization.no_init_weights():
                 # eager, so that no config names a kernel that is looked up on the hub
                 options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
                 model = auto.from_config(config, **options)
                 model.tie_weights()
             return _listed(config, model, multimodal)
-    except ImportError:  # of a package that may be installed tomorrow
+    except ImportError:  # the package may be installed later
         return {}
     except (*LOAD_ERRORS, StrictDataclassError, HalftuneError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {first_line(error)}"}
@@ -74,24 +74,20 @@ def _config(raw: dict[str, Any]) -> PreTrainedConfig:
 def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) -> dict[str, Any]:
     towers = Towers(Path(), tower_names(model) if multimodal else (), ())
     kinds = _kinds(model)
-    groups: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
-    outside = 0
+    groups: dict[bool, dict[tuple[str, tuple[int, ...], str], list[int]]] = {False: {}, True: {}}
     for name, parameter in model.named_parameters():
-        if towers.own(name):
-            outside += parameter.numel()
-            continue
         layer = _LAYER.search(name)
         shape = tuple(parameter.shape)
         if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D) and len(shape) == 2:
-            shape = shape[::-1]  # it keeps [in, out]
+            shape = shape[::-1]  # Conv1D stores [in, out]
         key = (_LAYER.sub("*", name, count=1), shape, kinds.get(name, "parameter"))
-        groups.setdefault(key, []).extend([int(layer[0])] if layer else [])
+        groups[towers.own(name)].setdefault(key, []).extend([int(layer[0])] if layer else [])
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     return {
         "text": _settings(config),
         "tied": head is not None and table is not None and _weight(head) is _weight(table),
-        "towers": outside,
-        "tensors": [[name, shape, kind, layers] for (name, shape, kind), layers in groups.items()],
+        "towers": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[True].items()],
+        "tensors": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[False].items()],
     }
 
 
@@ -113,7 +109,9 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     mapped = {name: vars(text).get(text.attribute_map.get(name, name)) for name in _STANDARD}
     said = {**text.to_dict(), **{name: value for name, value in mapped.items() if value is not None}}
-    return {name: value for name, value in said.items() if name not in ("dtype", "torch_dtype")}  # that of the builder
+    return {
+        name: value for name, value in said.items() if name not in ("dtype", "torch_dtype")
+    }  # the dtype used to build the model
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ def jinja_of(row: TemplateRow) -> str:
         "merged": _flag(row.merged),
         "trim": f"trim | default({_flag(row.trim in ('all', 'turns'))})",
         "trim_system": f"trim_system | default({_flag(row.trim in ('all', 'system'))})",
+        "trim_answers": "trim_answers | default(false)",
         "thinking": _flag(row.thinking),
         "empty_think": _flag(row.empty_think),
     }
@@ -80,6 +81,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, row: TemplateRow) -> None:
             remedy=f"set model.tokens: {{add: {json.dumps(missing, ensure_ascii=False)}}}, or choose another template",
             code="model.template_tokens_missing",
         )
+    tokenizer.own_eos = tokenizer.eos_token  # type: ignore[attr-defined]  # what labels: text goes by
     if row.end != "{eos}":
         tokenizer.eos_token = row.end
     elif tokenizer.eos_token is None:

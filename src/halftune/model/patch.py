@@ -10,10 +10,9 @@ query/key norms, which type promotion would widen.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +25,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from halftune.attention.backends import backend_of
 from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, EntryPoint, lacks_backward
-from halftune.attention.varlen import Attention, attention_callable
+from halftune.attention.varlen import attention_callable
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.table import named
+from halftune.model.packed_rows import PackedRowMasks
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import Guard
-from halftune.precision.patched import hold_while_running, patched
 from halftune.precision.rebind import Scope, as_installed, installed
 
 _QK_NORM = re.compile(r"(^|\.)(q|k|v|qk|query|key)_?(layer_?)?norm$")
@@ -192,6 +191,11 @@ def current_guard() -> Guard:
     return _current[-1].guard
 
 
+def current_name() -> str:
+    """The ``attn_implementation`` of the latest registration."""
+    return _current[-1].name
+
+
 def is_unguarded() -> bool:
     """Whether the latest registration's guard is off."""
     return bool(_current) and _current[-1].guard.mode == "off"
@@ -220,11 +224,15 @@ def guard_imported_kernels(model: nn.Module, *, remote_code: bool = False) -> No
         remote_code: whether the model has remote code.
     """
     if _imports_by_hand(remote_code):
+        from halftune.precision.patched import hold_while_running  # few models do
+
         hold_while_running(guarded_imports(remote_code=remote_code), model)
 
 
 def guarded_imports(*, remote_code: bool = False) -> Scope:
     """The scope of ``guard_imported_kernels``: while it is open, the current guard wraps those functions."""
+    from halftune.precision.patched import patched
+
     guard, functions = current_guard(), _functions(remote_code)
     if guard.compute == "fp32":  # the package has no fp32 kernels
         from halftune.attention.flash_in_torch import IN_TORCH
@@ -263,17 +271,6 @@ def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
-def unregister_attention(name: str) -> None:
-    """Remove one of our names from transformers' attention interface; models built with it can no longer run."""
-    if name not in {registration.name for registration in _registered.values()}:
-        return
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(name, None)
-    for key in [key for key, registration in _registered.items() if registration.name == name]:
-        del _registered[key]
-    _current[:] = [registration for registration in _current if registration.name != name]
-
-
 @contextmanager
 def registered_attention(plan: Plan) -> Iterator[str]:
     """``register_attention`` inside a block; restores the interface and the current guard afterwards."""
@@ -289,76 +286,3 @@ def registered_attention(plan: Plan) -> Iterator[str]:
         for mapping, entries in mappings:
             mapping.clear()
             mapping.update(entries)
-
-
-class PackedRowMasks:
-    """Skips dense masks for packed rows, and checks that every layer passes sample boundaries to attention.
-
-    transformers detects packed rows by their position ids and would build a dense mask. ``cu_seq_lens_q`` replaces it,
-    but only if the model's layers pass it to attention; otherwise samples would attend to each other.
-    """
-
-    def __init__(self) -> None:
-        self._row_without_mask = False
-
-    def mask(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``build`` to return None for packed rows."""
-
-        @functools.wraps(build)
-        def mask_or_none(
-            *,
-            batch_size: int,
-            q_length: int,
-            kv_length: int,
-            attention_mask: torch.Tensor | None = None,
-            allow_is_causal_skip: bool = True,
-            use_vmap: bool = False,
-            **kwargs: Any,
-        ) -> Any:
-            # One row without mask and cache for which plain causality is not enough: packed samples.
-            row = batch_size == 1 and attention_mask is None and q_length == kv_length > 1
-            self._row_without_mask = row and not allow_is_causal_skip and not use_vmap
-            if self._row_without_mask:
-                return None
-            return build(
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                attention_mask=attention_mask,
-                allow_is_causal_skip=allow_is_causal_skip,
-                use_vmap=use_vmap,
-                **kwargs,
-            )
-
-        return mask_or_none
-
-    def attention(self, attend: Attention) -> Attention:
-        """Wrap ``attend`` to raise ModelError for a packed row without boundaries or with a model's own mask."""
-
-        @functools.wraps(attend)
-        def checked(
-            module: nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            *options: Any,
-            **kwargs: Any,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            without_bounds = attention_mask is None and kwargs.get("cu_seq_lens_q") is None
-            if self._row_without_mask and without_bounds and getattr(module, "is_causal", True):
-                raise ModelError(
-                    f"{type(module).__name__} does not pass sample boundaries of packed rows to attention",
-                    remedy="data.packing: false",
-                    code="attention.packing_unsupported",
-                )
-            if self._row_without_mask and attention_mask is not None:
-                # The backends of packed rows take boundaries instead of masks: the model's mask would be ignored.
-                raise ModelError(
-                    f"{type(module).__name__} uses its own attention mask, which packed rows do not support",
-                    remedy="data.packing: false",
-                    code="attention.packing_unsupported",
-                )
-            return attend(module, query, key, value, attention_mask, *options, **kwargs)
-
-        return checked

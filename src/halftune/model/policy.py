@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
@@ -27,13 +27,14 @@ from halftune.model.head import (
     decoder_of,
     head_loss_sum,
     hidden_instead_of_logits,
+    is_frozen,
     is_head_of,
     logits_of,
-    logprobs,
     outputs_of,
     plain_head,
     rows_at_a_time,
 )
+from halftune.model.packed_rows import known_packed
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class PolicyModel:
             inputs["logits_to_keep"] = positions
         if self.router_loss is not None:
             inputs["output_router_logits"] = self.router_loss != 0 and torch.is_grad_enabled()
-        with nullcontext() if head is None else hidden_instead_of_logits(head):
+        with known_packed("cu_seq_lens_q" in inputs), hidden_instead_of_logits(head):
             outputs = self.model(**inputs, use_cache=False)
         logits = outputs.logits if takes_positions else outputs.logits[:, positions]
         rows, flat = logits.flatten(0, 1), targets.flatten()
@@ -93,24 +94,38 @@ class PolicyModel:
         else:
             loss = head_loss_sum(head, rows, flat, self.scale, **options)
         auxiliary = getattr(outputs, "aux_loss", None)
-        if auxiliary is not None and torch.is_grad_enabled():
-            coefficient = self.router_loss
-            if coefficient is None or coefficient == "model":
-                coefficient = base.config.get_text_config().router_aux_loss_coef
-            loss = loss + coefficient * auxiliary * (targets != NO_LABEL).sum()
-        return loss
+        if auxiliary is None or not torch.is_grad_enabled():
+            return loss
+        return loss + self._router_coefficient(base) * auxiliary * (targets != NO_LABEL).sum()
+
+    def _router_coefficient(self, base: Any) -> float:
+        if self.router_loss is None or self.router_loss == "model":
+            return base.config.get_text_config().router_aux_loss_coef
+        return self.router_loss
 
     def token_logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
         """Log-probabilities of the K labels, row by row, in nats: fp32 ``[K]`` (fp64 for an fp64 model).
 
-        Logits are computed for a few rows at a time and recomputed in the backward pass. Compiled models and models not
-        from transformers materialise all logits. Auxiliary losses are not included.
+        Logits are computed for a few rows at a time, see ``logprobs``. Compiled models and models not from transformers
+        materialise all logits. Auxiliary losses are not included.
 
         Args:
             batch: as for :meth:`nll_sum`.
             temperature: divides the logits.
         """
-        return self._logprobs(batch, temperature)[0]
+        return self._logprobs(batch, temperature)[0][0]
+
+    def token_logprobs_and_entropies(
+        self, batch: Batch, temperature: float = 1.0, tokens: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`token_logprobs`, and the entropies at the same places in nats: ``[K]``, without a graph.
+
+        Args:
+            batch, temperature: as for :meth:`token_logprobs`.
+            tokens: the entropy is that of so many likeliest tokens, see ``likeliest_entropy``; 0: of all.
+        """
+        values, entropies = self._logprobs(batch, temperature, entropies_of=tokens)[0]
+        return values, entropies.detach()
 
     def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
         """Sum of the labels' log-probabilities per segment: fp64 ``[S]`` (fp32 on MPS).
@@ -118,7 +133,7 @@ class PolicyModel:
         Segments without a label have 0. Without labels the sums still have a graph through every weight.
         """
         labels = labels_of(batch)
-        values, places = self._logprobs(batch, 1.0)
+        (values,), places = self._logprobs(batch, 1.0)
         return _sums_of_segments(batch, labels, places, values)
 
     def head_rows(self, batch: Batch) -> HeadRows:
@@ -127,8 +142,9 @@ class PolicyModel:
         places = labels.places()
         # without labels, compute and drop one, so that every weight is in the graph
         used = places if places.numel() else places.new_zeros(1)
-        rows, head, vocabulary = self._head_rows(batch, labels.positions)
-        return HeadRows(rows.flatten(0, 1)[used], head, vocabulary, labels.targets.flatten()[used].clamp(min=0), places)
+        rows, head, vocabulary, frozen = self._head_rows(batch, labels.positions)
+        targets = labels.targets.flatten()[used].clamp(min=0)
+        return HeadRows(rows.flatten(0, 1)[used], head, vocabulary, targets, places, frozen)
 
     def divergences(self, batch: Batch, teacher: HeadRows, beta: float, temperature: float) -> torch.Tensor:
         """Divergence from a teacher and cross-entropy of the K labels: fp32 ``[2, K]`` (fp64 for an fp64 model).
@@ -169,7 +185,7 @@ class PolicyModel:
         from halftune.model.score_head import token_scores  # few runs have a score head
 
         base = _base(_unwrap_ddp(self.model))
-        pooled = self.model(**batch.inputs, use_cache=False).logits
+        pooled = self._forward(batch.inputs).logits
         tokens = token_scores(base)
         if "seq_idx" not in batch.tokens:
             return pooled[:, 0]
@@ -180,30 +196,38 @@ class PolicyModel:
         # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
         return tokens[0, last[: len(batch.segment_of_example)], 0] + pooled[:0].sum()
 
-    def _logprobs(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities ``[K]``, and their indices among the B·P targets."""
+    def _forward(self, inputs: dict[str, Any]) -> Any:
+        with known_packed("cu_seq_lens_q" in inputs):
+            return self.model(**inputs, use_cache=False)
+
+    def _logprobs(
+        self, batch: Batch, temperature: float, *, entropies_of: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities ``[1, K]``, or with entropies ``[2, K]``; and their indices among the B·P targets."""
         own = self.head_rows(batch)
         chunk = rows_at_a_time(own.vocabulary, own.rows.device)
-        found = logprobs(own.head, own.rows, own.targets, temperature, chunk)
-        return found[: own.places.numel()], own.places
+        from halftune.model.logprobs import logprobs  # most losses need none
 
-    def _head_rows(self, batch: Batch, positions: torch.Tensor) -> tuple[torch.Tensor, Head, int]:
-        """The head's input at P positions ``[B, P, H]``, the head, and V; or logits and the identity."""
+        found = logprobs(own, temperature, chunk, entropies_of=entropies_of)
+        return found[:, : own.places.numel()], own.places
+
+    def _head_rows(self, batch: Batch, positions: torch.Tensor) -> tuple[torch.Tensor, Head, int, bool]:
+        """The head's input at P positions ``[B, P, H]``, the head, V, whether it is frozen; or logits and identity."""
         whole = _unwrap_ddp(self.model)
         base, inputs = _base(whole), batch.inputs
         takes_positions = _takes_positions(type(base))
         if whole._compiled_call_impl is None and takes_positions and (body := decoder_of(base)) is not None:
             with outputs_of(body) as seen:
-                logits = self.model(**inputs, use_cache=False, logits_to_keep=positions[:1]).logits
+                logits = self._forward(inputs | {"logits_to_keep": positions[:1]}).logits
             if is_head_of(base, body, seen[-1], positions[:1], logits):
                 rows = seen[-1].last_hidden_state[:, positions]
                 # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
                 rows = rows + logits[..., :0].sum().to(rows.dtype)
-                return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1]
+                return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1], is_frozen(base, body)
         if takes_positions:
             inputs["logits_to_keep"] = positions
-        logits = self.model(**inputs, use_cache=False).logits
-        return logits if takes_positions else logits[:, positions], lambda rows: rows, logits.shape[-1]
+        logits = self._forward(inputs).logits
+        return logits if takes_positions else logits[:, positions], lambda rows: rows, logits.shape[-1], False
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from halftune.config.facts.config_file import config_file
-from halftune.config.facts.folder import check_code, check_tokenizer, check_weights
-from halftune.config.sections.model import ModelSection
+from halftune.config.facts.folder import check_adapter, check_code, check_tokenizer, check_weights
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import LoraAdapter, ModelSection
 from halftune.model.result import check_written
 
 BUILTIN = "builtin:"
+
+
+def check_all_folders(run: RunConfig, *, thorough: bool = False) -> None:
+    """Check the folders of a run's model and teacher, as ``check_folders``, and of the adapter that it starts from."""
+    if isinstance(run.adapter, LoraAdapter) and run.adapter.name_or_path and Path(run.adapter.name_or_path).is_dir():
+        check_adapter(Path(run.adapter.name_or_path))
+    for model in (run.model, run.method.teacher_model):
+        if model is not None:
+            check_folders(model, thorough=thorough)
 
 
 def check_folders(model: ModelSection, *, weights: bool = True, thorough: bool = False) -> None:

@@ -47,6 +47,11 @@ def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict
         what = f"unsupported quantisation method {method}"
         raise ModelError(what, where=str(folder), code="model.quantization_unknown")
     config = read_config(folder, trust_remote_code=trust_remote_code)
+    if method in ("gptq", "awq"):
+        from halftune.model.packed_int4 import unpacked  # few checkpoints are packed
+
+        settings = vars(config).pop("quantization_config")
+        return {"config": config, "state_dict": unpacked(folder, settings, torch_dtype(plan.precision.storage.value))}
     if package := format_of(method).package:
         need(package, why=f"a checkpoint in {method}")
     else:  # transformers would dequantise only if its kernels do not run; quantised weights cannot be trained through

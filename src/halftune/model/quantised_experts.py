@@ -53,7 +53,7 @@ class Int8Weight(nn.Module):
 
     def __init__(self, scales: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scales, self.dtype = scales, dtype  # transformers would make a buffer anew
+        self.scales, self.dtype = scales, dtype  # transformers would initialise a buffer again
 
     @torch.no_grad()
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
@@ -71,10 +71,11 @@ def _device(fn: Callable[..., torch.Tensor], like: torch.Tensor) -> torch.device
 
 
 def _packed(weight: torch.Tensor, method: str) -> tuple[torch.Tensor, nn.Module]:
-    if method == "nf4":
+    if method in ("nf4", "nf4_single"):
         # as rows of one block: on a CPU, bitsandbytes cannot dequantise shorter rows
         rows = weight.reshape(-1, _BLOCK) if weight.numel() % _BLOCK == 0 else weight.reshape(1, -1)
-        data, state = functional.quantize_4bit(rows, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
+        nested = method == "nf4"
+        data, state = functional.quantize_4bit(rows, blocksize=_BLOCK, compress_statistics=nested, quant_type="nf4")
         return data, Nf4Weight(state, weight.shape)
     wide = weight.float()
     scales = wide.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _RANGE
@@ -87,7 +88,7 @@ def quantise_parameter(module: nn.Module, name: str, method: str) -> None:
     Args:
         module: holds the parameter.
         name: of the parameter.
-        method: ``nf4`` or ``int8``.
+        method: ``nf4``, ``nf4_single`` or ``int8``.
     """
     data, dequantised = _packed(getattr(module, name).detach(), method)
     setattr(module, name, nn.Parameter(data, requires_grad=False))
@@ -111,7 +112,7 @@ def quantised_experts(method: str) -> Iterator[None]:
     """Inside, ``from_pretrained`` quantises each expert weight as soon as it has read it.
 
     Args:
-        method: ``nf4`` or ``int8``.
+        method: ``nf4``, ``nf4_single`` or ``int8``.
     """
     original = core_model_loading.set_param_for_module
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
+from halftune.model.architectures import remote_class
 from halftune.plan import Plan
 from halftune.precision.trace.sources import written_in
 
@@ -78,14 +78,8 @@ def last_line(error: BaseException) -> str:
 
 log = get_logger(__name__)
 
-_AUTO = "AutoModelForCausalLM"
 _TRANSFORMERS = {"fa2": "flash_attention_2", "flex": "flex_attention", "sdpa": "sdpa"}
 _INTERFACE = ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface")
-
-
-def has_remote_code(folder: Path) -> bool:
-    """Whether a checkpoint has remote code for a causal language model."""
-    return _reference(folder) is not None
 
 
 def attention_for(folder: Path, plan: Plan, registered: str) -> str:
@@ -97,28 +91,20 @@ def attention_for(folder: Path, plan: Plan, registered: str) -> str:
     Raises:
         Exception: any error of importing the code.
     """
-    reference = _reference(folder)
-    assert reference is not None, "has_remote_code(folder)"
+    reference = remote_class(folder)
+    assert reference is not None, "the folder has remote code"
     built = get_class_from_dynamic_module(reference, folder)
     if _asks_the_interface(built) and ("sdpa" not in registered or built._supports_sdpa):
         return registered
     softmax = plan.attention.softmax
-    planned = _TRANSFORMERS.get(softmax.value, "eager")
+    named = planned = _TRANSFORMERS.get(softmax.value, "eager")
     if planned == "flash_attention_2" and plan.attention.provider.value != "flash_attn":
         planned = "sdpa"  # such code imports the flash_attn package, not torch's kernels
-    chosen = next(name for name in (planned, "sdpa", "eager") if name in _offered(built))
-    say = log.warning if softmax.reason == "asked for" and chosen != _TRANSFORMERS.get(softmax.value) else log.info
+    offered = _offered(built)
+    chosen = planned if planned in offered else "sdpa" if "sdpa" in offered else "eager"
+    say = log.warning if softmax.reason == "asked for" and chosen != named else log.info
     say("%s has its own attention code: using attn_implementation=%s", built.__name__, chosen)
     return chosen
-
-
-def _reference(folder: Path) -> str | None:
-    """``module.Class`` of the causal language model in config.json's ``auto_map``."""
-    try:
-        listed = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") or {}
-        return listed.get(_AUTO)
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _asks_the_interface(built: type[PreTrainedModel]) -> bool:

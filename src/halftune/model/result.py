@@ -87,7 +87,7 @@ def check_written(folder: Path, *, thorough: bool) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether there is a manifest of ours, or an unreadable one; other tools use this file name too."""
+    """Whether there is a manifest of halftune, or an unreadable one; other tools use this file name too."""
     try:
         found = read_json(folder / MANIFEST, MOST_JSON)
     except FileNotFoundError:

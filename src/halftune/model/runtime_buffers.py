@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, initialization
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.log import get_logger
-from halftune.model.remote_code import remote_code_error
 from halftune.precision.trace.steps import HALF
 
 log = get_logger(__name__)
@@ -128,6 +127,8 @@ def _rebuilt(model: PreTrainedModel, section: ModelSection) -> nn.Module:
             torch.set_default_dtype(torch.float32)
             return type(model)(config)
     except Exception as error:  # the model's own code may raise anything
+        from halftune.model.remote_code import remote_code_error
+
         raise remote_code_error(error, section, None) from error
     finally:
         torch.set_default_dtype(before)

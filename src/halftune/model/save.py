@@ -322,9 +322,9 @@ def write_model(
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _name_dtype(config, CONFIG_NAMES[saved])
-    if towers is not None:
-        towers.complete(config, text_config_name(model.config), folder)
     config["use_cache"] = True  # off while training only
+    if towers is not None:
+        config = towers.complete(config, text_config_name(model.config), folder)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

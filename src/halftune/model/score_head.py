@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class ScoreHead(nn.Linear):
-    """A linear layer of one output, in fp32 (fp64 for fp64 weights) whatever autocast says.
+    """A linear layer with one output, computed in fp32 (fp64 for fp64 weights) even under autocast.
 
     bf16 would round a score to three digits, and losses compare scores.
 

@@ -42,7 +42,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         check_code(folder, model)
     try:
         with own_architectures():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code and pinned)
+            remote = model.trust_remote_code and pinned
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, **_of_mistral(folder))
         tokenizer("a")  # some invalid values, such as a list as model_max_length, fail only in use
     except Exception as error:  # the tokenizers library raises nothing more precise
         first = first_line(error)
@@ -68,6 +69,15 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     else:
         _check_template(tokenizer.chat_template, str(folder))
     return tokenizer
+
+
+def _of_mistral(folder: Path) -> dict[str, Any]:
+    """Options with which transformers turns Mistral's own format, ``tekken.json``, into a fast tokenizer."""
+    if not (folder / "tekken.json").is_file():
+        return {}
+    named = (folder / "tokenizer.json").is_file()
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return {"mistral_format": False} | ({} if named else tokens)
 
 
 def _check_template(template: Any, where: str) -> None:

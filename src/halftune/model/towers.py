@@ -14,26 +14,30 @@ import re
 import shutil
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel, initialization
+from transformers import PretrainedConfig, PreTrainedModel, initialization
 
 from halftune.config.facts.architecture import prediction_heads
 from halftune.config.facts.safetensors_headers import read_headers, weight_files
+from halftune.config.facts.wrapped import tensors_around, unwrapped, wrapper_of
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
-from halftune.model.lazy_weights import LazyWeights, why_not
+from halftune.model.architectures import multimodal_auto
 from halftune.model.load_errors import first_line
 from halftune.model.packing_check import REFUSALS, VOCABULARY, randomise, shrunk_config, silent
 from halftune.model.runtime_buffers import without_weights
+
+if TYPE_CHECKING:
+    from halftune.model.lazy_weights import LazyWeights
 
 _HEADS_OF: weakref.WeakKeyDictionary[nn.Module, tuple[Path, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
@@ -91,22 +95,30 @@ class Towers:
 
     Attributes:
         folder: checkpoint with their tensors.
-        names: of modules and parameters, as in ``model.named_modules()`` and ``named_parameters()``.
-        tensors: their names in the checkpoint's files.
+        names: of frozen modules and parameters, as in ``model.named_modules()`` and ``named_parameters()``.
+        tensors: names of the frozen ones in the checkpoint's files.
+        roots: names of all towers, also of those that are trained.
+        sources: names of a tensor in the model → in the checkpoint's files.
     """
 
     folder: Path
     names: tuple[str, ...]
     tensors: tuple[str, ...]
+    roots: tuple[str, ...] = ()
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def own(self, name: str) -> bool:
-        """Whether the module or tensor of this name belongs to a tower."""
-        return any(name == tower or name.startswith(f"{tower}.") for tower in self.names)
+        """Whether the module or tensor of this name belongs to a frozen part of a tower."""
+        return _below(name, self.names)
+
+    def contain(self, name: str) -> bool:
+        """Whether the module or tensor of this name belongs to a tower, frozen or trained."""
+        return _below(name, self.roots or self.names)
 
     @property
-    def pattern(self) -> str:
-        """A regular expression for the full names of their modules."""
-        return rf"({'|'.join(re.escape(name) for name in self.names)})(\..*)?"
+    def pattern(self) -> str | None:
+        """A regular expression for the full names of their frozen modules; None if there are none."""
+        return rf"({'|'.join(re.escape(name) for name in self.names)})(\..*)?" if self.names else None
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over their tensors in the checkpoint's files.
@@ -116,19 +128,30 @@ class Towers:
         """
         return as_stored(self.folder, self.tensors)
 
-    def complete(self, config: dict[str, Any], text: str, folder: Path) -> None:
-        """Copy processor files and the towers' sub-configs to a saved model.
+    def complete(self, config: dict[str, Any], text: str, folder: Path) -> dict[str, Any]:
+        """Copy processor files and the towers' sub-configs to a saved model; return its config.
 
         Args:
-            config: the saved model's config; changed in place.
+            config: the saved model's config.
             text: name of the language model's sub-config.
             folder: folder of the saved model.
         """
-        base = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        config |= {name: part for name, part in base.items() if isinstance(part, dict) and _describes(name, text)}
-        for path in self.folder.glob(PROCESSORS):
-            if path.parent != folder:
+        outer = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        row, base = wrapper_of(outer), unwrapped(outer)
+        made = config | {name: part for name, part in base.items() if isinstance(part, dict) and _describes(name, text)}
+        files = () if row is None else row.files
+        if self.folder != folder:
+            beside = filter(Path.is_file, map(self.folder.joinpath, files))
+            for path in (*self.folder.glob(PROCESSORS), *beside):
                 shutil.copyfile(path, folder / path.name)
+        if row is None:
+            return made
+        around = {key: value for key, value in outer.items() if key != "torch_dtype"}
+        return {**around, row.part: made, "dtype": made.get("dtype")}
+
+
+def _below(name: str, roots: Sequence[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
 def _describes(name: str, text: str) -> bool:
@@ -142,6 +165,11 @@ _OF: weakref.WeakKeyDictionary[nn.Module, Towers] = weakref.WeakKeyDictionary()
 def towers_of(model: nn.Module) -> Towers | None:
     """The towers of a model from ``load_model``; None for a plain language model."""
     return _OF.get(model)
+
+
+def set_towers(model: nn.Module, towers: Towers) -> None:
+    """Record a model's towers."""
+    _OF[model] = towers
 
 
 class NotLoaded(nn.Module):
@@ -169,7 +197,7 @@ def for_parts(config: PretrainedConfig, attention: str) -> dict[str, str]:
     Some towers look up the name in their own table. Some outer classes, which compute no attention, reject names with
     ``sdpa``.
     """
-    outer: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+    outer: Any = multimodal_auto(config)._model_mapping[type(config)]
     text = text_config_name(config)
     towers = {name: attention if name == text else "eager" for name in config.sub_configs}
     return {"": "eager" if text and "sdpa" in attention and not outer._supports_sdpa else attention, **towers}
@@ -218,17 +246,19 @@ def detach_towers(model: PreTrainedModel, called: frozenset[str] | None, files: 
     towers = Towers(files.folder, names, ())
     own = [name for name in model.state_dict() if towers.own(name)]
     _check_found(model, towers, files)
-    _OF[model] = towers = Towers(files.folder, names, tuple(sorted(files.sources(own))))
-    count = sum(one.numel() for name, one in model.named_parameters() if towers.own(name))
-    for name in () if called is None else set(names) - called:
+    others, kind = tensors_around(files.folder), type(model).__name__
+    sources = {name: tuple(files.sources([name])) for name in own}
+    _OF[model] = towers = Towers(files.folder, names, (*sorted(files.sources(own)), *others), names, sources)
+    frozen = [one for name, one in model.named_parameters() if towers.own(name)]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for name in set(names) - called if called is not None else ():
         _remove(model, name)
-    for name, parameter in model.named_parameters():
-        if towers.own(name):
-            parameter.requires_grad_(False)
-    log.info(
-        "%s: froze %s (%s parameters), copied from %s on save", type(model).__name__, ", ".join(names), f"{count:,}",
-        files.folder,
-    )  # fmt: skip
+    if others:
+        parts = ", ".join(sorted({name.partition(".")[0] for name in others}))
+        log.info("%s: left out %s (%d tensors), copied on save", kind, parts, len(others))
+    count = f"{sum(map(torch.numel, frozen)):,}"
+    log.info("%s: froze %s (%s parameters), copied from %s on save", kind, ", ".join(names), count, files.folder)
 
 
 def _check_found(model: PreTrainedModel, towers: Towers, files: LazyWeights) -> None:
@@ -241,6 +271,8 @@ def _check_found(model: PreTrainedModel, towers: Towers, files: LazyWeights) -> 
     found = {id(one) for name, one in named if files.sources([name])}
     lost = next((name for name, one in named if id(one) not in found), "")
     if lost:
+        from halftune.model.lazy_weights import why_not
+
         what = f"cannot find the source of {lost} in the checkpoint{'; ' if (why := why_not()) else ''}{why}"
         raise ModelError(
             what,
@@ -266,7 +298,7 @@ def small_multimodal_copy(config: PretrainedConfig) -> PreTrainedModel:
             setattr(whole, name, VOCABULARY + value)
     whole.dtype, whole._attn_implementation = torch.float32, "eager"
     with initialization.no_init_weights(), without_weights():
-        model = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32, attn_implementation="eager")
+        model = multimodal_auto(whole).from_config(whole, dtype=torch.float32, attn_implementation="eager")
     towers = Towers(Path(), tower_names(model), ())
     _init_weights(model, [name for name, _ in model.named_parameters() if not towers.own(name)])
     return model.eval()

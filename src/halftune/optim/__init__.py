@@ -22,8 +22,22 @@ BUILDERS: dict[str, str] = {
     "muon": "halftune.optim.muon:build",
     **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit", "paged_adamw"), "halftune.optim.bits_and_bytes:adamw"),
     **dict.fromkeys(("lion", "lion_8bit", "paged_lion_8bit"), "halftune.optim.bits_and_bytes:lion"),
+    "adamw_schedule_free": "halftune.optim.schedule_free:adamw",
+    "stable_adamw": "halftune.optim.optimi:stable_adamw",
+    "galore": "halftune.optim.projected:galore",
+    "apollo": "halftune.optim.projected:apollo",
     **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "halftune.optim.torchao:adamw"),
 }
+
+_MODULES = {"torch-optimi": "optimi"}  # where its name is another than the distribution's
+
+
+def show_average(optimizer: Optimizer, training: TrainingSection, *, shown: bool) -> None:
+    """Put the average into the weights that an optimizer keeps, or the weights in training; nothing with others."""
+    if OPTIMIZERS[training.optim].averages:
+        from halftune.optim.schedule_free import show_average as show  # few runs have one
+
+        show(optimizer, shown=shown)
 
 
 def make_optimizer(
@@ -41,7 +55,8 @@ def make_optimizer(
         MissingPackageError: the optimizer's package is not installed.
     """
     if package := OPTIMIZERS[training.optim].package:
-        need(package, why=f"training.optim: {training.optim}")
+        module = _MODULES.get(package, package.replace("-", "_"))
+        need(module, why=f"training.optim: {training.optim}", distribution=package)
     optimizer = table.load(BUILDERS, training.optim, kind="optimizer")(model, training, precision)
     if isinstance(adapter, LoraAdapter) and adapter.lora_plus_ratio is not None:
         _raise_lora_b(optimizer, model, adapter.lora_plus_ratio)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halftune.config.sections.training import TrainingSection
-from halftune.optim.builtin import Groups, adam_options, by_decay, is_fused
+from halftune.optim.builtin import Groups, adam_options, by_decay, is_fused, split_hidden
 from halftune.precision import PrecisionPlan
 
 
@@ -58,10 +58,8 @@ class MuonWithAdamW(Optimizer):
 
 def build(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> MuonWithAdamW:
     """Build both with one learning rate: Muon's updates are scaled to AdamW's (arXiv:2502.16982, section 2.2)."""
-    trained, outer = [one for one in model.parameters() if one.requires_grad], _outer(model)
-    hidden = [one for one in trained if one.ndim == 2 and id(one) not in outer]
-    inside, decay = set(map(id, hidden)), training.weight_decay
-    rest = by_decay([one for one in trained if id(one) not in inside], decay)
+    (hidden, outside), decay = split_hidden(model), training.weight_decay
+    rest = by_decay(outside, decay, vectors=training.weight_decay_on == "all")
     muon = {
         "lr": training.learning_rate,
         "momentum": training.muon_momentum,
@@ -71,10 +69,3 @@ def build(model: nn.Module, training: TrainingSection, _: PrecisionPlan) -> Muon
     adam = adam_options(training) | {"fused": is_fused(rest)}
     groups = [{**muon, **group, "muon": True} for group in by_decay(hidden, decay)]
     return MuonWithAdamW([*groups, *({**adam, **group, "muon": False} for group in rest)])
-
-
-def _outer(model: Any) -> set[int]:
-    """Ids of the parameters of embeddings and output layer, adapters included."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    modules = [one for one in model.modules() if isinstance(one, nn.Embedding) or any(one is end for end in ends)]
-    return {id(parameter) for module in modules for parameter in module.parameters()}

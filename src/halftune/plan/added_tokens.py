@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import NoAdapter, TokensSection
@@ -29,25 +30,28 @@ def with_added_tokens(config: RunConfig, facts: ModelFacts) -> tuple[RunConfig, 
     section, old = config.model.tokens, facts.vocab_size
     known = facts.tokens.all if facts.tokens is not None else old
     new = rows_for(old, known + len(section.add), section)
-    tensors = tuple(
-        replace(one, shape=(new, *one.shape[1:]))
-        if one.shape[:1] == (old,) and one.kind in ("embedding", "head")
-        else one
-        for one in facts.tensors
-    )
+    tensors = tuple(_grown(one, old, new) for one in facts.tensors)
     more = (new - old) * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
     grown = replace(facts, vocab_size=new, tensors=tensors, num_parameters=facts.num_parameters + more)
     reason = f"{len(section.add)} tokens (model.tokens.add); {new:,} rows, new ones the mean of the old"
-    tables = [one for one in grown.likely_tensors if one.kind == "embedding" and one.shape[0] == new]
-    if isinstance(config.adapter, NoAdapter) and config.adapter.is_partial:
-        heads = [] if facts.tie_word_embeddings else [f"{HEAD}.weight"]
-        trained = [f"^{re.escape(name)}$" for name in (*(one.name for one in tables[:1]), *heads)]
-        adapter = config.adapter.model_copy(update={"train_only": (*config.adapter.train_only, *trained)})
-        return config.model_copy(update={"adapter": adapter}), grown, Choice(new - old, reason)
-    if not isinstance(config.adapter, NoAdapter):
-        names = [one.module.rpartition(".")[2] for one in tables[:1]]
-        names += [] if facts.tie_word_embeddings else [HEAD]
-        saved = tuple(dict.fromkeys((*config.adapter.modules_to_save, *names)))
-        config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"modules_to_save": saved})})
+    adapter, tables = config.adapter, [one for one in grown.likely_tensors if _is_table(one, new)][:1]
+    heads = [] if facts.tie_word_embeddings else [HEAD]
+    if not isinstance(adapter, NoAdapter):
+        names = [*(one.module.rpartition(".")[2] for one in tables), *heads]
+        saved = tuple(dict.fromkeys((*adapter.modules_to_save, *names)))
+        adapter = adapter.model_copy(update={"modules_to_save": saved})
         reason += f"; {', '.join(names)} trained in full"
-    return config, grown, Choice(new - old, reason)
+    elif adapter.is_partial:
+        names = [*(one.name for one in tables), *(f"{head}.weight" for head in heads)]
+        trained = (f"^{re.escape(name)}$" for name in names)
+        adapter = adapter.model_copy(update={"train_only": (*adapter.train_only, *trained)})
+    return config.model_copy(update={"adapter": adapter}), grown, Choice(new - old, reason)
+
+
+def _is_table(tensor: Tensor, rows: int) -> bool:
+    return tensor.kind == "embedding" and tensor.shape[0] == rows
+
+
+def _grown(tensor: Tensor, old: int, new: int) -> Tensor:
+    grows = tensor.kind in ("embedding", "head") and tensor.shape[:1] == (old,)
+    return replace(tensor, shape=(new, *tensor.shape[1:])) if grows else tensor

@@ -8,13 +8,14 @@ from dataclasses import replace
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
+from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.model import LoraAdapter, NoAdapter, PeftAdapter
 from halftune.config.weight_formats import format_of
 from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
 from halftune.hardware import Hardware
-from halftune.hardware.memory import Workload
-from halftune.plan.memory import BYTES, per_process, plan_memory
+from halftune.hardware.memory import Workload, weight_bytes
+from halftune.plan.memory import BYTES, FITS, per_process, plan_memory
 from halftune.plan.tree import EACH, MemoryPlan, ParallelPlan
 from halftune.precision import PrecisionPlan
 
@@ -74,23 +75,17 @@ def sharing_problems(config: RunConfig, hardware: Hardware, facts: ModelFacts, c
             remedy="distributed.strategy: fsdp2 shards the same things: weights, gradients and optimizer state",
             code="plan.strategy_unavailable",
         )
-    if asked == "fsdp2" and config.training.torch_compile:
-        what = "torch.compile of a model in shards has not been shown to compute the same"
-        yield PlanError(
-            what,
-            where="distributed.strategy",
-            remedy="training.torch_compile: false, or strategy: ddp",
-            code="plan.strategy_unavailable",
-        )
     if asked == "fsdp2" and (refused := cannot_shard(config, hardware, facts)):
         yield PlanError(
             refused, where="distributed.strategy", remedy="distributed.strategy: ddp", code="plan.strategy_unavailable"
         )
     if fsdp.cpu_offload and hardware.kind in ("cpu", "mps"):
-        what = "there is no other memory than main memory here"
+        what = "the device has no memory of its own: offload has no effect"
         yield PlanError(what, where="distributed.fsdp.cpu_offload", remedy="remove it", code="plan.offload_unavailable")
     elif fsdp.cpu_offload and compute == "fp16":
-        what = "fp16's gradient scaler asks all processes for overflows in main memory, over which devices do not talk"
+        what = (
+            "fp16's loss scaler all-reduces overflow flags in main memory, which the devices' backend does not support"
+        )
         yield PlanError(
             what,
             where="distributed.fsdp.cpu_offload",
@@ -106,6 +101,8 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
     adapter = config.adapter
+    if config.precision.linear == "fp8":
+        return "fsdp2 does not shard weights in float8"
     if isinstance(adapter, LoraAdapter) and adapter.target_parameters:
         return "fsdp2 does not shard a model with adapter.target_parameters"
     if isinstance(adapter, PeftAdapter):
@@ -148,10 +145,19 @@ def plan_parallel(
     work: Workload,
     world_size: int,
     sync: Choice[bool],
+    available: int,
 ) -> ParallelPlan | None:
     """Dtypes between processes and the memory of each strategy; None for one process.
 
     The dtypes are set explicitly wherever processes exchange tensors, and nothing else may set them.
+
+    Args:
+        config, hardware, facts: what was asked, where it runs, the model.
+        precision: the dtypes.
+        work: of one process, under the chosen strategy.
+        world_size: processes over all machines.
+        sync: see ``choose_sync``.
+        available: bytes that a process may use.
     """
     if world_size == 1:
         return None
@@ -168,12 +174,31 @@ def plan_parallel(
         reshard=asked.fsdp.reshard_after_forward,
         offload=asked.fsdp.cpu_offload,
         sync_each=sync,
+        gather_once=_gather_once(config, facts, work, available),
         timeout=asked.timeout_seconds,
         memory=tuple(
             (name, memory.total, memory.verdict.value)
             for name, memory in _estimates(config, hardware, facts, work, world_size)
         ),
     )
+
+
+def _gather_once(config: RunConfig, facts: ModelFacts, work: Workload, available: int) -> Choice[bool] | None:
+    """Whether all weights stay gathered while the model answers prompts: the keys and values of the answers get the
+    room of a training step's activations.
+    """
+    served = isinstance(config.method, GrpoMethod) and config.method.server is not None
+    if work.strategy != "fsdp2" or not config.method.samples_answers or served:
+        return None
+    shares = plan_memory(config, facts, work, available)[1]
+    whole = weight_bytes(facts, facts.quantization, work.storage)
+    needed = shares.total - shares.weights + work.teacher + whole
+    said = f"{whole / GIB:.1f} GiB of whole weights while the model answers"
+    if not config.distributed.fsdp.reshard_after_forward:
+        return Choice(True, f"{said}: asked for (distributed.fsdp.reshard_after_forward: false)")
+    if needed <= FITS * available:
+        return Choice(True, f"{said}: there is room")
+    return Choice(False, f"{said}: there is no room; gathered layer by layer for every token, which is slow")
 
 
 def main_memory(config: RunConfig, hardware: Hardware, facts: ModelFacts, work: Workload, each: int) -> str:

@@ -1,8 +1,7 @@
-"""How long a run will take, once an earlier one has shown how fast this machine is; pure."""
+"""How long a run will take at the speed of an earlier one, or at a predicted speed; pure."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halftune.config.run import RunConfig
+from halftune.core.files import json_objects
 from halftune.plan.tree import Plan
 
 _LAST_STEPS = 50  # the first steps of a run are slower than the rest
@@ -17,7 +17,7 @@ _LAST_STEPS = 50  # the first steps of a run are slower than the rest
 
 @dataclass(frozen=True)
 class Pace:
-    """What an earlier run measured.
+    """The speed of a run.
 
     Attributes:
         tokens_per_second: fed tokens over all processes, median of the last steps.
@@ -38,23 +38,23 @@ def pace_of(lines: Sequence[str]) -> Pace | None:
     last = steps[-_LAST_STEPS:]
     per_step = statistics.median(entry["tokens"] for entry in last)
     reached, step = steps[-1].get("epoch"), steps[-1].get("step")
-    per_epoch = per_step * step / reached if reached and step else None
+    per_epoch = per_step * step / reached if _is_positive(reached) and _is_positive(step) else None
     return Pace(statistics.median(entry["tokens"] / entry["seconds"] for entry in last), per_step, per_epoch)
 
 
 def _training_steps(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:  # a run that was killed while writing
-            continue
-        if isinstance(entry, dict) and entry.get("seconds") and entry.get("tokens"):
+    for entry in json_objects(lines):
+        if _is_positive(entry.get("seconds")) and _is_positive(entry.get("tokens")):
             yield entry
 
 
-def duration(config: RunConfig, plan: Plan, pace: Pace) -> str:
-    """One line: how long the run will take at that pace."""
-    speed = f"{pace.tokens_per_second:,.0f} tokens/s in an earlier run here"
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def duration(config: RunConfig, plan: Plan, pace: Pace, source: str = "in an earlier run here") -> str:
+    """One line: how long the run will take at that pace, and where the pace is from."""
+    speed = f"{pace.tokens_per_second:,.0f} tokens/s {source}"
     training = config.training
     if training.max_steps is not None:
         tokens = training.max_steps * min(pace.tokens_per_step, plan.batch.tokens_per_step)

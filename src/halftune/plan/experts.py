@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
@@ -31,14 +31,17 @@ def targeted(facts: ModelFacts, adapter: LoraAdapter) -> tuple[tuple[Tensor, int
     """
     tensors, asked = expert_tensors(facts), adapter.target_parameters
     names = [name for tensor in tensors for name in _names(tensor)]
-    for one in asked:
-        if not any(_ends(name, one) for name in names):
-            known = {".".join(name.rsplit(".", 2)[-2:]) for name in names}
-            remedy = did_you_mean(one, known) if known else "remove it: the model has no fused experts"
-            what = f"no weight of fused experts is named {one!r}"
-            raise PlanError(what, where="adapter.target_parameters", remedy=remedy, code="config.bad_target_modules")
-    found = ((one, sum(any(_ends(name, end) for end in asked) for name in _names(one))) for one in tensors)
-    return tuple((one, count) for one, count in found if count)
+    if unknown := [one for one in asked if not _count(names, (one,))]:
+        known = {".".join(name.rsplit(".", 2)[-2:]) for name in names}
+        remedy = did_you_mean(unknown[0], known) if known else "remove it: the model has no fused experts"
+        what = f"no weight of fused experts is named {unknown[0]!r}"
+        raise PlanError(what, where="adapter.target_parameters", remedy=remedy, code="config.bad_target_modules")
+    return tuple((one, count) for one in tensors if (count := _count(_names(one), asked)))
+
+
+def _count(names: Iterable[str], ends: Iterable[str]) -> int:
+    """How many names have one of the ends."""
+    return sum(any(_ends(name, end) for end in ends) for name in names)
 
 
 def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, str]:

@@ -61,6 +61,7 @@ def _groups(plan: Plan) -> list[tuple[str, list[Row]]]:
         ("attention", _attention(plan)),
         ("batch", _batch(plan)),
         ("size", _size(plan)),
+        *([("parts", _parts(plan))] if plan.parts else []),
         ("memory per device", _memory(plan.memory)),
     ]
 
@@ -83,6 +84,8 @@ def _processes(plan: Plan) -> list[Row]:
     if plan.distribution.value == "fsdp2":
         rows += [_row("gathered", parallel.param), _row("buffers", parallel.buffer)]
         rows.append(_row("sum each pass", parallel.sync_each))
+        if parallel.gather_once is not None:
+            rows.append(_row("gather once", parallel.gather_once))
     return [*rows, _row("summed", parallel.reduce)]
 
 
@@ -91,6 +94,8 @@ def _formats(plan: Plan) -> list[Row]:
     names = ("compute", "storage", "trainable", "optimizer_state", "reduce", "saved")
     rows = [_row(name.replace("_", " "), getattr(precision, name)) for name in names]
     rows += [_row(name.replace("_", " "), getattr(precision, name)) for name in ("autocast", "grad_scaler", "tf32")]
+    if precision.linear is not None:
+        rows.append(_row("linear", precision.linear))
     if precision.experts is not None:
         rows.append(_row("experts", precision.experts))
     kept = precision.keep_fp32
@@ -145,6 +150,17 @@ def _size(plan: Plan) -> list[Row]:
         *([_row("towers", plan.towers)] if plan.towers is not None else []),
         ("checkpoint", size(plan.memory.checkpoint_disk), "on disk, each: trained weights and optimizer state"),
     ]
+
+
+def _parts(plan: Plan) -> list[Row]:
+    rows: list[Row] = []
+    for part in plan.parts:
+        mode = part.trained
+        rows.append((part.name, mode.value, f"{part.parameters:,} parameters; {mode.reason}"))
+        rows += [_row("  dtype", part.dtype), _row("  attention", part.attention), _row("  keep fp32", part.keep_fp32)]
+        if part.learning_rate is not None:
+            rows.append(_row("  learning rate", part.learning_rate, f"{part.learning_rate.value:g}"))
+    return [*rows, *([_row("image features", plan.features)] if plan.features is not None else [])]
 
 
 def _memory(memory: MemoryPlan) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Makes a plan final: what is found out at the start of a run may overrule what was told from config.json alone."""
+"""Finalises a plan: checks at the start of a run may overrule decisions made from config.json alone."""
 
 from __future__ import annotations
 

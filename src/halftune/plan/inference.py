@@ -7,8 +7,8 @@ from dataclasses import replace
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.method import SftMethod
-from halftune.config.sections.model import LoraAdapter
-from halftune.config.sections.training import DistributedSection
+from halftune.config.sections.model import LoraAdapter, TrainSection
+from halftune.config.sections.training import DistributedSection, PartRatesSection
 from halftune.core.choice import Choice, Format
 from halftune.hardware import Hardware
 from halftune.hardware.memory import RUNTIME_BYTES, weight_bytes
@@ -76,8 +76,9 @@ def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) ->
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    precision = {"trainable": "auto", "optimizer_state": "auto"}
+    precision = {"linear": "auto", "trainable": "auto", "optimizer_state": "auto"}
     training = {"torch_compile": False, "gradient_checkpointing": False, "optim": "adamw"}
+    training |= {"part_learning_rates": PartRatesSection()}
     packing = config.data.packing.model_copy(update={"enabled": False})
     return config.model_copy(
         update={
@@ -86,6 +87,7 @@ def _without_training(config: RunConfig) -> RunConfig:
             "data": config.data.model_copy(update={"packing": packing}),
             "distributed": DistributedSection(),
             "adapter": LoraAdapter(),  # its base is frozen, as all is here
+            "model": config.model.model_copy(update={"train": TrainSection()}),
             "method": config.method if config.method.teacher_model is None else SftMethod(),
         }
     )
@@ -96,5 +98,5 @@ def _memory(plan: Plan, facts: ModelFacts, width: int) -> MemoryPlan:
     weights = weight_bytes(facts, plan.weights.format.value, width)
     overhead = RUNTIME_BYTES[plan.device.value]  # pyright: ignore[reportArgumentType]
     available = plan.memory.available
-    verdict = "fits" if weights + overhead <= available else "does not fit"
-    return MemoryPlan(weights, 0, 0, 0, 0, overhead, available, 0, Choice(verdict, NOTHING_TRAINED))
+    verdict = Choice("fits" if weights + overhead <= available else "does not fit", NOTHING_TRAINED)
+    return MemoryPlan(weights, 0, 0, 0, 0, overhead, available=available, checkpoint_disk=0, verdict=verdict)

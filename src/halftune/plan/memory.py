@@ -49,18 +49,8 @@ def plan_memory(
         checkpointing = Choice(True, costs)
     chosen = saving if checkpointing.value else plain
     disk = work.trained * work.trainable + work.optimizer_state
-    return checkpointing, MemoryPlan(
-        weights=chosen.weights,
-        gradients=chosen.gradients,
-        optimizer=chosen.optimizer,
-        activations=chosen.activations,
-        logits=chosen.logits,
-        overhead=chosen.overhead,
-        overlap=chosen.overlap,
-        available=available,
-        checkpoint_disk=disk,
-        verdict=_verdict(chosen, available, config, work, checkpointing.value),
-    )
+    verdict = _verdict(chosen, available, config, work, checkpointing.value)
+    return checkpointing, MemoryPlan(**vars(chosen), available=available, checkpoint_disk=disk, verdict=verdict)
 
 
 def check_fits(memory: MemoryPlan, config: RunConfig) -> None:
@@ -100,15 +90,11 @@ def workload(
     labelled = config.method.labelled_share
     if budget is not None and not packing:
         labelled = 1.0  # many short rows: at nearly every position some row has a label
-    dropout = adapter.dropout if isinstance(adapter, LoraAdapter) else 0.0
-    lora = isinstance(adapter, LoraAdapter) and not adapter.use_dora
+    lora = adapter if isinstance(adapter, LoraAdapter) else None
+    dropout = lora.dropout if lora is not None else 0.0
+    fusible = lora is not None and not lora.use_dora and dropout == 0
     tokens = rows * config.method.segments * length if budget is None or packing else budget
-    scan_kept, scan_workspace = 0, 0
-    if facts.linear_layers:
-        from halftune.attention.linear_memory import held_by_layer  # the operators' sizes
-
-        samples = max(1, tokens // length)
-        scan_kept, scan_workspace = held_by_layer(hardware, facts, attention.linear.value, samples, min(tokens, length))
+    scan_kept, scan_workspace = _scan(hardware, facts, attention.linear.value, tokens, length)
     state = precision.optimizer_state.value
     width = 1 if state in ("8bit", "4bit") else BYTES[state]  # such an optimizer counts its bytes itself
     return Workload(
@@ -120,7 +106,7 @@ def workload(
         half_range=precision.compute.value == "fp16",
         trained=adapted.count.value,
         adapter=adapted.adapter + adapted.saved_whole,
-        optimizer_state=adapted.state_bytes(OPTIMIZERS[training.optim], width),
+        optimizer_state=adapted.state_bytes(OPTIMIZERS[training.optim].of_rank(training.projection_rank), width),
         tokens=tokens,
         length=length,
         labelled=labelled,
@@ -130,12 +116,21 @@ def workload(
         dora_outputs=adapted.dora_outputs,
         experts=experts_size(facts) if facts.quantized_experts else adapted.experts,
         packed=packing,
-        fused=fused and lora and dropout == 0 and format_of(facts.quantization).bytes_per_param is None,
+        fused=fused and fusible and format_of(facts.quantization).bytes_per_param is None,
         linear=attention.linear.value if facts.linear_layers else "torch",
         scan_kept=scan_kept,
         scan_workspace=scan_workspace,
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )
+
+
+def _scan(hardware: Hardware, facts: ModelFacts, linear: str, tokens: int, length: int) -> tuple[int, int]:
+    """Bytes that a linear-attention layer keeps, and those of its workspace; 0 without such layers."""
+    if not facts.linear_layers:
+        return 0, 0
+    from halftune.attention.linear_memory import held_by_layer  # the operators' sizes
+
+    return held_by_layer(hardware, facts, linear, max(1, tokens // length), min(tokens, length))
 
 
 def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool) -> Choice[str]:
@@ -148,22 +143,22 @@ def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload
     left = (chosen.total - chosen.optimizer) / available
     if OPTIMIZERS[config.training.optim].paged and work.kind != "cpu" and left <= TIGHT:
         return Choice("tight", f"{said}: paged optimizer state has to move to main memory, which is slow")
-    ways = []
-    if not checkpointing:
-        ways.append("training.gradient_checkpointing: true")
     rows, budget = batch_size(config)
-    if budget is not None and budget >= 2 * config.data.max_length:
-        ways.append("fewer training.tokens_per_batch with more gradient_accumulation_steps")
-    elif budget is None and rows > 1:
-        ways.append("a smaller training.per_device_train_batch_size with more gradient_accumulation_steps")
-    ways.append("a smaller data.max_length")
-    if config.adapter.type == "none":
-        ways.append("adapter: lora")
-    if work.strategy == "fsdp2":
-        ways.append("more devices")
-        if not work.offload and work.kind != "cpu":
-            ways.append("distributed.fsdp.cpu_offload: true")
-    return Choice("does not fit", f"{said}; try {', '.join(ways)}")
+    shared = work.strategy == "fsdp2"
+    ways = {
+        "training.gradient_checkpointing: true": not checkpointing,
+        "fewer training.tokens_per_batch with more gradient_accumulation_steps": (
+            (budget or 0) >= 2 * config.data.max_length
+        ),
+        "a smaller training.per_device_train_batch_size with more gradient_accumulation_steps": (
+            budget is None and rows > 1
+        ),
+        "a smaller data.max_length": True,
+        "adapter: lora": config.adapter.type == "none",
+        "more devices": shared,
+        "distributed.fsdp.cpu_offload: true": shared and not work.offload and work.kind != "cpu",
+    }
+    return Choice("does not fit", f"{said}; try {', '.join(filter(ways.get, ways))}")
 
 
 def _gib(size: float) -> str:

@@ -49,14 +49,14 @@ def choose_rows(
     try:
         packed = routed(packing=True)
     except PlanError:
-        return Choice(False, f"attention: {padded.softmax.value} has no path for packed rows"), padded
+        return Choice(False, f"attention: {padded.softmax.value} does not support packed rows"), padded
     if section.backend == "auto" and packed.softmax.value == "eager" != padded.softmax.value:
         reason = f"attention: eager alone could pack this model's rows, and {padded.softmax.value} is faster padded"
         return Choice(False, reason), padded
     return packing, packed
 
 
-# Rotary frequencies that transformers chooses anew in each forward pass, by its longest sample.
+# Rotary frequencies that transformers chooses in each forward pass by its longest sample.
 _BY_LENGTH = {"longrope", "su", "dynamic"}
 
 
@@ -93,26 +93,26 @@ def choose_packing(
     positions = "learned" if facts.family.positions == "learned" else "rotary"
     kept = f"softmax attention and {positions} positions keep samples apart"
     if facts.linear_layers:
-        kept = f"{facts.linear_layers} of {facts.num_layers} layers carry a state, which starts anew with each sample"
+        kept = f"{facts.linear_layers} of {facts.num_layers} layers carry a state, which is reset at each sample"
     return Choice(True, f"{kept}; checked again at the start")
 
 
 def _mixes_samples(facts: ModelFacts, linear: str) -> str:
-    """A way in which information passes from one sample of a row to the next whatever the attention mask says."""
+    """A path by which information passes between samples of a row despite the attention mask."""
     if facts.linear_layers and not facts.family.packs:
         if facts.family.mixes:
             return facts.family.mixes
         return (
             f"{facts.linear_layers} of {facts.num_layers} layers of {facts.model_type} carry a state along the row, "
-            "which runs on across samples"
+            "which continues across samples"
         )
     if facts.linear_layers and linear == "torch":
-        return f"transformers' own code of {facts.model_type} takes a row for one sample (attention.linear: torch)"
+        return f"transformers' own code of {facts.model_type} treats a row as one sample (attention.linear: torch)"
     raw = facts.raw or {}
     if raw.get("alibi") or facts.family.positions == "alibi":
         return f"{facts.model_type} takes positions from distances along the row (ALiBi)"
     if facts.family.attention == "own":
-        return f"{facts.model_type} computes attention in code of its own, which takes a row for one sample"
+        return f"{facts.model_type} computes attention in code of its own, which treats a row as one sample"
     return ""
 
 
@@ -121,13 +121,13 @@ def _stretches(facts: ModelFacts, longest: int) -> str:
     raw = facts.raw or {}
     text = raw.get("text_config") or raw
     said = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    for rope in (said, *(part for part in said.values() if isinstance(part, dict))):  # one, or one for a kind of layer
-        kind = rope.get("rope_type") or rope.get("type")
-        made_for = facts.max_position_embeddings
+    kinds = [part for part in said.values() if isinstance(part, dict)]  # one, or one for a kind of layer
+    for rope in (said, *kinds):
+        kind, made_for = rope.get("rope_type") or rope.get("type"), facts.max_position_embeddings
         if kind != "dynamic":  # as transformers reads it: beside rope_parameters first
-            own = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-            made_for = own or made_for
-        if kind in _BY_LENGTH and made_for and longest > made_for:
+            key = "original_max_position_embeddings"
+            made_for = text.get(key) or rope.get(key) or made_for
+        if kind in _BY_LENGTH and longest > (made_for or longest):
             above = f"{kind} RoPE, above {made_for:,} tokens"
             return f"the longest sample of a row sets the rotary frequencies of all of it ({above})"
     return ""
@@ -145,7 +145,7 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
         return f"{facts.model_type} chooses the tokens that attention sees from the whole row (index_topk)"
     if facts.family.positions == "learned" or facts.linear_layers:  # a state knows the order of its tokens
         return ""
-    told = any(key.startswith(("rope", "rotary")) or key == "partial_rotary_factor" for key in text)
+    told = any(key.startswith(("rope", "rotary", "partial_rotary_factor")) for key in text)
     if not told and facts.family.positions != "rotary":  # configs from before RoPE could be chosen do not name it
         return f"{facts.model_type}'s positions are not known to be rotary"
     return ""

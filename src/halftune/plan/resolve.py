@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from halftune.attention.contract import AttentionPlan
 from halftune.config.facts.families import other_class
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.run import RunConfig
 from halftune.config.sections.method import GrpoMethod, ReferenceMethod
-from halftune.config.sections.model import LoraAdapter, ModelSection, NoAdapter
+from halftune.config.sections.model import AdapterSection, LoraAdapter, ModelSection, NoAdapter
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError, ProblemCollector
@@ -17,7 +20,8 @@ from halftune.hardware import Hardware
 from halftune.plan.distribution import choose_strategy, choose_sync, main_memory, plan_parallel, sharing_problems
 from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.packing import Rows, choose_rows
-from halftune.plan.trainable import Adapted, choose_optimizer, count_trainable
+from halftune.plan.parts import choose_features, count_parts, plan_parts, tower_work, towers_row, with_parts
+from halftune.plan.trainable import Adapted, choose_optimizer
 from halftune.plan.tree import NO_REFERENCE, MethodPlan, Plan, WeightsPlan, choose_fused, plan_batch, unpacked
 from halftune.precision import PrecisionPlan
 from halftune.precision.resolve import asked_compute, resolve_precision
@@ -67,7 +71,7 @@ def plan_method(config: RunConfig, facts: ModelFacts, teacher: Plan | None = Non
     Raises:
         PlanError: the base model is asked for as the reference, and this run does not keep it.
     """
-    method, adapter = config.method, config.adapter
+    method = config.method
     name = Choice(method.type, method.learns)
     if teacher is not None:
         storage, compute = teacher.precision.storage.value, teacher.precision.compute.value
@@ -77,14 +81,18 @@ def plan_method(config: RunConfig, facts: ModelFacts, teacher: Plan | None = Non
         from halftune.plan.score_head import score_head  # few runs train a reward model
 
         return MethodPlan(name, NO_REFERENCE, score_head(facts))
-    if method.generates and config.distributed.strategy not in ("auto", "ddp"):
-        what = f"strategy: {config.distributed.strategy} is not supported with method: {method.type}"
-        where, remedy = "distributed.strategy", "set distributed.strategy: ddp"
-        raise PlanError(what, where=where, remedy=remedy, code="plan.generation_needs_whole_model")
     if isinstance(method, GrpoMethod) and method.beta:
         method = ReferenceMethod(reference="adapter_off")
-    if not isinstance(method, ReferenceMethod):
-        return MethodPlan(name, NO_REFERENCE)
+    reference = _reference(method, config.adapter) if isinstance(method, ReferenceMethod) else NO_REFERENCE
+    return MethodPlan(name, reference)
+
+
+def _reference(method: ReferenceMethod, adapter: AdapterSection) -> Choice[str]:
+    """How the model before training is kept.
+
+    Raises:
+        PlanError: this run does not keep it, and the method asks for it.
+    """
     lora = adapter if isinstance(adapter, LoraAdapter) else None
     lost = adapter.type == "none" or (lora is not None and lora.reduces_base)
     if lost and method.reference == "adapter_off":
@@ -95,9 +103,9 @@ def plan_method(config: RunConfig, facts: ModelFacts, teacher: Plan | None = Non
             code="plan.no_reference_model",
         )
     continued = lora is not None and lora.name_or_path is not None
-    if method.reference == "precomputed" or (method.reference == "auto" and (lost or continued)):
-        return MethodPlan(name, Choice("precomputed", PRECOMPUTED[lost, continued]))
-    return MethodPlan(name, Choice("adapter off", ADAPTER_OFF[continued]))
+    if {"precomputed": True, "adapter_off": False}.get(method.reference, lost or continued):
+        return Choice("precomputed", PRECOMPUTED[lost, continued])
+    return Choice("adapter off", ADAPTER_OFF[continued])
 
 
 _PASS = "one forward pass over all examples before training, 8 bytes per answer"
@@ -109,7 +117,7 @@ PRECOMPUTED = {
     (False, False): f"asked for: {_PASS}",
 }
 ADAPTER_OFF = {
-    False: "the frozen model below the adapter: no further memory, a second forward pass",
+    False: "the frozen model without the adapter: no extra memory, a second forward pass",
     True: "asked for: the base model without the adapter that training starts from, by a second forward pass",
 }
 _OLD_CUDA = (7, 5)
@@ -121,7 +129,7 @@ COUNTED = {
     "headers": "counted in the headers of the weights",
     "architecture": "counted in the architecture that transformers builds from config.json",
     "sizes": "estimated from sizes: transformers cannot build this config",
-    "own code": "estimated from sizes: code of its own builds this model",
+    "own code": "estimated from sizes: remote code builds this model",
 }
 
 
@@ -135,10 +143,9 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         world_size: processes, one device each.
 
     Raises:
-        PlanError: this machine or model cannot honour what was asked; says why and what could be done, of everything
-            that it cannot.
+        PlanError: machine or model cannot honour what was asked; lists everything, with reasons and remedies.
     """
-    config, added = _with_images(_whole_where_generating(config), facts), None
+    config, added = with_parts(config, facts), None
     if config.model.tokens.add:
         from halftune.plan.added_tokens import with_added_tokens  # few runs add tokens
 
@@ -150,9 +157,9 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     teacher = _teacher(config, hardware, facts)
     facts, weights = choose_weights(config.model, hardware, facts)
     precision, (packing, attention), adapted, method = _decided(config, hardware, facts, teacher)
-    fused = choose_fused(config, hardware.kind)
+    fused = choose_fused(config, hardware)
     work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
-    work = replace(work, teacher=teacher.memory.weights if teacher else 0)
+    work = replace(work, teacher=teacher.memory.weights if teacher else 0, towers=tower_work(config))
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
     available = per_process(hardware, max(1, world_size // config.distributed.num_machines))
     sync = choose_sync(config, facts, work, available)
@@ -160,8 +167,7 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
     checkpointing, memory = plan_memory(config, facts, work, available)
     batch = plan_batch(config, world_size, packing, checkpointing, fused)
     warnings = _warnings(config, hardware, facts, world_size, memory.verdict)
-    if config.training.torch_compile and attention.varlen.value == "segments":
-        warnings.append(_BROKEN_GRAPHS)
+    warnings += _of_compiling(config, facts, attention)
     if crowded := main_memory(config, hardware, facts, work, max(1, world_size // config.distributed.num_machines)):
         warnings.append(crowded)
     return Plan(
@@ -178,13 +184,21 @@ def resolve(config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size
         warnings=(*precision.warnings, *warnings),
         model=f"{facts.name_or_path} ({facts.model_type})",
         machine=_machine(hardware),
-        parallel=plan_parallel(config, hardware, facts, precision, work, world_size, sync),
-        towers=_towers(config, facts),
+        parallel=plan_parallel(config, hardware, facts, precision, work, world_size, sync, available),
+        towers=towers_row(config, facts),
+        parts=plan_parts(config, facts, precision, attention),
+        features=choose_features(config, facts, precision, distribution.value),
         method=method,
         added_tokens=added,
         train_only=_trained(config, facts),
         teacher=teacher if teacher is None or packing.value else unpacked(teacher, packing.reason),
     )
+
+
+def _of_compiling(config: RunConfig, facts: ModelFacts, attention: AttentionPlan) -> Iterator[str]:
+    outside = attention.softmax.value == "eager" or facts.attention_dropout > 0
+    if config.training.torch_compile and attention.varlen.value == "segments" and outside:
+        yield _BROKEN_GRAPHS
 
 
 def _teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Plan | None:
@@ -197,41 +211,12 @@ def _teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Plan |
     return resolve_teacher(config, hardware, facts.teacher)
 
 
-def _whole_where_generating(config: RunConfig) -> RunConfig:
-    """A model that answers prompts in training is whole on each device."""
-    if not config.method.generates or config.distributed.strategy != "auto":
-        return config
-    return config.model_copy(update={"distributed": config.distributed.model_copy(update={"strategy": "ddp"})})
-
-
-def _with_images(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    if not config.data.images:
-        return config
-    from halftune.plan.images import with_images  # few runs have images
-
-    return with_images(config, facts)
-
-
 def _trained(config: RunConfig, facts: ModelFacts) -> tuple[str, ...] | None:
     if not isinstance(config.adapter, NoAdapter) or not config.adapter.is_partial:
         return None
     from halftune.plan.train_only import trained_patterns  # few runs freeze parts
 
     return trained_patterns(config.adapter, facts)
-
-
-def _towers(config: RunConfig, facts: ModelFacts) -> Choice[str] | None:
-    """What becomes of the towers of a multimodal checkpoint."""
-    count = f"; {facts.tower_parameters:,} parameters" if facts.tower_parameters else ""
-    if config.data.images:
-        from halftune.plan.images import towers_used
-
-        return towers_used(facts)
-    if facts.multimodal:
-        return Choice("kept", f"frozen, loaded only where text needs them, saved as they came{count}")
-    if config.model.parts == "text" and isinstance((facts.raw or {}).get("text_config"), dict):
-        return Choice("left out", f"the result is the language model alone (model.parts: text){count}")
-    return None
 
 
 def _decided(
@@ -247,7 +232,7 @@ def _decided(
     compute = asked_compute(config.precision, hardware, full=config.adapter.type == "none")
     compute = precision.compute.value if precision is not None else compute
     rows = _rows(config, hardware, facts, compute, tried, teacher)
-    adapted = tried.collect(lambda: count_trainable(facts, config.adapter))
+    adapted = tried.collect(lambda: count_parts(config, facts))
     method = tried.collect(lambda: plan_method(config, facts, teacher))
     tried.add(sharing_problems(config, hardware, facts, compute))
     if tried.error is not None:
@@ -337,39 +322,43 @@ def _machine(hardware: Hardware) -> str:
     return f"{_counted(hardware)}; {hardware.cpu_cores} cores, {gigabytes:.0f} GiB of main memory"
 
 
+def _of_the_machine(hardware: Hardware, world_size: int, machines: int) -> Iterator[str]:
+    for note in hardware.notes:
+        yield f"{note[0].upper()}{note[1:]}."
+    everyone = len(hardware.devices) * machines
+    if hardware.kind != "cpu" and world_size < everyone:
+        yield f"{world_size} of {everyone} devices is used (distributed.num_processes)."
+    old = [device.name for device in hardware.devices if device.capability and device.capability < _OLD_CUDA]
+    if old:
+        yield f"{old[0]}: torch's CUDA 13 builds have no kernels below compute capability 7.5; use a CUDA 12 build."
+
+
+def _of_the_class(config: RunConfig, facts: ModelFacts, raw: dict[str, Any]) -> Iterator[str]:
+    """Warnings about the parts of a checkpoint that the loaded class does not have."""
+    if not facts.scores and (other := other_class(raw, facts.multimodal)):
+        named, loaded = other
+        yield f"config.json names the class {named}; {loaded} is loaded, with a head for tokens."
+    if heads := facts.prediction_heads:
+        stored = facts.quantization if config.model.quantization == "none" else None
+        named = f"{len(heads)} tensors for multi-token prediction, first {heads[0]}"
+        left_out = f"{named}: not trained, and left out of merged models, as the base is in {stored}."
+        yield left_out if stored else f"{named}: not trained, saved unchanged."
+
+
 def _warnings(
     config: RunConfig, hardware: Hardware, facts: ModelFacts, world_size: int, verdict: Choice[str]
 ) -> list[str]:
     """What the parts do not see by themselves."""
-    warnings = [f"{note[0].upper()}{note[1:]}." for note in hardware.notes]
-    machines = config.distributed.num_machines
-    if hardware.kind != "cpu" and world_size < len(hardware.devices) * machines:
-        everyone = len(hardware.devices) * machines
-        warnings.append(f"{world_size} of {everyone} devices is used (distributed.num_processes).")
+    warnings = [*_of_the_machine(hardware, world_size, config.distributed.num_machines)]
     longest = facts.max_position_embeddings
     if longest and config.data.max_length > longest:
         warnings.append(
             f"data.max_length is {config.data.max_length:,}, and the model was made for {longest:,} positions."
         )
     warnings += _unembedded(facts)
-    raw = facts.raw or {}
-    own_code = config.model.trust_remote_code and "auto_map" in raw
-    if not own_code and not facts.scores and (other := other_class(raw, facts.multimodal)):
-        named, loaded = other
-        warnings.append(f"config.json names the class {named}; {loaded} is loaded, with a head for tokens.")
-    if not own_code and (heads := facts.prediction_heads):
-        stored = facts.quantization if config.model.quantization == "none" else None
-        warnings.append(
-            f"{len(heads)} tensors for multi-token prediction, first {heads[0]}: not trained, saved as they came."
-            if stored is None
-            else f"{len(heads)} tensors for multi-token prediction, first {heads[0]}: not trained, and left out of "
-            f"merged models, as the base is in {stored}."
-        )
-    old = [device for device in hardware.devices if device.capability and device.capability < _OLD_CUDA]
-    if old:
-        warnings.append(
-            f"{old[0].name}: torch's CUDA 13 builds have no kernels below compute capability 7.5; use a CUDA 12 build."
-        )
+    raw: dict[str, Any] = facts.raw or {}
+    if not (config.model.trust_remote_code and "auto_map" in raw):
+        warnings += _of_the_class(config, facts, raw)
     if verdict.value == "does not fit":
         warnings.append(f"The run is not expected to fit: {verdict.reason}.")
     return warnings

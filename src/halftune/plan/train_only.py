@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import ModelFacts
@@ -31,6 +31,12 @@ def trained_patterns(adapter: NoAdapter, facts: ModelFacts) -> tuple[str, ...]:
         remedy = "lower it, or remove it to train every layer"
         raise PlanError(what, where="adapter.train_layers", remedy=remedy, code="config.out_of_range")
     chosen = layers[-count:] if count > 0 else layers[:-count]
+    if adapter.spread_layers:
+        if count < 0 or len(layers) % count:
+            what = f"spread_layers requires a number of layers that divides {len(layers)}, got {count}"
+            remedy = "set adapter.train_layers to the number of added layers"
+            raise PlanError(what, where="adapter.train_layers", remedy=remedy, code="config.out_of_range")
+        chosen = layers[len(layers) // count - 1 :: len(layers) // count]
     return (*adapter.train_only, _LAYER.format("|".join(map(str, chosen))))
 
 
@@ -44,18 +50,26 @@ def count_trained(
     """
     patterns = trained_patterns(adapter, facts)
     named = list(_names(facts))
-    for pattern in patterns if facts.tensors else ():
-        if not any(re.search(pattern, name) for _, names in named for name in names):
-            what = f"no parameter matches {pattern!r}"
-            known = {name.split(".")[-2] for _, names in named for name in names if "." in name}
-            remedy = did_you_mean(pattern, known)
-            raise PlanError(what, where="adapter.train_only", remedy=remedy, code="config.bad_target_modules")
-    matched = [tensor for tensor, names in named if any(re.search(one, name) for one in patterns for name in names)]
+    if facts.tensors:
+        _check_patterns(patterns, [name for _, names in named for name in names])
+    matched = [tensor for tensor, names in named if any(_match(one, names) for one in patterns)]
     shapes = tuple((one.shape, is_hidden(one), matched.count(one)) for one in dict.fromkeys(matched))
     reason = f"only the parameters that match {', '.join(patterns)}; the rest is frozen"
     if not facts.tensors:
         reason += "; estimated from the sizes of a Llama"
     return Choice(sum(tensor.size for tensor in matched), reason), shapes
+
+
+def _match(pattern: str, names: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for name in names)
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not _match(pattern, names):
+            what = f"no parameter matches {pattern!r}"
+            remedy = did_you_mean(pattern, {name.split(".")[-2] for name in names if "." in name})
+            raise PlanError(what, where="adapter.train_only", remedy=remedy, code="config.bad_target_modules")
 
 
 def _names(facts: ModelFacts) -> Iterator[tuple[Tensor, tuple[str, ...]]]:

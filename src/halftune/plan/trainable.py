@@ -21,6 +21,7 @@ from halftune.hardware import Kind
 
 if TYPE_CHECKING:
     from halftune.plan.adapter_types import AdapterSpec
+    from halftune.plan.experts import Shapes
 
 HEAD = "lm_head"
 _EXPRESSION_SECONDS, _EXPRESSION_MEMORY = 5, 1 << 30  # an adapter of somebody else may bring its expression
@@ -74,7 +75,7 @@ def choose_optimizer(config: RunConfig, adapted: Adapted, kind: Kind) -> Choice[
         each = adapted.state_bytes(spec, spec.state_width) / max(1, adapted.count.value)
         chosen += f"; state takes {each:.3g} bytes per weight"
     if spec.paged:
-        chosen += "; on a CPU there is nothing to page" if kind == "cpu" else "; state moves to main memory if needed"
+        chosen += "; on a CPU, paging has no effect" if kind == "cpu" else "; state moves to main memory if needed"
     if isinstance(adapter, LoraAdapter) and adapter.lora_plus_ratio is not None:
         rate = config.training.learning_rate
         chosen += f"; LoRA+: learning rate {rate * adapter.lora_plus_ratio:.3g} for B, {rate:.3g} for the rest"
@@ -100,14 +101,9 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         PlanError: an adapter would touch nothing: no module has the names asked for; or DoRA is asked for where peft
             could not load it again.
     """
-    tensors = facts.likely_tensors
-    if isinstance(adapter, NoAdapter) and adapter.is_partial:
-        from halftune.plan.train_only import count_trained  # few runs freeze parts
-
-        return Adapted(*count_trained(facts, adapter))
     if isinstance(adapter, NoAdapter):
-        every = tuple((tensor.shape, is_hidden(tensor), tensor.count) for tensor in tensors)
-        return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
+        return _count_whole(facts, adapter)
+    tensors = facts.likely_tensors
     touched = _touched(tensors, adapter)
     if facts.tensors:
         _check_targets(tensors, adapter, found=bool(touched or _expert_names(adapter)))
@@ -118,24 +114,45 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
         for tensor, names in touched.items()
         for shape in _update_shapes(tensor, adapter, names[0])
     ]
-    experts, on_experts = 0, ""
-    if isinstance(adapter, LoraAdapter) and adapter.target_parameters:
-        from halftune.plan.experts import updates as expert_updates  # few runs adapt experts
+    on_experts, experts, described = _expert_updates(facts, adapter)
+    updates += on_experts
+    saved = _saved(facts, tensors, adapter)
+    low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
+    reason = _reason(adapter, touched, described, whole=whole > 0, estimated=not facts.tensors)
+    inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
+    dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
+    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items() if dora)
+    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, experts)
 
-        shapes, experts, on_experts = expert_updates(facts, adapter)
-        updates += shapes
-    saved = [
-        (one.shape, is_hidden(one), count) for one in tensors if (count := _matching(one, adapter.modules_to_save))
-    ]
+
+def _expert_updates(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> tuple[Shapes, int, str]:
+    """Shapes of updates of fused experts, as in ``Adapted.tensors``; their size in ``Adapted.experts``; a clause."""
+    if not isinstance(adapter, LoraAdapter) or not adapter.target_parameters:
+        return (), 0, ""
+    from halftune.plan.experts import updates  # few runs adapt experts
+
+    return updates(facts, adapter)
+
+
+def _count_whole(facts: ModelFacts, adapter: NoAdapter) -> Adapted:
+    if adapter.is_partial:
+        from halftune.plan.train_only import count_trained  # few runs freeze parts
+
+        return Adapted(*count_trained(facts, adapter))
+    every = tuple((tensor.shape, is_hidden(tensor), tensor.count) for tensor in facts.likely_tensors)
+    return Adapted(Choice(facts.num_parameters, "full fine-tuning: every weight"), every)
+
+
+def _saved(
+    facts: ModelFacts, tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAdapter
+) -> list[tuple[tuple[int, ...], bool, int]]:
+    """(shape, whether it is a hidden matrix, how many) of the modules that are trained in full."""
+    counts = ((one, _matching(one, adapter.modules_to_save)) for one in tensors)
+    saved = [(one.shape, is_hidden(one), count) for one, count in counts if count]
     if facts.tie_word_embeddings and HEAD in adapter.modules_to_save and not _saves_embedding(tensors, adapter):
         # a tied head is saved together with the embedding
         saved.append(((facts.vocab_size, facts.hidden_size), False, 1))
-    low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
-    reason = _reason(adapter, touched, on_experts, whole=whole > 0, estimated=not facts.tensors)
-    dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
-    inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
-    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
-    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, experts)
+    return saved
 
 
 def _expert_names(adapter: LoraAdapter | PeftAdapter) -> tuple[str, ...]:
@@ -154,17 +171,16 @@ def _reason(
     modules = sum(len(names) for names in touched.values())
     kinds = sorted({tensor.module.rpartition(".")[2] for tensor in touched})
     reason = f"{_title(adapter)} on {modules} modules ({', '.join(kinds)})" if touched else _title(adapter)
-    if isinstance(adapter, LoraAdapter) and adapter.use_dora:
-        reason += ", with DoRA's magnitudes"
-    if on_experts:
-        reason += f"; {on_experts}"
-    if whole:
-        reason += f"; {', '.join(adapter.modules_to_save)} in full"
-    if isinstance(adapter, LoraAdapter) and adapter.init != "default":
-        reason += f"; initial weights by {adapter.init}"
-    if isinstance(adapter, LoraAdapter) and adapter.name_or_path is not None:
-        reason += f"; starts from {adapter.name_or_path}"
-    return reason + ("; estimated from the sizes of a Llama" if estimated else "")
+    lora = adapter if isinstance(adapter, LoraAdapter) else LoraAdapter()
+    parts = {
+        ", with DoRA's magnitudes": lora.use_dora,
+        f"; {on_experts}": on_experts,
+        f"; {', '.join(adapter.modules_to_save)} in full": whole,
+        f"; initial weights by {lora.init}": lora.init != "default",
+        f"; starts from {lora.name_or_path}": lora.name_or_path is not None,
+        "; estimated from the sizes of a Llama": estimated,
+    }
+    return "".join([reason, *filter(parts.get, parts)])
 
 
 def is_hidden(tensor: Tensor) -> bool:
@@ -249,15 +265,20 @@ def _saves_embedding(tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAda
     return any(tensor.kind == "embedding" and _matching(tensor, adapter.modules_to_save) for tensor in tensors)
 
 
+def _check_names(names: tuple[str, ...], modules: list[str], known: list[str]) -> None:
+    for name in names:
+        if not any(_ends_with(module, (name,)) for module in modules):
+            what, remedy = f"no linear layer is named {name!r}", did_you_mean(name, known)
+            raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
+
+
 def _check_targets(tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAdapter, *, found: bool) -> None:
     """Names that match no module are mistakes: peft would say so only after the weights are loaded."""
     modules = [module for tensor in tensors if tensor.kind != "parameter" for module in tensor.modules()]
     known = sorted({module.rpartition(".")[2] for module in modules})
     targets, where = adapter.target_modules, "adapter.target_modules"
-    for name in targets if isinstance(targets, tuple) else ():
-        if not any(_ends_with(module, (name,)) for module in modules):
-            what = f"no linear layer is named {name!r}"
-            raise PlanError(what, where=where, remedy=did_you_mean(name, known), code="config.bad_target_modules")
+    if isinstance(targets, tuple):
+        _check_names(targets, modules, known)
     if not found:
         remedy = f"the model's linear layers: {', '.join(known)}; a regular expression must match a whole name"
         if targets in known:
@@ -279,7 +300,7 @@ def _check_dora(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, kinds: li
     if isinstance(adapter, PeftAdapter):
         _check_type(facts, adapter, lost)
     elif adapter.use_dora and lost:
-        what = f"DoRA on {', '.join(lost)} of {facts.model_type}: peft takes these names for experts and has none there"
+        what = f"DoRA on {', '.join(lost)} of {facts.model_type}: peft has no DoRA for names of experts"
         others = ", ".join(kind for kind in kinds if kind not in lost)
         remedy = f"adapter.use_dora: false, or adapter.target_modules: [{others}]"
         raise PlanError(what, where="adapter.use_dora", remedy=remedy, code="plan.dora_on_experts")

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from halftune.attention.contract import AttentionPlan
 from halftune.config.run import RunConfig
 from halftune.core.choice import Choice, Format
+from halftune.hardware import Hardware
+from halftune.hardware.memory import Estimate
 from halftune.precision import PrecisionPlan
 
 DEFAULT_ROWS = 4
@@ -36,7 +38,7 @@ def plan_batch(
     forward = rows * config.method.segments * config.data.max_length if tokens is None or packing.value else tokens
     asked = "(data.group_by_length)"
     grouped = (
-        Choice(True, f"samples of like length share a batch, batches in random order {asked}")
+        Choice(True, f"samples of similar length share a batch, batches in random order {asked}")
         if config.data.group_by_length
         else Choice(False, f"batches of random samples; switched off {asked}")
     )
@@ -53,17 +55,35 @@ def plan_batch(
     )
 
 
-def choose_fused(config: RunConfig, kind: str) -> Choice[bool]:
-    """Whether layers that an operator knows are computed by it on devices of this kind."""
+_OLDEST_GPU, _OLDEST_TRITON = (8, 0), (3, 6)  # of which the operators' kernels are compiled and proven
+
+
+def choose_fused(config: RunConfig, hardware: Hardware) -> Choice[bool]:
+    """Whether layers that an operator knows are computed by it on this machine."""
     asked = config.training.fused_layers
     if asked is False:
         return Choice(False, "switched off (training.fused_layers)")
-    if asked == "auto" and kind != "cpu":
-        return Choice(False, "measured on CPUs only so far; training.fused_layers: true asks for it")
-    if config.training.torch_compile:
-        return Choice(False, "torch.compile fuses them itself")
-    why = "asked for (training.fused_layers)" if asked is True else "fewer passes over memory, measured faster on CPUs"
-    return Choice(True, f"{why}; norms, gated feed-forward and adapted linear layers, each checked at the start")
+    if asked == "auto" and (why_not := _no_kernels(hardware)):
+        return Choice(False, f"{why_not}; training.fused_layers: true asks for what runs without them")
+    where = "measured faster on CPUs" if hardware.kind == "cpu" else "not measured on a GPU yet"
+    why = "asked for (training.fused_layers)" if asked is True else f"fewer passes over memory, {where}"
+    also = "" if hardware.kind == "cpu" else ", rotary embeddings"
+    return Choice(True, f"{why}; norms, gated feed-forward and adapted linear layers{also}, each checked at the start")
+
+
+def _no_kernels(hardware: Hardware) -> str:
+    """Why the operators have no kernels on this machine; empty if they have, and on CPUs, which need none."""
+    if hardware.kind == "cpu":
+        return ""
+    if hardware.kind != "cuda":
+        return f"no kernels for {hardware.kind}"
+    capability = min(device.capability or (0, 0) for device in hardware.devices)
+    if capability < _OLDEST_GPU:
+        return f"no kernels for compute capability {capability[0]}.{capability[1]}, which is below 8.0"
+    triton = hardware.version("triton")  # None where a machine is described without its packages
+    if triton is not None and tuple(int(part) for part in triton.split(".")[:2]) < _OLDEST_TRITON:
+        return f"Triton {triton} is older than 3.6"
+    return ""
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -104,7 +124,7 @@ class MethodPlan:
     head: Choice[str] = TOKENS
 
 
-NO_REFERENCE = Choice("none", "the loss is that of the model alone")
+NO_REFERENCE = Choice("none", "the loss needs no reference model")
 
 
 @dataclass(frozen=True)
@@ -135,34 +155,19 @@ class BatchPlan:
     fused_layers: Choice[bool] = UNFUSED
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(Estimate):
     """Estimated bytes on one device, and whether they fit.
 
     Attributes:
-        weights, gradients, optimizer, activations, logits, overhead: the parts; overhead is the runtime itself.
-        overlap: bytes that gradients take over from activations that are freed as they come.
         available: the device's memory.
         checkpoint_disk: bytes that one checkpoint takes.
         verdict: fits / tight / does not fit, with the reason.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    overhead: int
     available: int
     checkpoint_disk: int
     verdict: Choice[str]
-    overlap: int = 0
-
-    @property
-    def total(self) -> int:
-        """Peak bytes: the sum of the parts less the overlap."""
-        parts = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.overhead
-        return parts - self.overlap
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ class ParallelPlan:
         wrap: class names of the modules that fsdp2 gathers one after the other; empty for the decoder layers.
         reshard, offload: fsdp2's choices.
         sync_each: under fsdp2, whether gradients are summed after every forward pass of a step, not once a step.
+        gather_once: under fsdp2, whether the weights stay gathered while the model answers prompts; None if it does
+            not.
         timeout: seconds after which a process that does not answer ends the run.
         memory: (strategy, estimated bytes on one device, whether they fit), of every strategy that is possible.
     """
@@ -188,6 +195,7 @@ class ParallelPlan:
     reshard: bool = True
     offload: bool = False
     sync_each: Choice[bool] = EACH
+    gather_once: Choice[bool] | None = None
     timeout: float = 600.0
     memory: tuple[tuple[str, int, str], ...] = ()
 
@@ -208,6 +216,29 @@ class WeightsPlan:
 
 
 @dataclass(frozen=True)
+class PartPlan:
+    """A part of a multimodal model in a run on images or audio.
+
+    Attributes:
+        name: ``language | vision | audio | projector``.
+        parameters: number of weights.
+        trained: ``frozen | lora | full``.
+        dtype: of its weights; those of adapters are ``precision.trainable``.
+        attention: backend of its attention; ``-`` without attention.
+        keep_fp32: what stays fp32 in it.
+        learning_rate: peak; None if it is frozen.
+    """
+
+    name: str
+    parameters: int
+    trained: Choice[str]
+    dtype: Choice[str]
+    attention: Choice[str]
+    keep_fp32: Choice[str]
+    learning_rate: Choice[float] | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that was decided about a run, each with its reason.
 
@@ -225,7 +256,9 @@ class Plan:
         added_tokens: embedding rows that ``model.tokens.add`` adds; None without it.
         optimizer: by its name in ``training.optim``, and which weights it updates.
         teacher: how the model that this one learns from is computed; None without one.
-        towers: what becomes of a multimodal checkpoint's towers, ``kept | left out``; None without any.
+        towers: what becomes of a multimodal checkpoint's towers, ``kept | used | left out``; None without any.
+        features: whether a frozen vision tower is computed once per image; None without images.
+        parts: how each part of a multimodal model is trained; empty unless the towers are used.
     """
 
     device: Choice[str]
@@ -241,12 +274,18 @@ class Plan:
     machine: str = ""
     parallel: ParallelPlan | None = None
     towers: Choice[str] | None = None
+    parts: tuple[PartPlan, ...] = ()
+    features: Choice[bool] | None = None
     method: MethodPlan = MethodPlan(Choice("sft", "the labelled tokens of conversations"), NO_REFERENCE)
     optimizer: Choice[str] | None = None
     weights: WeightsPlan = WeightsPlan()
     added_tokens: Choice[int] | None = None
     train_only: tuple[str, ...] | None = None
     teacher: Plan | None = None
+
+    def mode(self, part: str) -> str:
+        """How a part is trained: ``frozen | lora | full``; parts without a row are frozen."""
+        return next((one.trained.value for one in self.parts if one.name == part), "frozen")
 
 
 def unpacked(plan: Plan, reason: str) -> Plan:

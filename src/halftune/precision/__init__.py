@@ -25,6 +25,7 @@ class PrecisionPlan:
         saved: dtype of the final adapter or model, and in its config.json.
         keep_fp32: regular expressions; parameters whose names match stay fp32 on load and save.
         tf32: whether fp32 matmuls may use TF32.
+        linear: ``fp8`` for frozen weights under adapters and their products; None as ``compute``.
         experts: matmul and its dtype for experts stored as one parameter; None in a dense model.
         warnings: full sentences, shown before training.
     """
@@ -39,5 +40,6 @@ class PrecisionPlan:
     saved: Choice[Format]
     keep_fp32: Choice[tuple[str, ...]]
     tf32: Choice[bool]
+    linear: Choice[str] | None = None
     experts: Choice[str] | None = None
     warnings: tuple[str, ...] = ()

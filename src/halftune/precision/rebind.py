@@ -49,6 +49,16 @@ _FLA_OPERANDS = ("q", "r", "k", "v", "kk", "a", "b")
 _FLA_NAMES = re.compile(r"chunk|recurrent|parallel|attn|decod")
 
 
+def _fla_functions() -> dict[Function, None]:
+    """The original functions of ``fla.ops`` that other modules have imported."""
+    found: dict[Function, None] = {}
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        if not module.__name__.startswith((_FLA_OPERATORS, "transformers.")):
+            values = [value for value in list(vars(module).values()) if type(value) is FunctionType]
+            found |= dict.fromkeys(unpatched(one) for one in values if str(one.__module__).startswith(_FLA_OPERATORS))
+    return found
+
+
 def fla_operators() -> Iterator[tuple[Function, tuple[str, ...]]]:
     """Yield flash-linear-attention's operators that loaded modules outside ``fla.ops`` have imported.
 
@@ -57,12 +67,7 @@ def fla_operators() -> Iterator[tuple[Function, tuple[str, ...]]]:
     """
     if _FLA not in sys.modules:
         return
-    found: dict[Function, None] = {}
-    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
-        if not module.__name__.startswith((_FLA_OPERATORS, "transformers.")):
-            values = [value for value in list(vars(module).values()) if type(value) is FunctionType]
-            found |= dict.fromkeys(unpatched(one) for one in values if str(one.__module__).startswith(_FLA_OPERATORS))
-    for function in found:
+    for function in _fla_functions():
         parameters = inspect.signature(function).parameters
         operands = [name for name in _FLA_OPERANDS if name in parameters and _is_required(parameters[name])]
         if _FLA_NAMES.search(function.__name__) and "v" in operands and len(operands) > 1:
@@ -136,10 +141,11 @@ class Scope:
         """Update the wrappers' targets, and bind or restore names."""
         if self._modules != len(sys.modules):
             self._find_names()
-        held = {original for scope in _open for original in scope._replacements}
+        held: dict[Function, Function] = {}  # the last one opened replaces a function
+        for scope in _open:
+            held |= scope._replacements
         for original in self._replacements:
-            targets = (scope._replacements[original] for scope in _open[::-1] if original in scope._replacements)
-            _patches[original].target = next(targets, original)
+            _patches[original].target = held.get(original, original)
         for module, name, original in self._names:
             bound, wrapper = vars(module).get(name), _patches[original].wrapper
             if bound is original or bound is wrapper:  # not rebound by others

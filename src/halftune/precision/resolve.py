@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from halftune.config.facts.model import ModelFacts
-from halftune.config.sections.model import AdapterSection, NoAdapter, PrecisionSection
+from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapter, PrecisionSection
 from halftune.config.weight_formats import format_of, refusal
 from halftune.core.choice import Choice, Format, StateFormat
 from halftune.core.errors import PlanError
@@ -72,6 +72,7 @@ def resolve_precision(
     storage = _storage(compute, trainable, facts, not frozen, patterns)
     kept = Choice(patterns, why_fp32)
     state = _optimizer_state(section, trainable)
+    linear, fallen = _linear(section, hardware, compute.value, facts, adapter)
     return PrecisionPlan(
         storage=storage,
         trainable=trainable,
@@ -83,9 +84,11 @@ def resolve_precision(
         saved=_saved(compute.value, trainable.value, full),
         keep_fp32=kept,
         tf32=_tf32(section, hardware, compute.value),
+        linear=linear,
         experts=_experts(compute, storage.value) if facts.num_experts else None,
         warnings=(
             *compute.warnings,
+            *fallen,
             *_family_warnings(compute, facts),
             *_mixed_warnings(storage.value, facts, patterns),
             *_master_warnings(trainable.value, state.value),
@@ -161,6 +164,35 @@ def _compute(section: PrecisionSection, hardware: Hardware, full: bool) -> _Comp
     )
 
 
+def _linear(
+    section: PrecisionSection, hardware: Hardware, compute: Format, facts: ModelFacts, adapter: AdapterSection
+) -> tuple[Choice[str] | None, tuple[str, ...]]:
+    """The format of frozen linear layers, if it is not the compute dtype; and a warning if it fell back to that."""
+    if section.linear == "auto":
+        return None, ()
+    device, row = weakest(hardware)
+    reason = row.fp8.reason.format(device=describe(device))
+    plain = isinstance(adapter, LoraAdapter) and not adapter.use_dora and not adapter.reduces_base
+    wrong = {
+        "float8 products are of frozen weights under LoRA (without DoRA, PiSSA and OLoRA)": not plain,
+        f"products of float8 rows give bf16, and compute is {compute}": compute != "bf16",
+        f"the checkpoint is quantised already ({facts.quantization})": format_of(facts.quantization).bytes_per_param
+        is not None,
+        reason: row.fp8.answer != "yes",
+    }
+    why = next((what for what, found in wrong.items() if found), "")
+    if not why:
+        return Choice("fp8", reason), ()
+    if section.on_unsupported == "fallback":
+        return None, (_sentence(f"fp8 was asked for linear layers, but {why}; they compute in {compute}"),)
+    raise PlanError(
+        f"fp8 is unavailable for linear layers: {why}",
+        where="precision.linear",
+        remedy="precision.linear: auto, or precision.on_unsupported: fallback",
+        code="precision.compute_unavailable",
+    )
+
+
 def _check(section: PrecisionSection, compute: _Compute, facts: ModelFacts, full: bool) -> None:
     """Raise PlanError for incompatible requests."""
     if section.trainable == "bf16" and compute.value != "bf16":
@@ -206,19 +238,24 @@ def _storage(
 ) -> Choice[Format]:
     value = trainable.value if full else compute.value
     reason = "full fine-tuning loads the master weights" if full else "frozen in the compute dtype"
+    return Choice(value, "; ".join([reason, *_on_load(value, facts, kept)]))
+
+
+def _on_load(value: Format, facts: ModelFacts, kept: tuple[str, ...]) -> Iterator[str]:
+    """What becomes of the checkpoint's weights when they are read as ``value``."""
+    stored = facts.dtype
     if facts.quantization and not format_of(facts.quantization).package:
-        return Choice(value, f"{reason}; the checkpoint's {facts.quantization} weights are dequantised to it on load")
-    if facts.quantization:
-        return Choice(value, f"{reason}; the {facts.quantization} weights stay quantised and are multiplied in it")
-    if _is_mixed(facts):
-        rounded = "; ".join(_rounded(one, facts) for one in roundings(facts.stored, value, kept))
-        return Choice(value, f"{reason}; {rounded or 'no tensor is rounded on load'}")
-    if facts.dtype is not None and facts.dtype != value:
-        change = "widened without loss" if value == "fp32" and facts.dtype != "fp64" else "rounded"
-        reason += f"; the checkpoint's {facts.dtype} is {change} on load"
+        yield f"the checkpoint's {facts.quantization} weights are dequantised to it on load"
+    elif facts.quantization:
+        yield f"the {facts.quantization} weights stay quantised and are multiplied in it"
+    elif _is_mixed(facts):
+        rounded = [_rounded(one, facts) for one in roundings(facts.stored, value, kept)]
+        yield from rounded or ["no tensor is rounded on load"]
+    elif stored not in (None, value):
+        change = "rounded" if value != "fp32" or stored == "fp64" else "widened without loss"
+        yield f"the checkpoint's {stored} is {change} on load"
         if value == "fp16":
-            reason += "; a weight beyond 65,504 is an error then"
-    return Choice(value, reason)
+            yield "a weight above 65,504 is an error"
 
 
 def _is_mixed(facts: ModelFacts) -> bool:

@@ -76,6 +76,7 @@ class Row:
         auto, auto_full: the choice of ``auto`` for LoRA and for full fine-tuning.
         auto_reason: the reason; a format string with ``{device}``.
         bf16, fp16: answers to explicit requests.
+        fp8: answer for frozen linear layers in float8.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Row:
     auto_reason: str
     bf16: Request
     fp16: Request
+    fp8: Request = Request("no", "{device} has no float8 units that torch multiplies by rows (CUDA, from 8.9)")
 
 
 def _cuda(low: tuple[int, int], below: tuple[int, int]) -> Callable[[Device], bool]:
@@ -119,11 +121,24 @@ _FP16 = Request("yes", "{device} does fp16 at full speed; asked for")
 _NO_BF16 = Request("no", "{device} has no bf16 units (require 8.0): torch would emulate bf16 slowly")
 _BF16 = Request("yes", "{device} does bf16 at full speed; asked for")
 
+_FP8 = Request("yes", "{device} has float8 tensor cores; asked for")
+
 TRUTH_TABLE: tuple[Row, ...] = (
     Row(
-        "CUDA, compute capability 8.0 and above",
+        "CUDA, compute capability 8.9 and above",
+        41,
+        _cuda((8, 9), (99, 0)),
+        "bf16",
+        "bf16",
+        "{device} has bf16 tensor cores",
+        _BF16,
+        _FP16,
+        _FP8,
+    ),
+    Row(
+        "CUDA, compute capability 8.0 to 8.8",
         40,
-        _cuda((8, 0), (99, 0)),
+        _cuda((8, 0), (8, 9)),
         "bf16",
         "bf16",
         "{device} has bf16 tensor cores",
@@ -228,7 +243,7 @@ TRUTH_TABLE: tuple[Row, ...] = (
         _kind("cpu", "avx512_bf16", "amd"),
         "bf16",
         "bf16",
-        "{device} is an AMD CPU with AVX512-BF16: training in bf16 measures 1.3 to 1.6 times faster than in fp32",
+        "{device} is an AMD CPU with AVX512-BF16: training in bf16 was measured 1.5 to 2 times faster than fp32",
         Request("yes", "{device} is an AMD CPU with AVX512-BF16, which does bf16 faster than fp32; asked for"),
         _CPU_FP16,
     ),

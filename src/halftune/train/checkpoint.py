@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -26,23 +26,29 @@ from halftune.model.save import load_trainable_state, trainable_state
 from halftune.train.checkpoint_list import INITIAL, OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
 from halftune.train.folder import check_exists
 from halftune.train.numeric_environment import numeric_environment
-from halftune.train.parallel.saving import write_together
-from halftune.train.parallel.shards import Stored, stored
 from halftune.train.state import TrainState
 
-log = get_logger(__name__)
+if TYPE_CHECKING:
+    from halftune.train.parallel.shards import Stored
 
+log = get_logger(__name__)
 
 Files = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-def save_checkpoint(run: TrainState, randoms: list[dict[str, Any]], callbacks: dict[str, Any]) -> Path | None:
+def save_checkpoint(
+    run: TrainState,
+    randoms: list[dict[str, Any]],
+    callbacks: dict[str, Any],
+    places: Sequence[dict[str, Any] | None] = (),
+) -> Path | None:
     """Writes ``checkpoint-<step>`` of a run completely or not at all; called by all processes where they share weights.
 
     Args:
         run: its state is saved.
         randoms: random states of all processes, by rank.
         callbacks: states of the callbacks.
+        places: where the streamed data of each process is, by rank.
 
     Returns:
         the checkpoint; None on other processes than the main one.
@@ -66,6 +72,7 @@ def save_checkpoint(run: TrainState, randoms: list[dict[str, Any]], callbacks: d
         "position": run.position,
         "micro_batch": [run.micro_batch, run.feed.batch.micro_batch],
         "random": randoms,
+        "stream": list(places),
         "callbacks": callbacks,
         "made_with": numeric_environment(run),
         "made_of": run.inputs,
@@ -105,6 +112,8 @@ def tensors_of(run: TrainState) -> tuple[Files, dict[str, Any]]:
 
 
 def _write_shared(run: TrainState, folder: Path | None, files: Files) -> dict[str, dict[str, Any]]:
+    from halftune.train.parallel.saving import write_together
+
     return write_together(run.strategy, folder, files, plain=isinstance(run.model, PeftModel))
 
 
@@ -139,16 +148,11 @@ def load_checkpoint(checkpoint: Path, run: TrainState) -> dict[str, Any]:
             code="train.checkpoint_mismatch",
         )
     load_weights(checkpoint, run.model)
-    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
-    indices = [index for group in state["optimizer"]["groups"] for index in group["params"]]
-    owners = dict(zip(map(str, indices), weights, strict=False))
-    with checkpoint_errors(checkpoint), stored(checkpoint, OPTIMIZER) as saved:
-        tensors = {key: saved.share(key, owners.get(key.partition(".")[0])) for key in saved.shapes}
     with checkpoint_errors(checkpoint):
-        run.optimizer.load_state_dict(_unflatten_optimizer(tensors, state["optimizer"]))
-        run.schedule.load_state_dict(state["schedule"])
-        _refresh_rates(run.schedule)
-        run.scaler.load_state_dict(state["scaler"])
+        _load_optimizer(checkpoint, run.optimizer, state["optimizer"])
+        _restore_schedule(run.schedule, state["schedule"], state["step"])
+        scaling = {name: state["scaler"].get(name, value) for name, value in run.scaler.state_dict().items()}
+        run.scaler.load_state_dict(scaling)
     run.step, run.epoch, run.saved = state["step"], state["epoch"], state["step"]
     run.began = state["began"] if training.resume in ("auto", "never") else str(Path(training.resume).resolve())
     if run.changes.parts:
@@ -161,9 +165,28 @@ def load_checkpoint(checkpoint: Path, run: TrainState) -> dict[str, Any]:
     return state
 
 
-def _refresh_rates(schedule: LRScheduler) -> None:
-    """The learning rates of the next step by this run's schedule, which may be longer than the one that was saved."""
+def _load_optimizer(checkpoint: Path, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    indices = [index for group in saved["groups"] for index in group["params"]]
+    owners = dict(zip(map(str, indices), weights, strict=False))
+    with _stored(checkpoint, OPTIMIZER) as file:
+        tensors = {key: file.share(key, owners.get(key.partition(".")[0])) for key in file.shapes}
+        _check_shapes(tensors, owners, optimizer)
+    _keep_options(saved["groups"], optimizer)
+    optimizer.load_state_dict(_unflatten_optimizer(tensors, saved))
+
+
+def _restore_schedule(schedule: LRScheduler, saved: dict[str, Any], step: int) -> None:
+    """Where the schedule was, and the learning rates of the next step by this run's own, which may be longer.
+
+    Raises:
+        LookupError, ValueError: the saved one was never there; steps that are left out do not count.
+    """
     assert isinstance(schedule, LambdaLR)
+    reached, count = saved["last_epoch"], saved["_step_count"]
+    if type(reached) is not int or not 0 <= reached <= step or count != reached + 1:
+        raise ValueError(f"the schedule is at {str(reached)[:20]} of {step} steps")
+    schedule.last_epoch, schedule._step_count = reached, count
     pairs = zip(schedule.lr_lambdas, schedule.base_lrs, strict=True)
     rates = [base * factor(schedule.last_epoch) for factor, base in pairs]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -189,7 +212,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
         ModelError: they are another model's.
     """
     own = trainable_state(model)
-    with checkpoint_errors(checkpoint), stored(checkpoint, TRAINABLE) as saved:
+    with checkpoint_errors(checkpoint), _stored(checkpoint, TRAINABLE) as saved:
         tensors = {name: saved.share(name, own.get(name)) for name in saved.shapes}
     load_trainable_state(model, tensors)
 
@@ -206,6 +229,12 @@ def first_weights(checkpoint: Path | None, adapter: AdapterSection) -> dict[str,
         return load_file(checkpoint / INITIAL)
 
 
+def _stored(checkpoint: Path, name: str) -> AbstractContextManager[Stored]:
+    from halftune.train.parallel.shards import stored  # a new run reads none
+
+    return stored(checkpoint, name)
+
+
 @contextmanager
 def open_weights(checkpoint: Path) -> Iterator[Stored]:
     """Open the trained weights of a checkpoint; tensors are read on request.
@@ -215,8 +244,13 @@ def open_weights(checkpoint: Path) -> Iterator[Stored]:
     """
     with ExitStack() as stack:
         with checkpoint_errors(checkpoint):  # not around what is done with it
-            saved = stack.enter_context(stored(checkpoint, TRAINABLE))
+            saved = stack.enter_context(_stored(checkpoint, TRAINABLE))
         yield saved
+
+
+_BLOCK = 256  # elements of an 8-bit state of bitsandbytes that share a scale
+_UNREADABLE = (OSError, SafetensorError, RuntimeError)
+_UNREADABLE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # values that cannot be
 
 
 @contextmanager
@@ -230,7 +264,7 @@ def checkpoint_errors(checkpoint: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise TrainingError(
             f"cannot read this checkpoint: {error or type(error).__name__}",
             where=str(checkpoint),
@@ -249,12 +283,13 @@ def _check_saveable(optimizer: Optimizer) -> None:
         f"{name} of parameter {index} ({type(value).__name__})"
         for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
-        if not (torch.is_tensor(value) or value is None or isinstance(value, bool | int | float | str))
+        if not isinstance(value, torch.Tensor | bool | int | float | str | None)
     ]
     for name, value in vars(optimizer).items():
         for one in value if isinstance(value, list | tuple) else (value,):
             hidden = isinstance(one, Optimizer) and one.state is not optimizer.state
-            lost += [f"attribute {name} ({type(one).__name__})"] if hidden or torch.is_tensor(one) else []
+            if hidden or torch.is_tensor(one):
+                lost.append(f"attribute {name} ({type(one).__name__})")
     if lost:
         raise TrainingError(
             f"a checkpoint cannot hold the state of {type(optimizer).__name__}: {lost[0]} is not in its state_dict()",
@@ -270,6 +305,39 @@ def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], d
         for name, value in entry.items():
             (tensors if torch.is_tensor(value) else numbers)[f"{index}.{name}"] = value
     return {k: v.contiguous() for k, v in tensors.items()}, {"numbers": numbers, "groups": state["param_groups"]}
+
+
+def _keep_options(groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    """Replace the options of the saved groups by those of this run's recipe and device."""
+    for saved, own in zip(groups, optimizer.param_groups, strict=False):  # torch refuses another number of groups
+        kept = {**own, "params": saved["params"]}
+        saved.clear()
+        saved.update(kept)
+
+
+def _check_shapes(tensors: dict[str, torch.Tensor], owners: dict[str, Any], optimizer: Optimizer) -> None:
+    own = getattr(optimizer, "state_shape", None)  # of an optimizer whose state has other shapes than the weights
+    for key, tensor in tensors.items():
+        index, _, name = key.partition(".")
+        weight = owners.get(index)
+        wanted = None if weight is None else own(weight, name) if own else _shape_of(name, weight.shape)
+        if wanted is not None and tensor.shape != wanted:
+            raise ValueError(f"{OPTIMIZER}: {key} is {tuple(tensor.shape)}, expected {tuple(wanted)}")
+
+
+def _shape_of(name: str, weight: torch.Size) -> torch.Size | None:
+    """Shape of a part of an optimizer's state; None for quantised ones, which are copied into new ones.
+
+    torch and bitsandbytes do not compare: their kernels would read beyond a shorter tensor.
+    """
+    if name == "step":
+        return torch.Size()
+    if name.endswith(("_codes", "_scale")):
+        return None
+    if name.startswith("absmax"):
+        return torch.Size([-(-weight.numel() // _BLOCK)])
+    factored = {"row_var": (*weight[:-1], 1), "col_var": (*weight[:-2], 1, *weight[-1:])}
+    return torch.Size(factored.get(name, weight))
 
 
 def _unflatten_optimizer(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:

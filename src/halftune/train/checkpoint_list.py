@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from halftune.core.atomic import WRITING, remove_folder
 from halftune.core.errors import TrainingError
@@ -18,11 +19,12 @@ from halftune.core.manifest import MARKER, damage
 log = get_logger(__name__)
 
 PREFIX = "checkpoint-"
+_NAMED = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")  # one name for one step
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 INITIAL = "initial.safetensors"  # the first weights of an adapter that began with a part of the base weights
 MOST_STATE = 1 << 30  # bytes of state.json: random states take some 30 kB a process
 # Facts that an older version did not write.
-YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None, "made_of": None}
+YOUNGER: dict[str, Any] = {"made_with": {}, "total_steps": None, "began": None, "made_of": None, "stream": []}
 
 
 class _Position(BaseModel):
@@ -44,13 +46,16 @@ class _Optimizer(BaseModel):
 class _State(BaseModel):
     """What is asked of ``state.json`` by name; what callbacks and libraries wrote in there is theirs to read."""
 
+    model_config = ConfigDict(strict=True)
+
     step: NonNegativeInt
-    epoch: float
-    best: tuple[int, float] | None
+    epoch: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    best: Annotated[tuple[NonNegativeInt, float], Field(strict=False)] | None
     evaluated: int
     position: _Position
-    micro_batch: tuple[PositiveInt, PositiveInt]
+    micro_batch: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
     random: list[dict[str, Any]]
+    stream: list[dict[str, Any] | None]
     callbacks: dict[str, dict[str, Any]]
     optimizer: _Optimizer
     schedule: dict[str, Any]
@@ -69,7 +74,7 @@ def part_name(name: str, rank: int, processes: int) -> str:
 def parts(checkpoint: Path, name: str) -> list[str]:
     """The files of a checkpoint that together hold what one process would have written as ``name``."""
     stem, _, suffix = name.rpartition(".")
-    first = next(checkpoint.glob(f"{stem}-00000-of-{'[0-9]' * 5}.{suffix}"), None)  # a longer number is no file of ours
+    first = next(checkpoint.glob(f"{stem}-00000-of-{'[0-9]' * 5}.{suffix}"), None)  # halftune writes five digits
     if first is None:
         return [name]
     processes = int(first.stem.rpartition("-")[2])
@@ -83,7 +88,7 @@ def step_of(checkpoint: Path) -> int:
 
 def folders(folder: Path) -> list[Path]:
     """Everything in a run folder that is named like a checkpoint, oldest first, valid or not."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    found = [path for path in folder.glob(f"{PREFIX}*") if _NAMED.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
@@ -129,6 +134,8 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
         key = ".".join(map(str, first["loc"]))
         what = f"has no {key!r}" if first["type"] == "missing" else f"has a wrong value at {key!r}"
         raise ValueError(f"{STATE} {what}: it was written by another version of halftune, or edited") from None
+    if _NAMED.fullmatch(checkpoint.name) and state["step"] != step_of(checkpoint):
+        raise ValueError(f"{STATE} is of step {state['step']}")
     return state
 
 
@@ -165,6 +172,12 @@ def newest_valid(
             code="train.checkpoint_damaged",
         )
     return None
+
+
+def intact(folder: Path) -> str:
+    """Which checkpoint of a run folder can be relied on, as a clause."""
+    done = checkpoints(folder)
+    return f"{done[-1]} is intact" if done else "there is no checkpoint yet"
 
 
 def rotate(folder: Path, limit: int | None, needed: Collection[Path]) -> None:

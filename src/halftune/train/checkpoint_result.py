@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from halftune.config.run import RunConfig
-from halftune.config.sections.model import NoAdapter
 from halftune.core.errors import TrainingError
 from halftune.model.adapters import attach_adapter
 from halftune.model.completed_run import CompletedRun
@@ -20,6 +19,7 @@ from halftune.model.load import load_model
 from halftune.model.result import BASE
 from halftune.model.save import check_same, save_final
 from halftune.model.tokenizer import load_tokenizer
+from halftune.plan import Plan
 from halftune.train.checkpoint import checkpoint_errors, first_weights, load_weights, open_weights, read_state
 from halftune.train.checkpoint_list import find_damage
 from halftune.train.parallel.shards import Stored
@@ -50,7 +50,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
     tokenizer = load_tokenizer(config.model)
     if config.adapter.type == "none":
         model = load_model(
-            config.model, plan, lazy=LazyWeights() if _all_stored(config) else None
+            config.model, plan, lazy=LazyWeights() if _all_stored(config, plan) else None
         )  # all come from the checkpoint
         model = attach_adapter(model, config.adapter, plan, config.training.seed)
         with open_weights(checkpoint) as saved:
@@ -64,10 +64,9 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
     save_final(model, tokenizer, plan, folder, facts=facts)
 
 
-def _all_stored(config: RunConfig) -> bool:
+def _all_stored(config: RunConfig, plan: Plan) -> bool:
     """Whether the checkpoint has every weight, so that none needs to be read from the base model."""
-    partial = isinstance(config.adapter, NoAdapter) and config.adapter.is_partial
-    return not (why_not() or config.model.tokens.add or partial)
+    return not (why_not() or config.model.tokens.add or plan.train_only is not None)
 
 
 def base_of_checkpoint(checkpoint: Path) -> Any:

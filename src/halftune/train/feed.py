@@ -9,7 +9,7 @@ import hashlib
 import math
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,12 +32,13 @@ from halftune.data.order import (
     padded_batches,
 )
 from halftune.data.pipeline import TokenizedSplit
+from halftune.data.split import reserved
 from halftune.data.store import NO_LABEL, Example
 from halftune.methods import Method
 from halftune.plan import BatchPlan
 
 if TYPE_CHECKING:
-    from halftune.data.media.processor import ImageProcessor
+    from halftune.data.media.processor import MediaProcessor
 
 T = TypeVar("T")
 _END = object()
@@ -74,7 +75,7 @@ def _work(made: Iterator[Any], waiting: queue.Queue[tuple[Any, BaseException | N
             if left.is_set():
                 return
         _hand_over(_END, None, waiting, left)
-    except BaseException as error:  # whatever it is, it belongs to the thread that asked
+    except BaseException as error:  # re-raised in the thread that asked
         _hand_over(_END, error, waiting, left)
 
 
@@ -116,7 +117,7 @@ class Feed:
     device: torch.device | None = None
     evaluation: bool = False
     samples: np.ndarray | None = field(default=None, repr=False, compare=False)
-    images: ImageProcessor | None = None
+    images: MediaProcessor | None = None
     _known: dict[int, BatchOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -151,7 +152,10 @@ class Feed:
         lengths, longest, cache = self.split.lengths[chosen], self.split.longest[chosen], data.cache
         if self.packing:
             rule = {"packing": True, "capacity": data.max_length * segments, "split": data.packing.split}
-            rows = ordered(epoch_rows, lengths, cache=cache, epoch=epoch, seed=seed, **rule)
+            sizes = lengths if self.evaluation else reserved(lengths, self.config)
+            rows = ordered(epoch_rows, sizes, cache=cache, epoch=epoch, seed=seed, **rule)
+            if sizes is not lengths:
+                rows = replace(rows, stops=lengths[rows.samples])
             return packed_batches(rows, self.rows_per_step)
         if self.evaluation:
             return ordered(by_length, longest, cache=cache, rule=self._rule)
@@ -164,7 +168,7 @@ class Feed:
     @property
     def _rule(self) -> BatchRule:
         tokens, segments = self.batch.tokens_per_batch, self.config.method.segments
-        # Told by the rows, which stay when a run goes on with fewer tokens and more forward passes.
+        # Compared by rows, which stay the same if a run resumes with fewer tokens and more forward passes.
         rows = 1 if tokens is None else max(1, tokens // (segments * self.config.data.max_length))
         return BatchRule(self.rows_per_step, tokens, self.rows_per_step // rows, self.batch.grouped.value, segments)
 
@@ -184,6 +188,22 @@ class Feed:
             digest.update(self.split.digests(index))
         return digest.hexdigest()
 
+    def order(self) -> str:
+        """Identifies the first epoch: the order and packing of its rows and their split into steps."""
+        digest = hashlib.sha256()
+        for batch in self.batches(0):
+            for row in batch:
+                digest.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+    def place(self, step: int) -> dict[str, Any] | None:
+        """Where the data was after a step, JSON-able; None where the number of the step says it all."""
+        return None
+
+    def resume(self, step: int, place: dict[str, Any] | None) -> None:
+        """Begin after a step at the place that :meth:`place` gave."""
+
     def steps_in(self, epoch: int) -> int:
         """Optimizer steps of one epoch: the same in each, unless batches are as many rows as fit."""
         fixed = self.packing or self.batch.tokens_per_batch is None
@@ -201,15 +221,15 @@ class Feed:
         steps = sum(self.steps_in(epoch) for epoch in range(whole))
         return max(1, steps + (math.ceil(self.steps_in(whole) * part) if part else 0))
 
-    def steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[Batch]]]:
-        """Yields, for each step, the epoch reached after it and this process's micro-batches."""
+    def steps(self, first_step: int, total_steps: int) -> Generator[tuple[float, list[Batch]]]:
+        """Yields, for each step, the epoch reached after it and this process's micro-batches. Close it."""
         return self._ahead(self._steps(first_step, total_steps))
 
-    def once(self) -> Iterator[list[Batch]]:
-        """This process's micro-batches of the first epoch, one global batch after the other."""
+    def once(self) -> Generator[list[Batch]]:
+        """This process's micro-batches of the first epoch, one global batch after the other. Close it."""
         return (batches for _, batches in self._ahead((0.0, self.micro_batches(rows)) for rows in self.batches(0)))
 
-    def _ahead(self, made: Iterator[tuple[float, list[Batch]]]) -> Iterator[tuple[float, list[Batch]]]:
+    def _ahead(self, made: Generator[tuple[float, list[Batch]]]) -> Generator[tuple[float, list[Batch]]]:
         """Where there is a GPU: made by a thread while the batch before trains, and copied there."""
         if self.device is None:
             return made
@@ -217,7 +237,7 @@ class Feed:
         device = self.device
         return ((epoch, [batch.to(device) for batch in batches]) for epoch, batches in prefetched(ready))
 
-    def _steps(self, first_step: int, total_steps: int) -> Iterator[tuple[float, list[Batch]]]:
+    def _steps(self, first_step: int, total_steps: int) -> Generator[tuple[float, list[Batch]]]:
         step, epoch = 0, 0
         while step < total_steps:
             in_epoch = self.steps_in(epoch)
@@ -278,10 +298,10 @@ class Feed:
         """
         if self.images is None:
             return made
-        from halftune.data.media.inputs import add_images  # few runs have images
+        from halftune.data.media.inputs import add_media  # few runs have images
 
         rows = self.split.where(span.sample for span in spans)
-        return add_images(made, [one for example in examples for one in example.segments], self.images, rows)
+        return add_media(made, [one for example in examples for one in example.segments], self.images, rows)
 
     def where(self, batches: Sequence[Batch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""
@@ -294,7 +314,7 @@ class Feed:
             raise DataError(
                 f"{self._named(span.sample)} can no longer be read: {error}",
                 where="the cache of tokenised data",
-                remedy="start the run again; it tokenises the data anew",
+                remedy="start the run again; it tokenises the data again",
                 code="data.changed_during_run",
             ) from error
 

@@ -71,10 +71,7 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True, several: bool = Fals
     if main:
         clear_leftovers(path)
     if before is None:
-        named = _named(resume, loaded, thorough=not several)
-        if several:
-            return RunFolder(path, None, finished=False, unverified=() if named is None else (named,))
-        return RunFolder(path, named, finished=False)
+        return _new_folder(path, _named(resume, loaded, thorough=not several), several=several)
     if not (why := _left_to_do(path, before, now)):
         return RunFolder(path, None, finished=True)
     log.info("resuming: %s", why)
@@ -83,13 +80,23 @@ def open_folder(loaded: LoadedConfig, *, main: bool = True, several: bool = Fals
     damaged = main and bool(damage_of_result(path))
     if several:
         return RunFolder(path, None, finished=False, damaged=damaged, unverified=_candidates(path, resume))
-    newest = newest_valid(path) if main and resume == "auto" else None
-    if resume != "auto":
+    if not main:
+        return RunFolder(path, None if resume == "auto" else _named(resume, loaded), finished=False, damaged=damaged)
+    if resume == "auto":
+        newest = newest_valid(path)
+    else:
         named = _named(resume, loaded)
-        newest = _newest_begun_from(path, named) if main and named is not None else named
-    if newest is None and main:
+        newest = None if named is None else _newest_begun_from(path, named)
+    if newest is None:
         log.info("%s has no checkpoint: training starts at step 0", path)
     return RunFolder(path, newest, finished=False, damaged=damaged)
+
+
+def _new_folder(path: Path, named: Path | None, *, several: bool) -> RunFolder:
+    """The folder of a run that begins, from a checkpoint of another one if one is named."""
+    if several:
+        return RunFolder(path, None, finished=False, unverified=() if named is None else (named,))
+    return RunFolder(path, named, finished=False)
 
 
 def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
@@ -112,7 +119,7 @@ def check_free(loaded: LoadedConfig) -> dict[str, object] | None:
         return None
     if loaded.run.training.resume == "never":
         raise ConfigError(
-            "the folder holds a run already and resume is 'never'",
+            "the folder already contains a run, and training.resume is 'never'",
             where=str(path),
             remedy="choose another training.output_dir, or delete that folder",
             code="train.output_dir_taken",
@@ -214,8 +221,8 @@ def _named(resume: str, loaded: LoadedConfig, *, thorough: bool = True) -> Path 
         return None
     path = Path(resume)
     if wrong := find_damage(path, thorough=thorough):
-        what = f"resume names {resume}, which is no valid checkpoint: {wrong}"
-        raise TrainingError(what, remedy="resume: auto", code="train.checkpoint_damaged")
+        what = f"training.resume: {resume} is not a valid checkpoint: {wrong}"
+        raise TrainingError(what, remedy="set training.resume: auto", code="train.checkpoint_damaged")
     if (path.parent / RESOLVED).is_file():
         now = flat(loaded.run.model_dump(mode="json"))
         refuse_differences(recorded(path.parent / RESOLVED), now, path.parent)

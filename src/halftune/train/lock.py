@@ -1,4 +1,4 @@
-"""One process at a time in a run folder: a lock that the system lets go of when its owner dies."""
+"""One process at a time in a run folder: a lock that the system releases when its process ends."""
 
 from __future__ import annotations
 

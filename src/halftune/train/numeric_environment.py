@@ -102,7 +102,7 @@ def variables_that_round() -> dict[str, str]:
 
 
 def warn_other_environment(before: dict[str, Any], now: dict[str, str]) -> None:
-    """Warns where a run goes on with other versions or another machine than a checkpoint was made with."""
+    """Warn if a run resumes with other versions, or on another machine, than its checkpoint."""
     if not before:
         log.warning("the checkpoint does not record its versions: the result may not be bit-identical")
         return

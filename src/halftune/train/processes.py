@@ -7,19 +7,18 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, gather_object
 
+from halftune.core import heartbeat
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.core.process import hidden, this_process
 from halftune.model.device import TORCH_TYPES
 from halftune.plan import Plan
-from halftune.train.parallel.barrier import barrier
-from halftune.train.parallel.rendezvous import join, join_rendezvous
-from halftune.train.parallel.watchdog import tick
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -136,10 +135,20 @@ def _forget_defaults() -> None:
 
 def _gather(plan: Plan, seconds: float) -> None:
     """Waits for processes that still tokenise, however long that takes, and makes the group."""
+    from halftune.train.parallel.rendezvous import join, join_rendezvous
+
     rendezvous = join_rendezvous()
     rendezvous.tell("ready", True)
     rendezvous.wait("ready", lambda: True)  # one that dies meanwhile ends this one, too: its launcher sees to that
     join(TORCH_TYPES[plan.device.value], seconds + GRACE)
+
+
+def barrier(processes: int) -> None:
+    """Wait until all processes have reached this point; see ``train.parallel.barrier``."""
+    if processes > 1:
+        from halftune.train.parallel import barrier as several  # most runs have one process
+
+        several.barrier(processes)
 
 
 def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:
@@ -161,12 +170,46 @@ def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:
         )
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """The widest float format of a device: fp64, on MPS fp32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def sum_over_processes(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
-    """Sums of ``values`` over all processes, in the widest format that crosses them (fp64; fp32 on MPS)."""
+    """Sums of ``values`` over all processes, in the widest format that crosses them; waits for the device."""
     if accelerator.num_processes == 1:
         return [float(value) for value in values]
-    tick()
-    wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
-    sums = accelerator.reduce(torch.tensor(values, dtype=wide, device=accelerator.device), reduction="sum")
+    device = accelerator.device
+    return sum_tensor(accelerator, torch.tensor(values, dtype=wide(device), device=device)).tolist()
+
+
+def sum_tensor(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
+    """Sums of a tensor's elements over all processes, on its device; does not wait for it."""
+    if accelerator.num_processes == 1:
+        return values
+    heartbeat.tick()
+    sums = accelerator.reduce(values, reduction="sum")
     assert isinstance(sums, torch.Tensor)
-    return sums.tolist()
+    return sums
+
+
+class Readout:
+    """A vector on its way from its device; the only place where a training step waits for one.
+
+    Args:
+        values: ``[N]``, any float dtype; on a CPU it is what is read.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.device.type in ("cuda", "xpu"):
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived: Any = torch.get_device_module(values.device).Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """The numbers, once the device has come that far."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()

@@ -47,22 +47,21 @@ class Window:
         # steps whose batch carries no label at all weigh nothing, unless there is no other
         weights = [step.weight for step in steps]
         weights = weights if any(weights) else [1.0] * len(steps)
-        last = steps[-1]
+        last, totals = steps[-1], ("tokens", "tokens_real", "tokens_trained", "seconds")
+        sums = {name: sum(getattr(step, name) for step in steps) for name in totals}
         extra = {name: finite(value) for name, value in last.extra.items()}
         if "skipped" in extra:
             extra["skipped"] = sum(step.extra.get("skipped", 0.0) for step in steps)
         # a skipped step weighs nothing, and its loss may be no number
-        loss = sum(step.loss * weight for step, weight in zip(steps, weights, strict=True) if weight) / sum(weights)
+        losses = [step.loss * weight for step, weight in zip(steps, weights, strict=True) if weight]
         return {
             "step": run.step,
             "epoch": round(run.epoch, 6),
-            "loss": finite(loss),
+            "loss": finite(sum(losses) / sum(weights)),
             "learning_rate": last.learning_rate,
             "grad_norm": finite(last.grad_norm),
-            "tokens": sum(step.tokens for step in steps),
-            "tokens_real": sum(step.tokens_real for step in steps),
-            "tokens_trained": sum(step.tokens_trained for step in steps),
-            "seconds": round(sum(step.seconds for step in steps), 6),
+            **sums,
+            "seconds": round(sums["seconds"], 6),
             "memory_bytes": last.memory_bytes,
             "time": round(time.time(), 3),
             **extra,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -84,8 +86,8 @@ def _computed(run: TrainState, feed: Feed, shape: tuple[int, int]) -> np.ndarray
     values, training = np.zeros(shape), run.model.training
     run.model.eval()
     try:
-        for batches in feed.once():
-            for batch in batches:
+        with closing(feed.once()) as steps:
+            for batch in chain.from_iterable(steps):
                 if not batch.examples and not run.strategy.sharded:
                     continue
                 with forward_pass(run):  # a sharded model needs all processes in each of them

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate.utils import broadcast_object_list, gather_object
 
 from halftune.core.errors import ConfigError
@@ -21,7 +19,7 @@ from halftune.train.checkpoint import read_state
 from halftune.train.checkpoint_list import find_damage, folders, newest_valid, step_of
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder, move_aside
-from halftune.train.parallel.barrier import barrier
+from halftune.train.processes import barrier
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)
@@ -52,16 +50,11 @@ def position(feed: Feed) -> dict[str, Any]:
     A step number is the position in the data. It depends on the samples, the rows per step,
     and the first epoch: the order and packing of its rows and their split into steps.
     """
-    order = hashlib.sha256()
-    for batch in feed.batches(0):
-        for row in batch:
-            order.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
-        order.update(b"\n")
     return {
         "rows_per_step": feed.rows_per_step,
         "data": feed.fingerprint(),
-        "order": order.hexdigest(),
-        "steps_in_epoch": feed.steps_in(0),
+        "order": feed.order(),
+        "steps_in_epoch": 1 if feed.config.data.streaming.enabled else feed.steps_in(0),
     }
 
 
@@ -163,13 +156,32 @@ def with_micro_batch(feed: Feed, used: Sequence[int]) -> Feed:
     Args:
         feed: as configured now.
         used: rows of a forward pass that had been configured, and that were used.
+
+    Raises:
+        ValueError: they are no split of the global batch.
     """
     asked, size = used
     if size == asked or asked != feed.batch.micro_batch:
         return feed
-    log.info("micro-batch of %d rows instead of %d: the run was out of memory before", size, asked)
     rows = feed.batch.micro_batch * feed.batch.accumulation
+    if size > asked or rows % size:
+        raise ValueError(f"micro-batches of {size} rows do not make {rows}")
+    log.info("micro-batch of %d rows instead of %d: the run was out of memory before", size, asked)
     return replace(feed, batch=replace(feed.batch, micro_batch=size, accumulation=rows // size))
+
+
+def restore_place(run: TrainState, places: Sequence[dict[str, Any] | None]) -> None:
+    """Goes on reading streamed data where each process was; other data is read from its beginning.
+
+    Raises:
+        LookupError: the checkpoint has no place for this process.
+    """
+    if not run.config.data.streaming.enabled:
+        return
+    if "train_data" in run.config.training.allow_changes or run.changes.tokens:
+        log.warning("streamed data begins at its first row: training.allow_changes permits other data")
+        return
+    run.feed.resume(run.step, places[run.accelerator.process_index])
 
 
 def move_later_checkpoints(folder: Path, step: int) -> None:

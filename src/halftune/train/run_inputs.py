@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
+from halftune.config.facts.safetensors_headers import weight_files
+from halftune.config.run import RunConfig
 from halftune.config.sections.method import Method
 from halftune.config.sections.model import AdapterSection, LoraAdapter, ModelSection
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, ModelError
 from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData
@@ -24,11 +27,13 @@ from halftune.model.identity import (
     model_differences,
     model_identity,
     model_notes,
+    processor_identity,
     tokenizer_identity,
 )
+from halftune.model.locate import locate
 from halftune.train.callbacks.environment import NAME as ENVIRONMENT
 from halftune.train.checkpoint import read_state
-from halftune.train.checkpoint_list import checkpoints
+from halftune.train.checkpoint_list import checkpoints, intact
 
 log = get_logger(__name__)
 
@@ -38,6 +43,7 @@ PARTS = {
     "adapter": "the adapter that training starts from",
     "tokenizer": "the tokenizer",
     "template": "the chat template",
+    "processor": "the image processor",
     "train_data": "the training data",
     "eval_data": "the evaluation data",
     "rewards": "the reward functions",
@@ -45,29 +51,65 @@ PARTS = {
 }
 
 
-def run_inputs(
-    model: ModelSection,
-    adapter: AdapterSection,
-    method: Method,
-    tokenizer: PreTrainedTokenizerBase,
-    data: PreparedData,
-) -> dict[str, Any]:
+def run_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> dict[str, Any]:
     """The identity of each of ``PARTS``, and the day that the chat template writes, JSON-able; a checkpoint holds it.
 
     Raises:
         ModelError: the base model, the adapter or the tokenizer cannot be read.
     """
+    model, teacher = config.model, config.method.teacher_model
     return {
         "model": model_identity(model),
-        "adapter": _start(adapter),
+        "adapter": _start(config.adapter),
         "tokenizer": tokenizer_identity(model),
         "template": _digest(tokenizer.chat_template),
+        "processor": processor_identity(model) if config.data.media else {},
         "train_data": list(data.fingerprints["train"]),
         "eval_data": list(data.fingerprints["eval"]),
-        "rewards": _rewards(method),
-        "teacher": digests(model_identity(method.teacher_model)) if method.teacher_model is not None else {},
+        "rewards": _rewards(config.method),
+        "teacher": digests(model_identity(teacher)) if teacher is not None else {},
         "day": data.day,
     }
+
+
+class BaseFiles:
+    """Notices weight files that are written while they are in use: on a CPU, weights in memory are pages of them.
+
+    A file that replaces another leaves those pages as they are.
+
+    Args:
+        model: the base model.
+        identity: what it was when the run began.
+    """
+
+    def __init__(self, model: ModelSection, identity: dict[str, Any]) -> None:
+        self._model, self._identity = model, identity
+        self._seen = self._now()
+
+    def check(self, folder: Path) -> None:
+        """Called before something is written to the run folder.
+
+        Raises:
+            ModelError: a file has another content.
+        """
+        now = self._now()
+        written = [path for path, seen in self._seen.items() if path in now and _in_place(seen, now[path])]
+        if written and (changed := "; ".join(model_differences(self._identity, model_identity(self._model)))):
+            what = f"the base model was written to during training, which uses its pages: {changed}"
+            remedy = f"restore it and run the same command again; nothing was saved, {intact(folder)}"
+            raise ModelError(what, where=str(written[0]), remedy=remedy, code="model.base_changed")
+        self._seen = {path: now.get(path, seen) if path in written else seen for path, seen in self._seen.items()}
+
+    def _now(self) -> dict[Path, os.stat_result]:
+        try:
+            return {path: path.stat() for path in weight_files(locate(self._model))}
+        except (OSError, ModelError):  # gone: the pages are not
+            return {}
+
+
+def _in_place(before: os.stat_result, now: os.stat_result) -> bool:
+    changed = (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns)
+    return changed and (before.st_dev, before.st_ino) == (now.st_dev, now.st_ino)
 
 
 def _start(adapter: AdapterSection) -> dict[str, str]:
@@ -80,12 +122,16 @@ def _start(adapter: AdapterSection) -> dict[str, str]:
 
 def _rewards(method: Method) -> dict[str, str]:
     """sha256 of the files of reward functions; one that cannot be read is an error where it is run."""
-    files = [Path(one.file) for one in getattr(method, "rewards", ()) if one.file is not None]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
+    files = dict.fromkeys(Path(one.file).resolve() for one in getattr(method, "rewards", ()) if one.file is not None)
+    found: dict[str, str] = {}
+    for number, path in enumerate((path for path in files if path.is_file()), start=1):
+        name = f"{path.name} ({number})" if path.name in found else path.name  # of another folder
+        found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def template_date(folder: Path, resume_from: Path | None) -> str | None:
-    """The day that the chat template writes in a run that goes on; None in a new one, and where it writes none.
+    """The date that the chat template writes in a resumed run; None in a new run, or if it writes no date.
 
     Args:
         folder: the run folder; only the main process knows which of its checkpoints is gone on from.
@@ -124,7 +170,7 @@ class InputChanges:
     @property
     def tokens(self) -> bool:
         """Whether the training data may be other tokens now."""
-        return not self.parts.isdisjoint(("tokenizer", "template", "train_data"))
+        return not self.parts.isdisjoint(("tokenizer", "template", "processor", "train_data"))
 
     def warn(self, *, main: bool) -> None:
         """Logs it, on the main process."""
@@ -168,7 +214,7 @@ def check_same_inputs(now: dict[str, Any], allowed: Sequence[str], checkpoint: P
 
 
 def warn_other_inputs(now: dict[str, Any], run: Path) -> None:
-    """Warns where a run that is trained once more (``--rerun``) has other inputs now. It starts anew: nothing mixes.
+    """Warn if the inputs of a ``--rerun`` differ from the old run's. The rerun starts from the beginning.
 
     Args:
         now: what :func:`run_inputs` gives.

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from halftune.config.run import RunConfig
 from halftune.core.errors import ConfigError
 from halftune.core.files import MOST_JSON, open_file
+from halftune.core.packaged import read_written
 
 # Keys that may change between two sittings of one run: they do not touch what is computed.
 LENGTH = ("training.num_train_epochs", "training.max_steps")
@@ -32,6 +33,9 @@ HARMLESS = {
     "training.ignore_memory_estimate",
     "data.num_workers",
     "data.cache",
+    "data.cache_features",
+    "method.server.url",  # a server's answers are not reproducible
+    "method.server.timeout_seconds",
 }
 PLACES = ("training.output_dir", "training.resume", "training.allow_changes")  # where and whether, not what
 # Keys that may change with an entry of training.allow_changes.
@@ -40,6 +44,7 @@ ALLOWED = {
     "adapter": ("adapter.name_or_path",),
     "tokenizer": ("model.tokenizer",),
     "template": ("model.chat_template", "model.chat_template_kwargs"),
+    "processor": (),
     "train_data": ("data.train",),
     "eval_data": ("data.eval",),
     "rewards": ("method.rewards",),
@@ -68,10 +73,8 @@ def recorded(resolved: Path) -> dict[str, object]:
     try:
         with open_file(resolved) as file:
             text = file.read(MOST_JSON).decode()
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make a giant tree
-            raise _unreadable(resolved, "it has an alias (*name)")
-        tree = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        tree = read_written(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unreadable(resolved, str(error).splitlines()[0]) from error
     if not isinstance(tree, dict):
         raise _unreadable(resolved, "it is no mapping")
@@ -95,15 +98,15 @@ def refuse_differences(before: dict[str, object], now: dict[str, object], path: 
     """
     if changed := differences(before, now, harmless=False):
         raise ConfigError(
-            f"the folder holds a run of another configuration: {'; '.join(changed)}",
+            f"the folder contains a run with another configuration: {'; '.join(changed)}",
             where=str(path),
-            remedy="choose another training.output_dir, or set these back",
+            remedy="choose another training.output_dir, or restore these values",
             code="train.run_changed",
         )
 
 
 def differences(before: dict[str, object], now: dict[str, object], *, harmless: bool) -> list[str]:
-    """What two flat configurations differ in, a clause each: what a run may change while it goes on, or all else."""
+    """Differences of two flat configurations, a clause each: only those that a resumed run may have, or only others."""
     asked = now["training.allow_changes"]
     assert isinstance(asked, list)
     allowed = {key for name in asked for key in ALLOWED[name]}

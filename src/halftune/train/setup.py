@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,20 +15,25 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter, ModelSection
+from halftune.core import heartbeat
 from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
-from halftune.data.pipeline import PreparedData, prepare
+from halftune.data.pipeline import PreparedData, TokenizedSplit, prepare
 from halftune.methods import make_method
+from halftune.model.adapters import attach_adapter
 from halftune.model.architectures import is_multimodal, read_config
 from halftune.model.fused import fuse
-from halftune.model.locate import images_of, locate
+from halftune.model.load import load_model
+from halftune.model.locate import locate, media_of
 from halftune.model.packing_check import packing_verdict
+from halftune.model.policy import check_router_loss
 from halftune.model.tokenizer import load_tokenizer
 from halftune.model.towers import small_multimodal_copy
 from halftune.model.vocabulary import check_ids, padding_id
 from halftune.optim import make_optimizer
 from halftune.plan import Plan
+from halftune.plan.distribution import needs_whole_weights
 from halftune.plan.finalise import Evidence, finalise
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
@@ -36,16 +42,17 @@ from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
 from halftune.train.numeric_environment import seed_everything, set_rounding
 from halftune.train.parallel import make_strategy
-from halftune.train.parallel.reading import make_model
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.processes import check_agreed, keep_freed_memory, make_accelerator
 from halftune.train.resume import check_same_data, choose_checkpoint, position, resumed_batch
 from halftune.train.run_inputs import UNCHANGED, check_same_inputs, contents, run_inputs, template_date
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
+from halftune.train.stepper import runs_late
 
 if TYPE_CHECKING:
-    from halftune.data.media.processor import ImageProcessor
+    from halftune.data.media.processor import MediaProcessor
+    from halftune.model.lazy_weights import LazyWeights
     from halftune.train.teacher import Teacher
 
 log = get_logger(__name__)
@@ -59,7 +66,7 @@ def build(
     Args:
         loaded, plan: what was asked and what was decided.
         folder: the run folder, and what is known of the checkpoint that is resumed from.
-        phase: told what comes next.
+        phase: called with the name of the next phase.
 
     Raises:
         HalftuneError: data, model, adapter or checkpoint are wrong; nothing in the run folder has changed.
@@ -67,10 +74,10 @@ def build(
     config = loaded.run
     phase("tokenising")
     tokenizer = check_models(config)
-    data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from), images_of(config))
+    data = prepare(config, tokenizer, template_date(folder.path, folder.resume_from), media_of(config))
     phase("loading")
     accelerator = make_accelerator(plan)
-    inputs = run_inputs(config.model, config.adapter, config.method, tokenizer, data)
+    inputs = run_inputs(config, tokenizer, data)
     check_agreed(accelerator, "base model, tokenizer or data file", contents(inputs))
     resume_from, changes = choose_checkpoint(folder, accelerator.num_processes), UNCHANGED
     if resume_from is not None:
@@ -80,9 +87,9 @@ def build(
     compile_ahead(config, plan, accelerator.device, phase)
     teacher = place_teacher(config, plan, accelerator.device, tokenizer, data)
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
-    feed = make_feed(config, plan, accelerator, data, padding_id(model, tokenizer), image_inputs(config, tokenizer))
+    feed = feed_of(config, plan, accelerator, data, model, tokenizer)
     check_agreed(accelerator, "training data", feed.fingerprint())
-    total, optimizer = feed.total_steps(), make_optimizer(model, config.training, plan.precision, config.adapter)
+    total, optimizer = feed.total_steps(), optimizer_of(config, plan, model)
     run = TrainState(
         config=config,
         plan=plan,
@@ -113,6 +120,16 @@ def build(
     return with_reference(run, teacher)
 
 
+def optimizer_of(config: RunConfig, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all trained weights, with the learning rates of their parts."""
+    optimizer = make_optimizer(model, config.training, plan.precision, config.adapter)
+    if plan.parts:
+        from halftune.model.parts import set_part_rates  # few runs have several parts
+
+        set_part_rates(optimizer, model, config.training)
+    return optimizer
+
+
 def place_teacher(
     config: RunConfig, plan: Plan, device: torch.device, tokenizer: PreTrainedTokenizerBase, data: PreparedData
 ) -> Teacher | None:
@@ -133,10 +150,11 @@ def place_teacher(
 def with_reference(run: TrainState, teacher: Teacher | None) -> TrainState:
     """The run, with its teacher, or the log-probabilities of the model before training where the plan says so."""
     run.reference = run.eval_reference = teacher
-    if run.config.method.generates:
-        from halftune.train.rollout import Rollouts  # few runs answer prompts
+    run.late = runs_late(run)
+    if run.config.method.samples_answers:
+        from halftune.train.rollouts import make_rollouts  # few runs answer prompts
 
-        run.rollouts = Rollouts(run)
+        run.rollouts = make_rollouts(run)
     if run.plan.method.reference.value != "precomputed":
         return run
     from halftune.train.reference import precompute  # few runs need it
@@ -186,6 +204,10 @@ def place_model(
     model, lazy = make_model(config, plan, first_weights(resume_from, config.adapter))
     check_tokens(model, tokenizer, data)
     check_dtypes(model, plan.precision)
+    if plan.precision.linear is not None:
+        from halftune.model.float8 import round_to_float8  # few runs have float8 weights
+
+        round_to_float8(model, plan)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
     strategy.place(model, lazy)
@@ -197,18 +219,89 @@ def place_model(
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     if config.training.torch_compile:
-        model.compile()
+        from halftune.model.compiled import compile_layers
+        from halftune.train.parallel.fsdp2 import modules_to_wrap
+
+        compile_layers(modules_to_wrap(model, ()))
     return strategy, model, strategy.wrap(model, lazy)
 
 
-def image_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+def make_model(
+    config: RunConfig, plan: Plan, initial: Mapping[str, torch.Tensor] | None = None
+) -> tuple[nn.Module, LazyWeights | None]:
+    """The model with its adapter, ready for training; under fsdp2 its weights stay in their files where they can.
+
+    An adapter's own first weights are drawn as ever: they are the same however many processes there are; of a resumed
+    run whose adapter began with a part of the base weights, they are ``initial``.
+
+    Returns:
+        the model, and where its weights are if they have not been read.
+
+    Raises:
+        HalftuneError: as ``load_model`` and ``attach_adapter``.
+    """
+    heartbeat.beat(plan.memory.weights)
+    if plan.distribution.value == "fsdp2":
+        from halftune.model import lazy_weights  # few runs share weights
+
+        why = needs_whole_weights(config) or lazy_weights.why_not()
+        if not why:
+            lazy = lazy_weights.LazyWeights()
+            model = _attached(config, plan, initial, lazy)
+            if not (name := lazy.lacks(model)):
+                return model, lazy
+            why = f"{name} is not in its files under a name by which it could be read alone"
+        log.warning("each process reads the whole model into main memory before it keeps its share: %s", why)
+    return _attached(config, plan, initial), None
+
+
+def _attached(
+    config: RunConfig, plan: Plan, initial: Mapping[str, torch.Tensor] | None, lazy: LazyWeights | None = None
+) -> nn.Module:
+    seed, revision = config.training.seed, config.model.revision
+    loaded: nn.Module = load_model(config.model, plan, lazy=lazy, seed=seed)
+    if config.training.router_aux_loss_coef:
+        check_router_loss(loaded)
+    if lazy is None or config.adapter.type == "none":
+        return attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
+    from halftune.train.parallel.reading import insert_zero_weights, remove_zero_weights
+
+    there = insert_zero_weights(loaded)
+    model = attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
+    remove_zero_weights(model, there, lazy)
+    return model
+
+
+def media_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
     """What makes the model's inputs from images; None without ``data.images``."""
-    settings = images_of(config)
+    settings = media_of(config)
     if settings is None:
         return None
-    from halftune.data.media.processor import ImageProcessor  # few runs have images
+    from halftune.data.media.processor import MediaProcessor  # few runs have images
 
-    return ImageProcessor(settings, tokenizer)
+    return MediaProcessor(settings, tokenizer)
+
+
+def feed_of(
+    config: RunConfig,
+    plan: Plan,
+    accelerator: Accelerator,
+    data: PreparedData,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Feed:
+    """The batches of this process, with features of images in place of their pixels where the plan keeps them.
+
+    Raises:
+        ConfigError: there are none.
+        DataError: an image is damaged, or changed since it was tokenised.
+    """
+    feed = make_feed(config, plan, accelerator, data, model, tokenizer)
+    if feed.images is None or plan.features is None or not plan.features.value:
+        return feed
+    from halftune.train.features import with_features  # few runs have images
+
+    return with_features(feed, model, plan, data, accelerator)
 
 
 def make_feed(
@@ -216,8 +309,8 @@ def make_feed(
     plan: Plan,
     accelerator: Accelerator,
     data: PreparedData,
-    pad_token_id: int,
-    images: ImageProcessor | None = None,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Feed:
     """The batches of this process.
 
@@ -227,7 +320,14 @@ def make_feed(
     device = accelerator.device if accelerator.device.type == "cuda" else None
     rank, processes = accelerator.process_index, accelerator.num_processes
     method = make_method(config.method)
-    feed = Feed(data.train, config, plan.batch, method, pad_token_id, rank, processes, device, images=images)
+    given = (data.train, config, plan.batch, method, padding_id(model, tokenizer), rank, processes, device)
+    if data.stream is None:
+        feed = Feed(*given, images=media_inputs(config, tokenizer))
+    else:
+        from halftune.train.stream_feed import StreamFeed  # few runs stream
+
+        check = partial(check_split, model, tokenizer, key="data.train")
+        feed = StreamFeed(*given, stream=data.stream, check=check)
     if feed.total_steps() == 0 or feed.steps_in(0) == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`", code="data.nothing_left")
     return feed
@@ -274,8 +374,13 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Pre
     """
     for split, key in ((data.train, "data.train"), (data.eval, "data.eval")):
         if split is not None:
-            examples = (split.example(index) for index in range(len(split)))
-            check_ids(model, tokenizer, (one.input_ids for each in examples for one in each.segments), key)
+            check_split(model, tokenizer, split, key)
+
+
+def check_split(model: nn.Module, tokenizer: PreTrainedTokenizerBase, split: TokenizedSplit, key: str) -> None:
+    """As :func:`check_tokens`, for the samples of the data that ``key`` names."""
+    examples = (split.example(index) for index in range(len(split)))
+    check_ids(model, tokenizer, (one.input_ids for each in examples for one in each.segments), key)
 
 
 def fuse_layers(model: nn.Module, plan: Plan) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the files of a run are read, and its report is written, wit
     from halftune.methods import Method, Reference
     from halftune.train.feed import Feed
     from halftune.train.parallel.strategy import Strategy
-    from halftune.train.rollout import Rollouts
+    from halftune.train.rollouts import Rollouts
     from halftune.train.run_inputs import InputChanges
 
 
@@ -61,6 +61,9 @@ class TrainState:
         taken: optimizer steps that this process has done itself, since its start.
         began: the checkpoint that ``training.resume`` named when the run began, or None.
         stop: a callback sets this to a reason, and the loop ends after the current step.
+        late: a step's numbers are read while the next one runs, and the device keeps updates out that are not finite.
+        broken: while late, on the device: whether a step was not finite, so that no later one updates the weights
+            before that is read.
     """
 
     config: RunConfig
@@ -98,6 +101,8 @@ class TrainState:
     taken: int = 0
     began: str | None = None
     stop: str = ""
+    late: bool = False
+    broken: Any = field(default=False, repr=False)
 
     @property
     def processes(self) -> int:

@@ -1,31 +1,43 @@
 """One optimizer step (loss of the global batch, gradient, clipping, update), and the loss of the evaluation set.
 
-Where memory runs out, the step is repeated with smaller micro-batches.
+A step measures everything in one vector on the device, which is read once. Where the run is late, that is done while
+the next step runs, and the device itself leaves a step out that is not finite; see ``train.stepper``. Where memory runs
+out, the step is repeated with smaller micro-batches.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from halftune.core import heartbeat
 from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.methods import AdapterOff, Loss, Reference
 from halftune.model.policy import PolicyModel
-from halftune.plan import BatchPlan
+from halftune.optim.device_side import loss_scaling, scale_after, skipping
 from halftune.precision.dtypes import autocast
 from halftune.train.callbacks.base import EVAL_SET, Averages, StepMetrics
-from halftune.train.callbacks.nonfinite import NonFiniteStep, check_finite, intact
+from halftune.train.callbacks.nonfinite import NonFiniteStep, check_finite
+from halftune.train.checkpoint_list import intact
 from halftune.train.feed import Feed
-from halftune.train.numeric_environment import restore_random_state
-from halftune.train.parallel.watchdog import tick
-from halftune.train.processes import peak_memory_bytes, sum_over_processes
+from halftune.train.out_of_memory import (
+    UpdateOutOfMemory,
+    first_line,
+    free_memory,
+    may_split,
+    memory_error,
+    out_of_memory,
+    remedies,
+    rows_of,
+    smaller,
+)
+from halftune.train.processes import Readout, peak_memory_bytes, sum_over_processes, sum_tensor, wide
 from halftune.train.quantities import ratios
 from halftune.train.state import TrainState
 
@@ -79,19 +91,21 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
     training = run.model.training
     run.model.eval()
     left, together = False, run.strategy.sharded
+    feeds = ((name, batches) for name, one in feed.sets.items() for batches in one.once())
     try:
-        for name, batches in ((name, batches) for name, one in feed.sets.items() for batches in one.once()):
+        for name, batches in feeds:
             left = should_stop()
             if together:
                 left = sum_over_processes(run.accelerator, [float(left)])[0] > 0
             if left:
                 break
-            for batch in batches if run.rollouts is None else run.rollouts(batches, feed):
-                if batch.weight or together:
-                    with forward_pass(run):
-                        losses[name].append(_loss(run, _policy(run, run.model), batch, run.eval_reference))
-                    weights[name] += batch.weight
+            answered = batches if run.rollouts is None else run.rollouts(batches, feed)
+            for batch in (one for one in answered if one.weight or together):
+                with forward_pass(run):
+                    losses[name].append(run.method.loss(*_asked(run, run.model, batch, run.eval_reference)))
+                weights[name] += batch.weight
     finally:
+        feeds.close()
         run.model.train(training)
         run.strategy.after_evaluation(run.model)
     *sums, leaving = sum_over_processes(run.accelerator, [*weights.values(), float(left)])
@@ -111,30 +125,8 @@ def _eval_metrics(weights: dict[str, float], found: Sequence[tuple[float, Averag
 
 log = get_logger(__name__)
 
-# Beside torch's own exception for accelerators: its allocator on a CPU, and the libraries under it.
-_PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or on the CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
-
-
-def smaller(batch: BatchPlan) -> BatchPlan | None:
-    """Split the same global batch into micro-batches of at most half the rows; None if a micro-batch has one row."""
-    rows = batch.micro_batch * batch.accumulation
-    fitting = [size for size in range(1, batch.micro_batch // 2 + 1) if rows % size == 0]
-    return replace(batch, micro_batch=fitting[-1], accumulation=rows // fitting[-1]) if fitting else None
-
-
-def may_split(run: TrainState) -> bool:
-    """Whether the next step may be taken again in smaller micro-batches where memory runs out."""
-    if run.processes > 1:  # one of several cannot start a step over: the others wait in the middle of it
-        return False
-    rule = run.config.training.on_out_of_memory
-    return rule == "always" or (rule == "first_step" and run.taken == 0)
+# Factor of a loss whose weight over all processes is not known yet: a power of two, so that it rounds nothing.
+_UNSCALED = 2.0**-10
 
 
 def recover(run: TrainState, error: Exception, batches: list[Batch]) -> StepMetrics | None:
@@ -155,7 +147,7 @@ def recover(run: TrainState, error: Exception, batches: list[Batch]) -> StepMetr
     if not out_of_memory(error):
         raise error
     before, halved = run.feed.batch, smaller(run.feed.batch)
-    if halved is None or not may_split(run):
+    if halved is None or not may_split(run) or isinstance(error, UpdateOutOfMemory):
         raise memory_error(run, error) from error
     log.warning(
         "out of memory in step %d with a micro-batch of %d rows: now %d rows, and %d passes a step instead of %d; "
@@ -170,23 +162,6 @@ def recover(run: TrainState, error: Exception, batches: list[Batch]) -> StepMetr
     return None
 
 
-def reset_step(run: TrainState, randoms: dict[str, Any]) -> None:
-    """Undo a step that ran out of memory: clear gradients, free memory, restore the random state.
-
-    Call it outside the ``except`` block: the error keeps the tensors of the step alive.
-    """
-    run.optimizer.zero_grad(set_to_none=True)
-    free_memory(run.device)
-    restore_random_state(randoms, run.device)
-
-
-def free_memory(device: torch.device) -> None:
-    """Free unreferenced tensors and the cache of the device."""
-    gc.collect()
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
-
-
 def _skipped(run: TrainState, error: NonFiniteStep, batches: list[Batch]) -> StepMetrics:
     log.warning("%s: the update is skipped (training.on_non_finite: skip)", error.what)
     if run.scaler.is_enabled():
@@ -199,167 +174,199 @@ def _skipped(run: TrainState, error: NonFiniteStep, batches: list[Batch]) -> Ste
     return StepMetrics(error.loss, run.rate, error.grad_norm, int(fed), int(real), 0, 0.0, memory, {"skipped": 1.0})
 
 
-def memory_error(run: TrainState, error: BaseException, *, updating: bool = False) -> TrainingError:
-    """What is said where memory ran out in a step that is not tried again; ``updating``: in the optimizer's update."""
-    batch, ways = run.feed.batch, remedies(run)
-    if not updating and (halved := smaller(batch)) is not None:
-        split = f"per_device_train_batch_size: {halved.micro_batch} with "
-        split += f"gradient_accumulation_steps: {halved.accumulation} (the same global batch), or "
-        ways = split + ways
-    where = "in the optimizer's update" if updating else f"with {rows_of(batch, 'a forward pass')}"
-    return TrainingError(
-        f"out of memory in step {run.step + 1} {where}: {first_line(error)}",
-        remedy=f"{ways}; {intact(run.folder)}",
-        code="train.out_of_memory",
-    )
+@dataclass
+class StartedStep:
+    """A step whose numbers are read later.
+
+    Attributes:
+        batches: micro-batches of this process.
+        readout: what :func:`_numbers` measured over all processes, the gradient norm, and what ``scaler`` adds.
+        counts: fed, real and trained tokens and weight of all processes; None where the readout has them.
+        rate: learning rate.
+        last: whether the schedule continues after it.
+        stopping: whether a process has received a signal; known once the step is read.
+    """
+
+    batches: list[Batch]
+    readout: Readout
+    counts: list[float] | None
+    rate: float
+    last: bool
+    stopping: bool = False
 
 
-def remedies(run: TrainState) -> str:
-    """The settings that would still save memory, by how this run is set."""
-    left = [f"a shorter data.max_length (now {run.config.data.max_length:,})"]
-    if not run.plan.batch.gradient_checkpointing.value:
-        left.insert(0, "training.gradient_checkpointing: true")
-    if run.config.adapter.type == "none":
-        left.append("adapter: lora")
-    if run.plan.precision.compute.value == "fp32":
-        left.append("precision: bf16")
-    return f"{', '.join(left)} or a smaller model (`halftune plan` says what takes the memory)"
-
-
-def rows_of(batch: BatchPlan, of: str) -> str:
-    """Describe the rows of a micro-batch that ran out of memory."""
-    return f"one row {of}, the minimum" if batch.micro_batch == 1 else f"{batch.micro_batch} rows {of}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
-
-
-def train_step(run: TrainState, batches: list[Batch], *, answered: bool = False, last: bool = True) -> StepMetrics:
-    """Train on one global batch.
+def start_step(run: TrainState, batches: list[Batch], *, last: bool = True, stop: bool = False) -> StartedStep:
+    """Compute the gradient; where ``run.late``, update the weights too, unless the device finds it not finite.
 
     Loss = sum of the examples' losses / sum of their weights, over all micro-batches and processes. The split into
-    micro-batches changes only the rounding.
+    micro-batches changes only the rounding. Waits for the device only where several processes do not run late.
 
     Args:
-        run: the run; weights, optimizer, schedule and scaler are updated.
+        run: the run.
         batches: micro-batches of this process; they get the columns that the loss adds.
-        answered: the model has answered the prompts.
-        last: the schedule is updated, too.
-
-    Raises:
-        NonFiniteStep: loss or gradient are not finite; the weights are as they were.
-        TrainingError: memory ran out while the weights were updated.
+        last: the schedule is updated with the weights.
+        stop: this process has received a signal; the others learn it with the step's numbers.
     """
-    if run.rollouts is not None and not answered:
-        return _step_on_answers(run, run.rollouts(batches, run.feed), run.rollouts.iterations)
-    counts = [[batch.fed, batch.real, batch.trained, batch.weight] for batch in batches]
-    *tokens, weight = sum_over_processes(run.accelerator, [sum(column) for column in zip(*counts, strict=True)])
+    own = [float(sum(getattr(one, name) for one in batches)) for name in ("fed", "real", "trained", "weight")]
+    together = run.late and run.processes > 1
+    counts = None if together else sum_over_processes(run.accelerator, own)
     # Gradients are averaged over processes; the loss wants their sum.
-    scale = run.processes / (weight or 1.0)
+    scale = _UNSCALED if counts is None else run.processes / (counts[-1] or 1.0)
     losses = []
     for index, batch in enumerate(batches):
         with run.strategy.accumulating(run.wrapped, last=index == len(batches) - 1):
             with forward_pass(run):
-                loss = _loss(run, _policy(run, run.wrapped, scale), batch, run.reference)
+                loss = run.method.loss(*_asked(run, run.wrapped, batch, run.reference, scale))
             run.scaler.scale(loss.total * scale).backward()
         losses.append(Loss(loss.total.detach(), loss.metrics))
         if loss.columns:
             batches[index] = replace(batch, columns={**batch.columns, **loss.columns})
-    total, averages = sum_losses(run, losses)
+    numbers, factor = _numbers(run, losses, (*own, float(stop)) if together else ()), None
+    if together:
+        factor = run.processes / (scale * torch.where(numbers[-2] > 0, numbers[-2], 1.0))
     run.scaler.unscale_(run.optimizer)
-    norm = run.strategy.gradient_norm(run.trainable, run.config.training.max_grad_norm)
+    norm = run.strategy.gradient_norm(run.trainable, run.config.training.max_grad_norm, factor).to(numbers)
+    measured = torch.cat([numbers, norm[None], *loss_scaling(run.scaler, run.optimizer, numbers)])
+    started = StartedStep(batches, Readout(measured), counts, run.rate, last)
+    if run.late:
+        run.broken = ~(torch.isfinite(numbers[0]) & torch.isfinite(norm)) | run.broken
+        _update(run, last=last)
+    return started
+
+
+def finish_step(run: TrainState, started: StartedStep) -> StepMetrics:
+    """Read what a step has measured, and update the weights unless :func:`start_step` has done so.
+
+    Raises:
+        NonFiniteStep: loss or gradient are not finite; the weights are as they were.
+        UpdateOutOfMemory: memory ran out while the weights were updated.
+    """
+    values, names = started.readout.read(), run.method.metrics
+    scaling = [values.pop() for _ in range(3)][::-1] if run.scaler.is_enabled() else []
+    norm, counts = values.pop(), started.counts
+    if counts is None:
+        *values, fed, real, trained, weight, stops = values
+        counts, started.stopping = [fed, real, trained, weight], stops > 0
+    total, sums, weight = values[0], values[1:], counts[-1]
+    averages = {name: (sums[2 * index], sums[2 * index + 1]) for index, name in enumerate(names)}
     extra = {"skipped": 0.0} if run.config.training.on_non_finite == "skip" else {}
-    fed, real, trained = map(int, tokens)
+    fed, real, trained = map(int, counts[:3])
     metrics = StepMetrics(
-        total / (weight or 1.0), run.rate, norm, fed, real, trained, 0.0, 0, extra, weight=weight, averages=averages
+        total / (weight or 1.0), started.rate, norm, fed, real, trained, 0.0, 0, extra, weight=weight, averages=averages
     )
-    _check(run, metrics, batches)
-    try:
-        _update(run, metrics, last=last)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise memory_error(run, error, updating=True) from error
+    _check(run, metrics, started.batches)
+    updated = True
+    if scaling:
+        updated, after = scale_after(run.scaler, *scaling)
+        metrics.extra |= {"loss_scale": after, "skipped": float(not updated)}
+    if not run.late:
+        _update(run, last=started.last and updated)
     metrics.memory_bytes = peak_memory_bytes(run.device)
     return metrics
 
 
-def _step_on_answers(run: TrainState, answers: list[Batch], updates: int) -> StepMetrics:
-    """Several updates on the same answers, as one step."""
-    found = [train_step(run, answers, answered=True, last=updates == 1)]
-    for left in reversed(range(updates - 1)):
+def step_on_answers(run: TrainState, answers: list[Batch], updates: int) -> StepMetrics:
+    """Several updates on the same answers, as one step.
+
+    Raises:
+        NonFiniteStep, TrainingError: as :func:`finish_step`.
+    """
+    found: list[StepMetrics] = []
+    for left in reversed(range(updates)):
         try:
-            found.append(train_step(run, answers, answered=True, last=not left))
+            found.append(finish_step(run, start_step(run, answers, last=not left)))
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not found or not out_of_memory(error):
                 raise
             raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
+    return _as_one(found)
+
+
+def _as_one(steps: list[StepMetrics]) -> StepMetrics:
+    """Several updates as one step: mean losses and norms, sums of tokens and averages."""
+
+    def total(name: str) -> Any:
+        return sum(getattr(one, name) for one in steps)
+
     averages = {}
-    for name in found[0].averages:
-        sums, counts = zip(*(one.averages[name] for one in found), strict=True)
+    for name in steps[0].averages:
+        sums, counts = zip(*(one.averages[name] for one in steps), strict=True)
         averages[name] = (sum(sums), sum(counts))
-    return replace(
-        found[-1],
-        loss=sum(one.loss for one in found) / updates,
-        grad_norm=sum(one.grad_norm for one in found) / updates,
-        tokens=sum(one.tokens for one in found),
-        tokens_real=sum(one.tokens_real for one in found),
-        tokens_trained=sum(one.tokens_trained for one in found),
-        averages=averages,
-    )
+    tokens = {name: total(name) for name in ("tokens", "tokens_real", "tokens_trained")}
+    means = {name: total(name) / len(steps) for name in ("loss", "grad_norm")}
+    return replace(steps[-1], **tokens, **means, averages=averages)
 
 
-def _policy(run: TrainState, model: torch.nn.Module, scale: float = 1.0) -> PolicyModel:
+def _asked(
+    run: TrainState, model: torch.nn.Module, batch: Batch, reference: Reference | None, scale: float = 1.0
+) -> tuple[PolicyModel, Batch, Reference]:
+    """What a method's loss is computed from."""
     training = run.config.training
-    return PolicyModel(model, scale, training.label_smoothing, training.router_aux_loss_coef)
-
-
-def _loss(run: TrainState, policy: PolicyModel, batch: Batch, reference: Reference | None) -> Loss:
-    return run.method.loss(policy, batch.to(run.device), reference or AdapterOff(policy))
+    policy = PolicyModel(model, scale, training.label_smoothing, training.router_aux_loss_coef)
+    return policy, batch.to(run.device), reference or AdapterOff(policy)
 
 
 @contextmanager
 def forward_pass(run: TrainState) -> Iterator[None]:
     """Run the forward pass of a micro-batch under the plan's autocast, with a heartbeat before and after."""
-    tick()
+    heartbeat.tick()
     with autocast(run.plan.precision, run.device):
         yield
-    tick()  # a rank in the backward pass is ahead of one that hangs in the forward pass
+    heartbeat.tick()  # a rank in the backward pass is ahead of one that hangs in the forward pass
+
+
+def _numbers(run: TrainState, losses: Sequence[Loss], known: Sequence[float] = ()) -> torch.Tensor:
+    """Sums over micro-batches and processes: of the losses, each metric's sum and count, and numbers that are known.
+
+    fp64 (fp32 on MPS).
+    """
+    names = run.method.metrics
+    if losses:
+        rows = [torch.stack([one.total, *(x for name in names for x in one.metrics[name])]) for one in losses]
+        numbers = torch.stack(rows).to(wide(run.device)).sum(0)
+    else:
+        numbers = torch.zeros(1 + 2 * len(names), dtype=wide(run.device), device=run.device)
+    if known:
+        more = torch.tensor(known, dtype=numbers.dtype, pin_memory=numbers.device.type != "cpu")
+        numbers = torch.cat([numbers, more.to(numbers.device, non_blocking=True)])
+    return sum_tensor(run.accelerator, numbers)
 
 
 def sum_losses(run: TrainState, losses: Sequence[Loss]) -> tuple[float, Averages]:
     """Sum losses and metrics over micro-batches and processes, with one device synchronisation."""
-    names = run.method.metrics
-    rows = [torch.stack([one.total, *(x for name in names for x in one.metrics[name])]) for one in losses]
-    local = torch.stack(rows).cpu().double().sum(0).tolist() if rows else [0.0] * (1 + 2 * len(names))
-    total, *sums = sum_over_processes(run.accelerator, local)
-    return total, {name: (sums[2 * index], sums[2 * index + 1]) for index, name in enumerate(names)}
+    total, *sums = Readout(_numbers(run, losses)).read()
+    return total, {name: (sums[2 * index], sums[2 * index + 1]) for index, name in enumerate(run.method.metrics)}
 
 
 def _check(run: TrainState, metrics: StepMetrics, batches: list[Batch]) -> None:
     def again(batch: Batch) -> torch.Tensor:
         with forward_pass(run):
-            return _loss(run, _policy(run, run.model), batch, run.reference).total
+            return run.method.loss(*_asked(run, run.model, batch, run.reference)).total
 
     # The scaler handles an overflow of scaled gradients: it skips the update and lowers the scale.
     norm = 0.0 if run.scaler.is_enabled() else metrics.grad_norm
     check_finite(run, metrics.loss, norm, batches, again, lambda part: run.feed.where(batches[part]))
 
 
-def _update(run: TrainState, metrics: StepMetrics, *, last: bool) -> None:
-    updated = True
-    if run.scaler.is_enabled():
-        before = run.scaler.get_scale()
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        scale = run.scaler.get_scale()
-        updated = scale >= before
-        metrics.extra |= {"loss_scale": scale, "skipped": float(not updated)}
-    else:
-        run.optimizer.step()
-    if updated and last:
+def _update(run: TrainState, *, last: bool) -> None:
+    """Update weights and schedule; a late update leaves weights and moments alone where ``run.broken`` is true.
+
+    Raises:
+        UpdateOutOfMemory: memory ran out.
+    """
+    try:
+        if run.scaler.is_enabled():
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        elif run.late:
+            with skipping(run.optimizer, run.broken):
+                run.optimizer.step()
+        else:
+            run.optimizer.step()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UpdateOutOfMemory(first_line(error)) from error
+    if last:
         run.schedule.step()
     run.optimizer.zero_grad(set_to_none=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
 
@@ -19,10 +20,11 @@ from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.core.process import this_process
 from halftune.model.result import BASE, FINAL, FINISHED, finished_at, write_finished
 from halftune.model.save import Named, save_final
+from halftune.optim import show_average
 from halftune.plan import Plan
 from halftune.train.callbacks import build as build_callbacks
-from halftune.train.callbacks.base import CallbackList, Phase
-from halftune.train.callbacks.nonfinite import NonFiniteStep, check_weights
+from halftune.train.callbacks.base import CallbackList, Phase, StepMetrics
+from halftune.train.callbacks.nonfinite import check_weights
 from halftune.train.callbacks.status import before_training
 from halftune.train.checkpoint import checkpoint_errors, load_checkpoint, load_weights, save_checkpoint
 from halftune.train.checkpoint_list import PREFIX, find_damage, rotate
@@ -35,17 +37,23 @@ from halftune.train.numeric_environment import (
     restore_random_state,
     warn_other_environment,
 )
-from halftune.train.parallel.barrier import barrier
-from halftune.train.parallel.saving import check_shared
-from halftune.train.parallel.watchdog import with_failed_rank
-from halftune.train.processes import sum_over_processes
-from halftune.train.resume import move_later_checkpoints, warn_changed_steps, warn_lost_metrics, with_micro_batch
-from halftune.train.run_inputs import warn_other_inputs
+from halftune.train.processes import barrier, sum_over_processes
+from halftune.train.resume import (
+    move_later_checkpoints,
+    restore_place,
+    warn_changed_steps,
+    warn_lost_metrics,
+    with_micro_batch,
+)
+from halftune.train.run_inputs import BaseFiles, warn_other_inputs
 from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build
 from halftune.train.state import TrainState
-from halftune.train.step import evaluate, may_split, recover, reset_step, train_step
-from halftune.train.stop_listener import StopListener
+from halftune.train.step import evaluate
+from halftune.train.stepper import Stepper
+
+if TYPE_CHECKING:
+    from halftune.train.stop_listener import StopListener
 
 log = get_logger(__name__)
 
@@ -67,8 +75,7 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
     """
     main, path = this_process().main, Path(loaded.run.training.output_dir)
     several = plan.batch.world_size > 1
-    watch = StopListener(path, loaded.run.distributed.stop_seconds) if several else None
-    with Interrupts(watch) as interrupts, locked(path) if main else nullcontext():
+    with Interrupts(_stop_listener(loaded) if several else None) as interrupts, locked(path) if main else nullcontext():
         folder = open_folder(loaded, main=main, several=several)
         if folder.finished:
             return Outcome(path, finished_at(path) or 0, completed_message(path))
@@ -80,8 +87,22 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
             if main:
                 write_intent(folder, loaded, run.plan, run.data.report)
             if run.sharded:
+                from halftune.train.parallel.saving import check_shared
+
                 check_shared(run.strategy, path)
         return Trainer(run, interrupts).train()
+
+
+def _with_failed_rank(error: BaseException) -> BaseException:
+    from halftune.train.parallel.watchdog import with_failed_rank  # of several processes
+
+    return with_failed_rank(error)
+
+
+def _stop_listener(loaded: LoadedConfig) -> StopListener:
+    from halftune.train.stop_listener import StopListener  # for several processes
+
+    return StopListener(Path(loaded.run.training.output_dir), loaded.run.distributed.stop_seconds)
 
 
 class Trainer:
@@ -95,6 +116,9 @@ class Trainer:
     def __init__(self, run: TrainState, interrupts: Interrupts) -> None:
         self.run, self.interrupts = run, interrupts
         self.callbacks = CallbackList(build_callbacks(run.config, run.plan))
+        self.steps = Stepper(run, self._stepped, lambda: self.interrupts.received is not None)
+        self.base = BaseFiles(run.config.model, run.inputs["model"])
+        self.began = 0.0
 
     def train(self) -> Outcome:
         """Run the loop. Callbacks get ``on_end`` also after an error."""
@@ -107,28 +131,31 @@ class Trainer:
             if run.step:
                 self._evaluate_and_save()  # a signal may have come between the last step and its evaluation
             while run.step < run.total_steps and not self._should_stop():
-                began = time.perf_counter()
-                for epoch, batches in run.feed.steps(run.step, run.total_steps):
-                    randoms = random_state(run.device) if may_split(run) else {}
-                    try:
-                        metrics = train_step(run, batches)
-                    except (NonFiniteStep, RuntimeError, MemoryError) as error:
-                        metrics = recover(run, error, batches)
-                    if metrics is None:
-                        reset_step(run, randoms)
-                        break  # the same step again, from a feed of smaller micro-batches
-                    if run.taken == 0:
-                        heartbeat.forget()  # the first step compiles and warms up
-                    metrics.seconds = time.perf_counter() - began
-                    run.taken, run.step, run.epoch = run.taken + 1, run.step + 1, epoch
-                    self.callbacks.tell("on_step", run, metrics)
-                    self._evaluate_and_save()
-                    if self._should_stop():
-                        break
-                    began = time.perf_counter()
+                self.began = time.perf_counter()
+                with closing(run.feed.steps(run.step, run.total_steps)) as steps:
+                    for epoch, batches in steps:
+                        if not self.steps.take(epoch, batches):
+                            break  # the same step again, from a feed of smaller micro-batches
+                        if self._wanted(*self.steps.started):
+                            self.steps.finish()
+                        if not self.steps.waiting:
+                            self._evaluate_and_save()
+                            self.began = time.perf_counter()
+                        if self._should_stop():
+                            break
+                self.steps.finish()
             outcome = self._finish()
             log.info(outcome.message, extra=FILE_ONLY)
             return outcome
+
+    def _stepped(self, epoch: float, metrics: StepMetrics) -> None:
+        """A step has been read."""
+        run, now = self.run, time.perf_counter()
+        if run.taken == 0:
+            heartbeat.forget()  # the first step compiles and warms up
+        metrics.seconds, self.began = now - self.began, now
+        run.taken, run.step, run.epoch = run.taken + 1, run.step + 1, epoch
+        self.callbacks.tell("on_step", run, metrics)
 
     @contextmanager
     def _report_end(self) -> Iterator[None]:
@@ -139,7 +166,7 @@ class Trainer:
             yield
         except BaseException as error:
             # all processes stop together: nobody failed
-            failure = error if isinstance(error, Interrupted) else with_failed_rank(error)
+            failure = error if isinstance(error, Interrupted) or run.processes == 1 else _with_failed_rank(error)
             ours = isinstance(failure, HalftuneError)
             log.error("%s", failure if ours else "ended by", exc_info=error if not ours else None, extra=FILE_ONLY)
             if failure is not error:
@@ -159,8 +186,9 @@ class Trainer:
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, run)
             randoms = state["random"]
-            run.feed = with_micro_batch(run.feed, state["micro_batch"])
             with checkpoint_errors(checkpoint):
+                run.feed = with_micro_batch(run.feed, state["micro_batch"])
+                restore_place(run, state["stream"])
                 self.callbacks.restore(state["callbacks"])
                 before = float(state["schedule"]["_last_lr"][0])
             if run.is_main:
@@ -180,24 +208,31 @@ class Trainer:
                 restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it
 
     def _should_stop(self) -> bool:
-        return bool(self.run.stop) or self._interrupted()
+        agreed = self.steps.stopping if self.steps.waiting and self.run.processes > 1 else self._interrupted()
+        return bool(self.run.stop) or agreed
 
     def _evaluate_and_save(self) -> None:
-        training = self.run.config.training
-        if self._due(training.eval_steps):
+        training, at = self.run.config.training, (self.run.step, self.run.epoch)
+        if self._due(training.eval_steps, *at):
             self._evaluate()
-        if self._due(training.save_steps):
+        if self._due(training.save_steps, *at):
             self._save()
 
-    def _due(self, every: float | str) -> bool:
+    def _wanted(self, step: int, epoch: float) -> bool:
+        """Whether a step must be read before the next one is started."""
+        training = self.run.config.training
+        due = self._due(training.eval_steps, step, epoch) or self._due(training.save_steps, step, epoch)
+        return due or step == self.run.total_steps
+
+    def _due(self, every: float | str, step: int, epoch: float) -> bool:
         if every == "end":
             return False
         run = self.run
         if isinstance(every, str):
             times = int(every.partition("/")[0]) if "/" in every else 1
-            done = math.ceil(run.epoch) - 1  # whole epochs before this one
-            return ends_part(run.epoch - done, run.feed.steps_in(done), times)
-        return run.step % steps_between(float(every), run.total_steps) == 0
+            done = math.ceil(epoch) - 1  # whole epochs before this one
+            return ends_part(epoch - done, run.feed.steps_in(done), times)
+        return step % steps_between(float(every), run.total_steps) == 0
 
     def _evaluate(self) -> None:
         run = self.run
@@ -226,15 +261,21 @@ class Trainer:
         if run.saved == run.step:
             return
         self._phase("saving")
-        check_weights(run)
+        self._check_weights()
         randoms = gather_object([random_state(run.device)])
-        folder = save_checkpoint(run, randoms, self.callbacks.states())
+        places = gather_object([run.feed.place(run.step)])
+        folder = save_checkpoint(run, randoms, self.callbacks.states(), places)
         if folder is not None:
             self._rotate()
             self.callbacks.tell("on_save", run, folder)
         barrier(run.processes)
         run.saved = run.step
         self._phase("training")
+
+    def _check_weights(self) -> None:
+        if self.run.device.type == "cpu":
+            self.base.check(self.run.folder)
+        check_weights(self.run)
 
     def _rotate(self) -> None:
         """Remove old checkpoints, except the best one and the one that ``training.resume`` names."""
@@ -249,24 +290,29 @@ class Trainer:
         received = float(self.interrupts.received is not None)
         return sum_over_processes(self.run.accelerator, [received])[0] > 0
 
+    def _interruption(self) -> Interrupted:
+        """What a signal ends the run with, once its step is saved."""
+        run = self.run
+        if run.step:
+            self._save()
+        number, receivers = format_signal(gather_object([self.interrupts.answer()]))
+        if run.step == 0:
+            return Interrupted.before(number, receivers)
+        return Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}", receivers)
+
     def _finish(self) -> Outcome:
         run = self.run
         if not self._interrupted():
             self._evaluate()
         if self._interrupted():
-            if run.step:
-                self._save()
-            number, receivers = format_signal(gather_object([self.interrupts.answer()]))
-            if run.step == 0:
-                raise Interrupted.before(number, receivers)
-            raise Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}", receivers)
+            raise self._interruption()
         if run.config.training.save_steps != "end":
             self._save()
         notes = [f"stopped early: {run.stop}"] if run.stop else []
+        self._phase("saving")
         if run.config.training.load_best and run.best:
             notes += self._load_best(run.folder / f"{PREFIX}{run.best[0]}", run.best[1])
-        self._phase("saving")
-        check_weights(run)
+        self._check_weights()
         state = run.strategy.result(run.model)
         try:
             if run.is_main:
@@ -307,4 +353,5 @@ class Trainer:
             ) from error
 
     def _phase(self, phase: Phase) -> None:
+        show_average(self.run.optimizer, self.run.config.training, shown=phase != "training")
         self.callbacks.tell("on_phase", self.run, phase)

@@ -96,7 +96,7 @@ def attempt(case: Case) -> Answer:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown), _rights(case):
             try:
                 verb, *rest = shlex.split(case.command)
-                code = cli._run(verb, rest)
+                code = cli.run_verb(verb, rest)
             except SystemExit as end:  # argparse
                 code = int(end.code or 0)
         return Answer(code, neutral(said.getvalue(), folder), "torch" in sys.modules)

@@ -29,13 +29,13 @@ CASES = (
         error=("data.not_found",),
     ),
     Case(
-        "a data file of an unknown kind",
+        "a data file of an unknown type",
         named("x.yaml"),
         says=("x.yaml:4", "unknown file type"),
         error=("data.unknown_file_type",),
     ),
     Case(
-        "a link to nothing",
+        "a broken symbolic link",
         named("l.jsonl"),
         make=lambda: os.symlink("gone", "l.jsonl"),
         says=("l.jsonl", "link"),
@@ -63,7 +63,7 @@ CASES = (
         error=("data.not_a_regular_file",),
     ),
     Case(
-        "a pipe without an ending, as <(command) is",
+        "a pipe without a file ending, such as <(command)",
         named("p"),
         make=lambda: os.mkfifo("p"),
         says=("pipe",),
@@ -78,19 +78,22 @@ CASES = (
         error=("data.malformed_row",),
     ),
     Case(
-        "a line that is no object",
+        "a line that is not an object",
         rows=f"{ROW}\n[1, 2]\n",
         says=("rows.jsonl line 2", "object"),
         error=("data.malformed_row",),
     ),
     Case(
-        "a key that stands twice",
+        "a duplicate JSON key",
         rows='{"prompt": "a", "completion": "b", "prompt": "c"}',
         says=("line 1", "duplicate"),
         error=("data.malformed_row",),
     ),
     Case(
-        "JSON nested 3,000 deep", rows="[" * 3000, says=("rows.jsonl line 1", "nested"), error=("data.malformed_row",)
+        "JSON nested 3,000 levels deep",
+        rows="[" * 3000,
+        says=("rows.jsonl line 1", "nested"),
+        error=("data.malformed_row",),
     ),
     Case(
         "a number of 5,000 digits",
@@ -123,13 +126,13 @@ CASES = (
         error=("data.malformed_row",),
     ),
     Case(
-        "columns of no format",
+        "columns of an unknown format",
         rows='{"question": "x", "answer": "y", "context": "z"}',
         says=("did you mean columns", "question", "context"),
         error=("data.unknown_format",),
     ),
     Case(
-        "a column that is not there",
+        "a missing column",
         RECIPE.replace("rows.jsonl", "{path: rows.jsonl, columns: {prompt: q}}"),
         says=("'q'",),
         error=("data.bad_columns",),
@@ -160,14 +163,14 @@ CASES = (
         error=("data.malformed_row",),
     ),
     Case(
-        "a damaged Parquet file",
+        "a corrupt Parquet file",
         named("a.parquet"),
         make=lambda: Path("a.parquet").write_text("PAR1"),
         says=("a.parquet", "not a Parquet"),
         error=("core.file_damaged",),
     ),
     Case(
-        "a damaged gzip file",
+        "a corrupt gzip file",
         named("a.jsonl.gz"),
         make=lambda: Path("a.jsonl.gz").write_bytes(b"\x1f\x8b\x08junk"),
         says=("a.jsonl.gz", "gzip"),
@@ -189,7 +192,7 @@ CASES = (
         error=("data.nothing_left",),
     ),
     Case(
-        "one row of 50,000 tokens among others",
+        "a row of 50,000 tokens among short ones",
         RECIPE + "  save_steps: end\n",
         f"{ROW}\n{LONG}\n",
         needs_torch=True,
@@ -197,7 +200,7 @@ CASES = (
         says=("truncated: question or tool result shortened: 1 (row 2)", "data.max_length (64)"),
     ),
     Case(
-        "over-long rows that are dropped",
+        "over-long rows with `overlong: drop`",
         RECIPE.replace("max_length: 64", "max_length: 64\n  overlong: drop") + "  save_steps: end\n",
         f"{ROW}\n{LONG}\n",
         needs_torch=True,
@@ -205,7 +208,7 @@ CASES = (
         says=("dropped: longer than max_length 64: 1 (row 2)", "data.overlong"),
     ),
     Case(
-        "over-long rows that must not be there",
+        "over-long rows with `overlong: error`",
         RECIPE.replace("max_length: 64", "max_length: 64\n  overlong: error"),
         f"{ROW}\n{LONG}\n",
         needs_torch=True,

@@ -96,7 +96,7 @@ def broken_tokenizer() -> None:
 
 CASES = (
     Case(
-        "a model folder that is missing",
+        "a missing model folder",
         OURS.replace('"model"', "./model"),
         says=("no such folder", "x.yaml:1"),
         error=("model.not_found",),
@@ -122,7 +122,7 @@ CASES = (
         error=("model.is_adapter",),
     ),
     Case(
-        "config.json that is damaged",
+        "config.json that is not valid JSON",
         OURS,
         make=lambda: edited("config.json", "{", "{,"),
         code=3,
@@ -146,7 +146,7 @@ CASES = (
         error=("model.config_invalid",),
     ),
     Case(
-        "config.json with layers of an unknown kind",
+        "config.json with an unknown layer type",
         OURS,
         make=lambda: edited("config.json", "{", '{"layer_types": ["full_atention"], '),
         code=3,
@@ -154,7 +154,7 @@ CASES = (
         error=("model.config_invalid",),
     ),
     Case(
-        "config.json with more kinds of layers than layers",
+        "config.json with more layer types than layers",
         OURS,
         make=lambda: edited("config.json", "{", '{"layer_types": ["full_attention", "full_attention", "conv"], '),
         code=3,
@@ -178,7 +178,7 @@ CASES = (
         error=("model.not_causal",),
     ),
     Case(
-        "a model that is made for images",
+        "an image classifier",
         OURS,
         make=lambda: model_folder(model_type="resnet"),
         code=3,
@@ -186,7 +186,7 @@ CASES = (
         error=("model.not_causal",),
     ),
     Case(
-        "a model type that nobody knows",
+        "an unknown model type",
         OURS,
         make=lambda: model_folder(model_type="lama"),
         code=3,
@@ -194,7 +194,7 @@ CASES = (
         error=("model.unknown_type",),
     ),
     Case(
-        "a weight file that is cut off",
+        "a truncated weight file",
         OURS,
         make=cut,
         code=3,
@@ -202,7 +202,7 @@ CASES = (
         error=("core.file_damaged",),
     ),
     Case(
-        "a pointer of git-lfs instead of weights",
+        "a git-lfs pointer instead of weights",
         OURS,
         make=pointer,
         code=3,
@@ -210,7 +210,7 @@ CASES = (
         error=("core.file_damaged",),
     ),
     Case(
-        "a shard that is missing",
+        "a missing shard",
         OURS,
         make=without_shard,
         code=3,
@@ -218,7 +218,7 @@ CASES = (
         error=("model.weights_missing",),
     ),
     Case(
-        "a weight that is missing",
+        "a missing weight",
         OURS,
         make=without_weight,
         code=3,
@@ -226,11 +226,11 @@ CASES = (
         error=("model.weights_mismatch",),
     ),
     Case(
-        "weights of another shape",
+        "weights of a different shape",
         OURS,
         make=lambda: edited("config.json", '"vocab_size": 32', '"vocab_size": 64'),
         code=3,
-        says=("another shape",),
+        says=("wrong shape",),
         error=("model.weights_mismatch",),
     ),
     Case(
@@ -250,7 +250,7 @@ CASES = (
         error=("model.pickle_refused",),
     ),
     Case(
-        "a pickle that is called safetensors",
+        "a pickle named model.safetensors",
         OURS,
         make=lambda: (model_folder() / "model.safetensors").write_bytes(b"\x80\x04K\x01."),
         code=3,
@@ -266,7 +266,7 @@ CASES = (
         error=("model.pickle_refused",),
     ),
     Case(
-        "weights that are a link to nothing",
+        "weights that are a broken symbolic link",
         OURS,
         make=link_to_nothing,
         code=3,
@@ -274,7 +274,7 @@ CASES = (
         error=("core.broken_link",),
     ),
     Case(
-        "an adapter beside the model",
+        "an adapter in the model's folder",
         OURS,
         make=lambda: (model_folder() / "adapter_config.json").write_text("{}"),
         code=3,
@@ -290,7 +290,7 @@ CASES = (
         error=("model.tokenizer_missing",),
     ),
     Case(
-        "a tokenizer that is damaged JSON",
+        "a tokenizer that is not valid JSON",
         OURS,
         make=lambda: model_folder(tokenizer='{"model":\n ['),
         code=3,
@@ -307,7 +307,7 @@ CASES = (
         error=("model.tokenizer_invalid",),
     ),
     Case(
-        "an unknown token that is not in the vocabulary",
+        "`unk_token` outside the vocabulary",
         OURS,
         make=lambda: real(unk_token=""),
         code=3,
@@ -323,7 +323,7 @@ CASES = (
         error=("model.chat_template_missing",),
     ),
     Case(
-        "a checkpoint with code of its own",
+        "a checkpoint that requires remote code",
         OURS,
         make=lambda: with_code("modeling_mystery.M"),
         code=3,
@@ -358,19 +358,19 @@ CASES = (
         error=("model.hub_unreachable",),
     ),
     Case(
-        "a target module that is absent",
+        "an unknown target module",
         RECIPE + LORA % "q_prog",
         says=("adapter.target_modules", "did you mean q_proj"),
         error=("config.bad_target_modules",),
     ),
     Case(
-        "one of two target modules absent",
+        "one of two target modules unknown",
         RECIPE + LORA % "q_proj, w_proj",
         says=("adapter.target_modules", "'w_proj'"),
         error=("config.bad_target_modules",),
     ),
     Case(
-        "nothing to train",
+        "target modules that match nothing",
         RECIPE + LORA.replace("[%s]", '"nothing_.*"'),
         says=("adapter.target_modules", "no module matches"),
         error=("config.bad_target_modules",),

@@ -23,7 +23,7 @@ def a_run(adapter: str = "lora") -> Path:
         text = RECIPE.replace("output_dir: run", f"output_dir: {kept}") + f"adapter: {adapter}\n"
         Path("made.yaml").write_text(text)
         Path("rows.jsonl").write_text(ROW)
-        assert cli._run("train", ["--config", "made.yaml"]) == 0
+        assert cli.run_verb("train", ["--config", "made.yaml"]) == 0
     shutil.copytree(kept, RUN)
     Path(RUN, "resolved.yaml").write_text(Path(RUN, "resolved.yaml").read_text().replace(str(kept), RUN))
     return Path(RUN)
@@ -89,7 +89,7 @@ def output(name: str) -> str:
 CHAT, EXPORT = f"chat {RUN} --prompt x", f"export {RUN} --output out"
 CASES = (
     Case(
-        "an output folder that holds other things",
+        "an output folder with unrelated files",
         make=strangers,
         says=("run", "thesis.tex", "output_dir"),
         error=("train.output_dir_taken",),
@@ -104,7 +104,7 @@ CASES = (
         error=("train.output_dir_taken",),
     ),
     Case(
-        "a checkpoint that is none",
+        "an invalid checkpoint",
         make=half_a_checkpoint,
         code=5,
         says=("old/checkpoint-3", "checkpoint.json", "auto"),
@@ -123,7 +123,7 @@ CASES = (
         error=("config.output_dir_unusable",),
     ),
     Case(
-        "an output folder that may not be written",
+        "an output folder without write permission",
         output("locked/run"),
         make=lambda: os.mkdir("locked", 0o555),
         unprivileged=True,
@@ -131,7 +131,7 @@ CASES = (
         error=("config.output_dir_unusable",),
     ),
     Case(
-        "a data file that may not be read",
+        "a data file without read permission",
         RECIPE.replace("rows.jsonl", "secret.jsonl"),
         make=lambda: os.close(os.open("secret.jsonl", os.O_CREAT | os.O_WRONLY, 0o000)),
         unprivileged=True,
@@ -139,13 +139,13 @@ CASES = (
         error=("core.unreadable", "config.output_dir_unusable"),
     ),
     Case(
-        "an output folder with a name too long",
+        "an output folder with too long a name",
         output("r" * 300),
         says=("x.yaml:7", "too long"),
         error=("config.output_dir_unusable",),
     ),
     Case(
-        "a checkpoint that is not there",
+        "a missing checkpoint",
         RECIPE + "  resume: run/checkpoint-9\n",
         says=("no such checkpoint",),
         error=("train.checkpoint_not_found",),
@@ -159,14 +159,14 @@ CASES = (
         error=("core.cache_not_writable",),
     ),
     Case(
-        "chat with no such folder",
+        "chat with a missing folder",
         command="chat gone",
         code=3,
         says=("gone", "no such run folder"),
         error=("config.not_a_run_folder",),
     ),
     Case(
-        "chat with a folder that is no run",
+        "chat with a folder that is not a run",
         command="chat .",
         code=3,
         says=("not a run folder",),
@@ -180,7 +180,7 @@ CASES = (
         error=("model.run_unfinished",),
     ),
     Case(
-        "chat with nothing on standard input",
+        "chat with an empty standard input",
         make=a_run,
         command=f"chat {RUN} --prompt -",
         says=("standard input",),
@@ -188,7 +188,7 @@ CASES = (
         error=("infer.no_prompt",),
     ),
     Case(
-        "chat where the adapter is gone",
+        "chat with a missing adapter",
         make=lambda: damaged("final/adapter_model.safetensors", "gone"),
         command=CHAT,
         code=3,
@@ -197,7 +197,7 @@ CASES = (
         error=("model.result_damaged",),
     ),
     Case(
-        "chat where the adapter is cut off",
+        "chat with a truncated adapter",
         make=lambda: damaged("final/adapter_model.safetensors", "cut"),
         command=CHAT,
         code=3,
@@ -206,7 +206,7 @@ CASES = (
         error=("model.result_damaged",),
     ),
     Case(
-        "chat where the adapter is a pickle",
+        "chat with an adapter that is a pickle",
         make=pickled_adapter,
         command=CHAT,
         code=3,
@@ -215,7 +215,7 @@ CASES = (
         error=("model.pickle_refused",),
     ),
     Case(
-        "chat where the adapter's config is damaged",
+        "chat with a corrupt adapter config",
         make=lambda: damaged("final/adapter_config.json", '{"r":\n}'),
         command=CHAT,
         code=3,
@@ -224,7 +224,7 @@ CASES = (
         error=("model.result_damaged",),
     ),
     Case(
-        "chat where the adapter is of another model",
+        "chat with an adapter of another model",
         make=wrong_base,
         command=CHAT,
         code=3,
@@ -233,7 +233,7 @@ CASES = (
         error=("model.adapter_mismatch",),
     ),
     Case(
-        "chat with a recipe in the run that is damaged",
+        "chat with a corrupt recipe in the run folder",
         make=lambda: damaged("resolved.yaml", "model: ["),
         command=CHAT,
         needs_torch=True,
@@ -241,14 +241,14 @@ CASES = (
         error=("config.invalid_yaml",),
     ),
     Case(
-        "export of no run",
+        "export of a missing run",
         command="export gone --output out",
         code=3,
         says=("no such run folder",),
         error=("config.not_a_run_folder",),
     ),
     Case(
-        "export onto a file",
+        "export to a file",
         make=a_run,
         command=f"export {RUN} --output rows.jsonl",
         code=3,
@@ -257,7 +257,7 @@ CASES = (
         error=("export.output_unusable",),
     ),
     Case(
-        "export into a folder with other things",
+        "export to a folder with unrelated files",
         make=lambda: (a_run(), strangers()),
         command=f"export {RUN} --output run",
         code=3,
@@ -266,7 +266,7 @@ CASES = (
         error=("export.output_unusable",),
     ),
     Case(
-        "export into the run's own folder",
+        "export to the run's own folder",
         make=a_run,
         command=f"export {RUN} --output {RUN}/final",
         code=3,

@@ -5,7 +5,8 @@ const words = JSON.parse(props.words), SIDES = ['trained', 'base'], STORE = 'hal
 const root = element.querySelector('.ht-chat');
 const read = () => { try { return JSON.parse(sessionStorage.getItem(STORE)) || {}; } catch (error) { return {}; } };
 const LARGE = 1 << 20, SIDE = 1536;  // larger files are sent as JPEG of at most this many pixels a side
-let attached = [];  // images of the next message, as data URLs
+const RATE = 16000, LONGEST = 60;  // sounds are sent as WAV of this rate, of at most this many seconds
+let attached = [];  // images and sounds of the next message, as parts of its content
 let chosen = {run: '', name: ''}, model = {state: 'none'}, said = empty(), asked = 0, answering = null, slow = 0;
 
 function empty() { return {trained: [], base: []}; }
@@ -29,16 +30,16 @@ for (const side of SIDES) {
 }
 const text = make('textarea', {id: 'chat-message', rows: 2}), hint = make('span', {className: 'help', id: 'chat-hint', textContent: words.enter});
 text.setAttribute('aria-describedby', 'chat-hint');
-const file = make('input', {type: 'file', id: 'chat-file', accept: 'image/*', multiple: true, hidden: true, onchange: attach});
-const image = button('chat-image', words.image, () => file.click()), pictures = make('div', {className: 'pictures'});
+const file = make('input', {type: 'file', id: 'chat-file', multiple: true, hidden: true, onchange: () => attach(file.files)});
+const adding = button('chat-attach', words.attach, () => file.click()), media = make('div', {className: 'media'});
 const send = button('chat-send', words.send, ask, 'primary'), stop = button('chat-stop', words.stop, () => trigger('click', {act: 'stop'}));
 const again = button('chat-again', words.again, retry), anew = button('chat-new', words.anew, forget);
 const both = make('input', {type: 'checkbox', id: 'chat-both', checked: true, onchange: draw});
 root.append(
   make('div', {className: 'acts'}, load, free), status, picks, talks,
   make('div', {className: 'asking', id: 'chat-text'},
-    make('div', {className: 'head'}, make('label', {htmlFor: 'chat-message', textContent: words.ask}), hint), pictures, text,
-    make('div', {className: 'acts'}, send, stop, image, file, again, anew, make('label', {className: 'both'}, both, words.both))),
+    make('div', {className: 'head'}, make('label', {htmlFor: 'chat-message', textContent: words.ask}), hint), media, text,
+    make('div', {className: 'acts'}, send, stop, adding, file, again, anew, make('label', {className: 'both'}, both, words.both))),
 );
 
 text.addEventListener('input', buttons);
@@ -46,6 +47,13 @@ text.addEventListener('keydown', (event) => {
   if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   if (!send.disabled) ask();
+});
+
+root.addEventListener('dragover', (event) => { if (!adding.disabled && event.dataTransfer.types.includes('Files')) event.preventDefault(); });
+root.addEventListener('drop', (event) => {
+  if (adding.disabled || !event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attach(event.dataTransfer.files);
 });
 
 const sides = () => (both.checked ? SIDES : SIDES.slice(0, 1));
@@ -70,35 +78,61 @@ function question(words) {
   for (const side of sides()) talk[side].box.scrollTop = talk[side].box.scrollHeight;
 }
 function ask() {
-  const words = text.value, images = attached.map((url) => ({type: 'image_url', image_url: {url}}));
+  const words = text.value, parts = attached;
   if (!words.trim() || answering) return;
   text.value = '';
   attached = [];
-  question(images.length ? [...images, {type: 'text', text: words}] : words);
+  question(parts.length ? [...parts, {type: 'text', text: words}] : words);
 }
-async function attach() {
+async function attach(files) {
   model = {...model, error: ''};
-  for (const one of file.files) {
-    try { attached.push(await dataUrl(one)); } catch (error) { model = {...model, error: words.bad_image}; }
+  for (const one of [...files]) {
+    try { attached.push(await part(one)); } catch (error) { model = {...model, error: error.message === 'long' ? words.long : words.bad_file}; }
   }
   file.value = '';
   draw();
 }
-async function dataUrl(one) {
+async function part(one) {
+  if (model.audio && !one.type.startsWith('image/')) return {type: 'input_audio', input_audio: {data: (await sound(one)).split(',')[1], format: 'wav'}};
+  if (!model.images) throw new Error('kind');
+  return {type: 'image_url', image_url: {url: await picture(one)}};
+}
+const asUrl = (blob) => new Promise((done, failed) => {
+  const reader = new FileReader();
+  Object.assign(reader, {onload: () => done(reader.result), onerror: failed}).readAsDataURL(blob);
+});
+async function picture(one) {
   const bitmap = await createImageBitmap(one);
-  if (one.size <= LARGE) {
-    return new Promise((done, failed) => {
-      const reader = new FileReader();
-      Object.assign(reader, {onload: () => done(reader.result), onerror: failed}).readAsDataURL(one);
-    });
-  }
+  if (one.size <= LARGE) return asUrl(one);
   const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
   const canvas = make('canvas', {width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale)});
   canvas.getContext('2d').drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   return canvas.toDataURL('image/jpeg', 0.92);
 }
-function drop(place) { attached.splice(place, 1); draw(); image.focus(); }
-const picture = (url) => make('img', {src: url, alt: words.picture});
+// Whatever the browser plays, as 16-bit WAV of one channel.
+async function sound(one) {
+  const decoded = await new OfflineAudioContext(1, 1, RATE).decodeAudioData(await one.arrayBuffer());
+  if (decoded.duration > LONGEST) throw new Error('long');
+  const count = decoded.numberOfChannels, channels = Array.from({length: count}, (_, at) => decoded.getChannelData(at));
+  const view = new DataView(new ArrayBuffer(44 + 2 * decoded.length));
+  [...'RIFF    WAVEfmt '].forEach((letter, at) => view.setUint8(at, letter.charCodeAt(0)));
+  [...'data'].forEach((letter, at) => view.setUint8(36 + at, letter.charCodeAt(0)));
+  for (const [at, bytes, value] of [[4, 4, 36 + 2 * decoded.length], [16, 4, 16], [20, 2, 1], [22, 2, 1], [24, 4, RATE], [28, 4, 2 * RATE], [32, 2, 2], [34, 2, 16], [40, 4, 2 * decoded.length]]) {
+    view[`setUint${8 * bytes}`](at, value, true);
+  }
+  for (let at = 0; at < decoded.length; at += 1) {
+    const mean = channels.reduce((sum, channel) => sum + channel[at], 0) / count;
+    view.setInt16(44 + 2 * at, Math.max(-32768, Math.min(32767, Math.round(32768 * mean))), true);
+  }
+  return asUrl(new Blob([view], {type: 'audio/wav'}));
+}
+function drop(place) { attached.splice(place, 1); draw(); adding.focus(); }
+function shown(one) {
+  if (one.image_url) return make('img', {src: one.image_url.url, alt: words.picture});
+  const player = make('audio', {src: `data:audio/wav;base64,${one.input_audio.data}`, controls: true});
+  player.setAttribute('aria-label', words.sound);
+  return player;
+}
 // The last question once more, without its answers.
 function retry() {
   const last = said.trained.findLast((one) => one.role === 'user');
@@ -126,21 +160,22 @@ async function copy(content, from) {
 function message(one) {
   if (one.role === 'user') {
     const parts = Array.isArray(one.content) ? one.content : [{text: one.content}];
-    return [make('p', {className: 'user'}, ...parts.map((part) => (part.image_url ? picture(part.image_url.url) : part.text)))];
+    return [make('p', {className: 'user'}, ...parts.map((one) => ('text' in one ? one.text : shown(one))))];
   }
-  const shown = one.content.trim() ? make('p', {className: 'assistant', textContent: one.content}) : make('p', {className: 'help', textContent: one.done ? words.silent : '…'});
+  const answer = one.content.trim() ? make('p', {className: 'assistant', textContent: one.content}) : make('p', {className: 'help', textContent: one.done ? words.silent : '…'});
   const foot = make('div', {className: 'foot'});
   if (one.done && one.content.trim()) foot.append(button('', words.copy, (event) => copy(one.content, event.target)));
   if (one.seconds && one.tokens) foot.append(make('span', {className: 'help', textContent: words.speed.replace('{n}', (one.tokens / one.seconds).toPrecision(2)).replace('{tokens}', one.tokens)}));
-  return [shown, foot];
+  return [answer, foot];
 }
 
 function buttons() {
   const ready = model.state === 'ready' && model.run === chosen.run;
   load.disabled = !chosen.run || Boolean(answering) || ready;
   free.disabled = !['ready', 'loading'].includes(model.state);
-  image.hidden = !(ready && model.images);
-  image.disabled = image.hidden || Boolean(answering);
+  adding.hidden = !(ready && (model.images || model.audio));
+  adding.disabled = adding.hidden || Boolean(answering);
+  file.accept = [model.images && 'image/*', model.audio && 'audio/*'].filter(Boolean).join();
   send.disabled = !chosen.run || Boolean(answering) || !text.value.trim();
   stop.disabled = answering?.what !== 'ask' || model.state === 'loading';
   again.disabled = !chosen.run || Boolean(answering) || !said.trained.length;
@@ -150,16 +185,15 @@ function buttons() {
 function draw() {
   const fits = model.run === chosen.run, state = fits ? model.state : 'none';
   const line = {none: chosen.run ? words.unloaded : words.choose, freed: words.freed, loading: words.loading, ready: model.said, failed: model.error}[state];
-  const shown = make('p', {className: {ready: 'ok', failed: 'cause'}[state] || 'help', textContent: line});
-  if (state === 'ready') { shown.id = 'chat-ready'; }
-  status.replaceChildren(shown);
+  const stated = make('p', {className: {ready: 'ok', failed: 'cause'}[state] || 'help', textContent: line});
+  if (state === 'ready') { stated.id = 'chat-ready'; }
+  status.replaceChildren(stated);
   if (state === 'loading') status.append(make('div', {className: 'progress unknown'}, make('i')));
   if (fits && state !== 'failed' && model.error) status.append(make('p', {className: 'cause', textContent: model.error}));
-  pictures.replaceChildren(...attached.map((url, place) => {
-    const remove = button('', '', () => drop(place), 'picture');
+  media.replaceChildren(...attached.map((one, place) => {
+    const remove = button('', '✕', () => drop(place));
     remove.setAttribute('aria-label', words.remove);
-    remove.append(picture(url));
-    return remove;
+    return make('div', {}, shown(one), remove);
   }));
   if (chosen.run) root.dataset.chat = chosen.run; else delete root.dataset.chat;
   root.dataset.side ||= 'trained';

@@ -202,6 +202,10 @@ function value(path) {
   return text !== undefined ? text : (rows.has(path) ? rows.get(path).row.default : '');
 }
 
+function bring({node, row}) {
+  node.hidden = Boolean(row.when && !row.when.slice(1).includes(value(row.when[0])));
+}
+
 function mark(path, entry) {
   const impossible = state.impossible[path] || {}, names = Object.keys(impossible);
   for (const option of entry.control.options || []) {
@@ -244,12 +248,11 @@ function apply(next) {
   for (const [path, entry] of rows) {
     fill(entry, state.fields[path], state.fields[path] !== undefined);
     complain(entry.problem, state.problems[path]);
-    const when = entry.row.when;
-    entry.node.hidden = Boolean(when && !when.slice(1).includes(value(when[0])));
+    bring(entry);
     if (entry.row.kind === 'choice') mark(path, entry);
     tell(path, entry);
   }
-  for (const [path, list] of lists) complain(list.problem, state.problems[path]);
+  for (const [path, list] of lists) { complain(list.problem, state.problems[path]); bring(list); }
   for (const outer of root.querySelectorAll('.group')) {
     const wrong = outer.querySelectorAll('.row.wrong').length, set = outer.querySelectorAll('.row.set').length;
     const shown = outer.querySelectorAll('.grid > .row:not([hidden])').length;

@@ -45,7 +45,7 @@ FILTERS: dict[str, tuple[str, ...]] = {
     "died": ("died", "unreadable"),
 }
 # The report may be anybody's: it runs no script but that of the curves, and asks no server for anything.
-_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {script_source()}"
+_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; script-src {script_source()}"
 
 
 class RunsController:

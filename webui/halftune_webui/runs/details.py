@@ -1,4 +1,4 @@
-"""What a card shows on demand: the command, answers before and after, name, tags and note; and how recipes differ."""
+"""What a card shows on demand: the command, the model's answers, name, tags and note; and how recipes differ."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from halftune_webui.runs.state import RESOLVED
 from halftune_webui.runs.stored import words_of
 from halftune_webui.settings import Settings
 
-SAMPLES = "samples.json"
-_PROMPTS = 20
+SAMPLES, ROLLOUTS = "samples.json", "rollouts.json"
+_PROMPTS, _ANSWERS = 20, 64
 _PLACES = ("training.output_dir",)  # where, not what
 
 
 def details(run: Path, mark: Mark, words: Words) -> Markup:
-    """The command, what the model answered to the recipe's prompts before and after training, and the form."""
+    """The command, the model's answers before and after training and those that were rewarded, and the form."""
     command = command_line(shlex.join(words_of(run)), words)
     samples = _samples(*_marked(run / SAMPLES))
-    return render("run_details", run=run, mark=mark, words=words, command=command, samples=samples)
+    rollouts = _rollouts(*_marked(run / ROLLOUTS))
+    shown = {"command": command, "samples": samples, "rollouts": rollouts}
+    return render("run_details", run=run, mark=mark, words=words, **shown)
 
 
 def command_line(command: str, words: Words) -> Markup:
@@ -49,6 +51,23 @@ def _samples(path: Path | None, mark: tuple[int, int]) -> tuple[tuple[str, str, 
             for row in islice(rows, _PROMPTS)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file may be anybody's
+        return ()
+
+
+@lru_cache(maxsize=64)
+def _rollouts(
+    path: Path | None, mark: tuple[int, int]
+) -> tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...]:
+    """Step, prompt and answers with reward and number of tokens; the newest first, and the best answer first."""
+    try:
+        groups = read_json(path, root=path.parent)["rollouts"] if path is not None else []
+        found = []
+        for group in islice(reversed(groups), _PROMPTS):
+            answers = sorted(islice(group["answers"], _ANSWERS), key=lambda one: -float(one["reward"]))
+            rows = ((str(one["text"]), f"{float(one['reward']):.3g}", str(int(one["tokens"]))) for one in answers)
+            found.append((str(int(group["step"])), str(group["prompt"]), tuple(rows)))
+        return tuple(found)
+    except (OSError, ValueError, ArithmeticError, KeyError, TypeError, AttributeError):  # the file may be anybody's
         return ()
 
 

@@ -78,7 +78,7 @@ def check_place(settings: Settings, loaded: LoadedConfig) -> Path:
             raise _taken(run)
     elif holds_something:
         raise ConfigError(
-            "the folder holds other things",
+            "the folder contains other files",
             where=_PLACE,
             remedy="choose another training.output_dir",
             code="train.output_dir_taken",

@@ -163,7 +163,7 @@ def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator
         return
     told |= {
         "state": "ready",
-        "images": bool(ready.get("images")),
+        **{kind: bool(ready.get(kind)) for kind in ("images", "audio")},
         "base": ready["base"],
         "said": _ready(context, run, ready),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halftune_kernels.arguments import check_scale, without_autocast
-from halftune_kernels.delta_arguments import DeltaRule, check_delta_arguments, check_step_arguments
+from halftune_kernels.delta_arguments import DeltaRule, check_delta_arguments
 from halftune_kernels.dispatch import module
 from halftune_kernels.recurrent_step import delta_rule_step
 
@@ -87,6 +87,5 @@ def kda_step(
     Raises:
         ArgumentError: an argument does not fit the others; it is named.
     """
-    check_step_arguments("kda_step", q, k, v, {"g": (g, "B HV K"), "beta": (beta, "B HV")}, state)
-    scale = check_scale("kda_step", scale, keys=q.shape[-1])
-    return delta_rule_step(q, k, v, g, beta, state, scale, normalise=use_qk_l2norm_in_kernel)
+    given, normalise = (q, k, v, g, beta), use_qk_l2norm_in_kernel
+    return delta_rule_step("kda_step", given, state, scale, per_channel=True, normalise=normalise)

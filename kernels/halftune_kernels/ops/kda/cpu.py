@@ -29,18 +29,10 @@ def kda(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     repeat = v.shape[2] // q.shape[2]
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
-    o, final = chunk_scan(
-        _KimiDelta(scale, normalise),
-        [x.flatten(0, 1) for x in (q, k, v, g, beta)],
-        initial_state,
-        (tuple(v.shape[3:]), v.dtype),
-        (k.shape[3], v.shape[3]),
-        segments,
-        chunk=CUT.chunk,
-        units=CUT.units,
-        want_final=want_final,
-        power_of_two=True,
-    )
+    inputs, output = [x.flatten(0, 1) for x in (q, k, v, g, beta)], (tuple(v.shape[3:]), v.dtype)
+    sizes, how = (k.shape[3], v.shape[3]), {"chunk": CUT.chunk, "units": CUT.units, "power_of_two": True}
+    scan = _KimiDelta(scale, normalise)
+    o, final = chunk_scan(scan, inputs, initial_state, output, sizes, segments, want_final=want_final, **how)
     return o.view(v.shape), final
 
 
@@ -94,8 +86,7 @@ class _KimiDelta:
         if not going:
             return o, None, ()
         written = torch.bmm(made.writing[:going].transpose(1, 2), values[:going])
-        following = written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
-        return o, following, ()
+        return o, made.decay.following(written, state), ()
 
     def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
         inputs, state, d_out, d_state, _, _ = chunks
@@ -104,14 +95,7 @@ class _KimiDelta:
         missing = v if state is None else v - torch.bmm(made.reading[:, size:], state)
         values = torch.bmm(made.inverse, missing * made.beta)
         d_values = torch.bmm(made.weights.transpose(1, 2), d_out)
-        d_writing = torch.zeros_like(made.writing)
-        d_last = made.writing.new_zeros(made.writing.shape[0], made.writing.shape[2])
-        if d_state is not None:
-            going = len(d_state)
-            d_values[:going].baddbmm_(made.writing[:going], d_state)
-            d_writing[:going] = torch.bmm(values[:going], d_state.transpose(1, 2))
-            if state is not None:
-                d_last[:going] = (state[:going] * d_state).sum(-1) * made.decay.whole[:going, :, 0]
+        d_writing, d_last = made.decay.following_backward(made.writing, values, state, d_state, d_values)
         d_right = torch.bmm(made.inverse.transpose(1, 2), d_values)
         d_weights = torch.bmm(d_out, values.transpose(1, 2)).tril_()
         d_lower = torch.bmm(d_right, values.transpose(1, 2)).neg_()
@@ -128,9 +112,7 @@ class _KimiDelta:
             d_rows.addcmul_(d_reading.view_as(d_rows), made.decay.rising)
             # what a row reads has decayed up to it
             d_g += d_reading.mul_(made.reading).view_as(d_rows).sum(1).flip(1).cumsum(1).flip(1)
-            d_entering = torch.bmm(made.reading.transpose(1, 2), both)
-            if d_state is not None:
-                d_entering[: len(d_state)].addcmul_(d_state, made.decay.whole[: len(d_state)])
+            d_entering = made.decay.entering_backward(made.reading, both, d_state)
         d_g += d_last[:, None]
         # what a row writes decays in the rows after it
         d_g[:, 1:] += (d_writing * made.writing)[:, :-1].cumsum(1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.ops.lora_linear.reference import AdaptedWeight
+from halftune_kernels.ops.lora_linear.reference import AdaptedWeight, dense
 
 # Rows of a chunk on one thread. Few enough that elementwise passes find their operands in the cache, and enough that
 # reading the weights once per chunk is cheap beside the product. Half formats are not cut: each product rounds its
@@ -44,7 +44,7 @@ class Projection:
 
     def __init__(self, layer: AdaptedWeight, dtype: torch.dtype) -> None:
         self.layer = layer
-        self.weight = layer.weight.to(dtype)
+        self.weight = dense(layer.weight, dtype)
         self.bias = None if layer.bias is None else layer.bias.to(dtype)
         self.scale = layer.scale
         self.adapted = layer.a is not None and layer.b is not None
@@ -114,24 +114,11 @@ class Projection:
 
 
 def lora_linear(x: torch.Tensor, layers: Sequence[AdaptedWeight]) -> tuple[torch.Tensor, ...]:
-    """``x W_iᵀ + bias_i + s_i (x A_iᵀ) B_iᵀ`` for every layer.
-
-    Products are computed in the dtype of ``x``, weights are cast to it; the updates are added in the products' own
-    accumulators. Gradients reach ``x``, the ``a`` and the ``b``; weights and biases are taken for frozen. The gradient
-    of ``x`` is summed over the layers in place.
-
-    Args:
-        x: ``[..., I]``, a floating dtype.
-        layers: all with I inputs.
-
-    Returns:
-        One ``[..., O_i]`` for each layer, contiguous, in the dtype of ``x``.
-    """
-    flat = x.reshape(-1, x.shape[-1])
+    """See `halftune_kernels.ops.lora_linear.lora_linear`; ``x`` is ``[T, I]``."""
     factors = [tensor for layer in layers for tensor in (layer.a, layer.b)]
-    outputs = _LoraLinear.apply(flat, tuple(layers), *factors)
+    outputs = _LoraLinear.apply(x, tuple(layers), *factors)
     assert isinstance(outputs, tuple)
-    return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
+    return outputs
 
 
 class _LoraLinear(torch.autograd.Function):

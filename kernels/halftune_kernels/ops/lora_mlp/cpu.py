@@ -19,25 +19,12 @@ _silu = torch.ops.aten.silu.out
 
 
 def lora_mlp(x: torch.Tensor, gate: AdaptedWeight, up: AdaptedWeight, down: AdaptedWeight) -> torch.Tensor:
-    """``down(silu(gate(x)) · up(x))``.
-
-    Computed in the dtype of ``x``, weights are cast to it. Gradients reach ``x`` and the updates' factors; weights and
-    biases are taken for frozen.
-
-    Args:
-        x: ``[..., H]``, a floating dtype.
-        gate, up: from H to M.
-        down: from M to H.
-
-    Returns:
-        ``[..., H]``, contiguous, in the dtype of ``x``.
-    """
-    flat = x.reshape(-1, x.shape[-1])
+    """See `halftune_kernels.ops.lora_mlp.lora_mlp`; ``x`` is ``[T, H]``."""
     layers = (gate, up, down)
     keep = torch.is_grad_enabled()
-    out = _LoraMlp.apply(flat, layers, keep, *(factor for layer in layers for factor in (layer.a, layer.b)))
+    out = _LoraMlp.apply(x, layers, keep, *(factor for layer in layers for factor in (layer.a, layer.b)))
     assert isinstance(out, torch.Tensor)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    return out
 
 
 class _LoraMlp(torch.autograd.Function):

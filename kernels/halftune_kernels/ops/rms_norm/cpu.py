@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation as one autograd function, in chunks of rows that stay in the cache.
+"""Root-mean-square normalisation in chunks of rows that stay in the cache.
 
 Shapes: T rows, H channels. Computed in fp32 (fp64 for fp64) and rounded once; kept for the backward pass: the input and
 one number per row. Runs on every device; the chunks are for CPUs.
@@ -6,7 +6,8 @@ one number per row. Runs on every device; the chunks are for CPUs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,71 +15,93 @@ from torch.autograd.function import once_differentiable
 from halftune_kernels.ops.lora_linear.cpu import rows_per_chunk
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """``x / √(mean(x²) + eps) · (weight + offset)`` over the last dimension.
+class Norm(NamedTuple):
+    """As every implementation gets it; the fields are arguments of the registered operators.
 
-    Args:
-        x: ``[..., H]``, a floating dtype.
+    Attributes:
         weight: ``[H]``.
         eps: added to the mean square.
-        offset: 1 for models whose weights are around zero.
-        dtype: of the result; that of ``x`` by default.
-
-    Returns:
-        ``[..., H]``, contiguous.
+        offset: added to the weight.
+        rounds: whether the normalised value is rounded to the dtype of the rows before the weight.
+        dtype: of the result.
     """
-    out = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, offset, dtype or x.dtype)
+
+    weight: torch.Tensor
+    eps: float
+    offset: float
+    rounds: bool
+    dtype: torch.dtype
+
+
+def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The norm ``[T, H]`` of rows ``[T, H]``; see `halftune_kernels.ops.rms_norm.rms_norm`."""
+    out = _RmsNorm.apply(x, *norm)
     assert isinstance(out, torch.Tensor)
-    return out.view(x.shape)
+    return out
+
+
+def forward(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm of ``x + residual``, that sum, and 1 / root mean square ``[T, 1]``."""
+    x = x if residual is None else x + residual
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale, width = norm.weight.to(wide) + norm.offset, x.shape[1]
+    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
+    inverse = torch.empty(x.shape[0], 1, dtype=wide, device=x.device)
+    step = rows_per_chunk(x.shape[0], inverse)
+    for start in range(0, x.shape[0], step):
+        cut = slice(start, start + step)
+        chunk, r, y = x[cut].to(wide), inverse[cut], out[cut]
+        torch.linalg.vector_norm(chunk, dim=-1, keepdim=True, out=r)
+        r.square_().div_(width).add_(norm.eps).rsqrt_()
+        if norm.rounds and x.dtype != wide:
+            y.copy_((chunk * r).to(x.dtype).to(wide).mul_(scale))
+        elif norm.dtype == wide:
+            torch.mul(chunk, r, out=y).mul_(scale)
+        else:
+            y.copy_((chunk * r).mul_(scale))
+    return out, x, inverse
+
+
+def backward(
+    grad: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    x: torch.Tensor,
+    inverse: torch.Tensor,
+    norm: Norm,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """With n = x r and a = grad · scale: dx = r (a - n · mean(a n)), dweight = Σ grad · n over the rows."""
+    wide, width = inverse.dtype, x.shape[1]
+    scale = norm.weight.to(wide) + norm.offset
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
+    grad_weight = torch.zeros_like(scale) if wanted[1] else None
+    step = rows_per_chunk(x.shape[0], inverse)
+    for start in range(0, x.shape[0], step):
+        cut = slice(start, start + step)
+        normed, g = x[cut].to(wide) * inverse[cut], grad[cut].to(wide)
+        if grad_weight is not None:
+            grad_weight += (g * (normed.to(x.dtype) if norm.rounds else normed)).sum(0)
+        if grad_x is not None:
+            a = g * scale
+            mean = (a * normed).sum(-1, keepdim=True).div_(-width)
+            a.addcmul_(normed, mean).mul_(inverse[cut])
+            grad_x[cut] = a if grad_total is None else a.add_(grad_total[cut])
+    return grad_x, None if grad_weight is None else grad_weight.to(norm.weight.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, dtype: torch.dtype
-    ) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale, width = weight.to(wide) + offset, x.shape[1]
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        inverse = torch.empty(x.shape[0], 1, dtype=wide, device=x.device)
-        step = rows_per_chunk(x.shape[0], inverse)
-        for start in range(0, x.shape[0], step):
-            cut = slice(start, start + step)
-            chunk, r, y = x[cut].to(wide), inverse[cut], out[cut]
-            torch.linalg.vector_norm(chunk, dim=-1, keepdim=True, out=r)
-            r.square_().div_(width).add_(eps).rsqrt_()
-            if dtype == wide:
-                torch.mul(chunk, r, out=y).mul_(scale)
-            else:
-                y.copy_((chunk * r).mul_(scale))
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
+        out, _, inverse = forward(x, None, Norm(weight, *options))
         ctx.save_for_backward(x, weight, inverse)
-        ctx.offset, ctx.step = offset, step
+        ctx.options = options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """With n = x r and a = grad · scale: dx = r (a - n · mean(a n)), dweight = Σ grad · n over the rows."""
         x, weight, inverse = ctx.saved_tensors
-        wide, width = inverse.dtype, x.shape[1]
-        scale = weight.to(wide) + ctx.offset
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
-        for start in range(0, x.shape[0], ctx.step):
-            cut = slice(start, start + ctx.step)
-            normed, g = x[cut].to(wide) * inverse[cut], grad[cut].to(wide)
-            if grad_weight is not None:
-                grad_weight += (g * normed).sum(0)
-            if grad_x is not None:
-                a = g * scale
-                mean = (a * normed).sum(-1, keepdim=True).div_(-width)
-                a.addcmul_(normed, mean).mul_(inverse[cut])
-                grad_x[cut] = a
-        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        found = backward(grad, None, x, inverse, Norm(weight, *ctx.options), ctx.needs_input_grad[:2])
+        return *found, None, None, None, None

@@ -1,4 +1,4 @@
-"""The formula of root-mean-square normalisation, in plain torch and the dtype of its inputs."""
+"""The formula of root-mean-square normalisation, in plain torch: differentiable, in the dtype of its inputs."""
 
 from __future__ import annotations
 

@@ -28,18 +28,10 @@ CUT = CUTS["rwkv7"]
 def rwkv7(call: GeneralisedDelta) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.rwkv7.rwkv7`; computes in fp32, or fp64 where ``r`` is."""
     r, w, k, v, a, b, scale, initial_state, segments, want_final = call
-    o, final = chunk_scan(
-        _GeneralisedDelta(scale),
-        [x.flatten(0, 1) for x in (r, w, k, v, a, b)],
-        initial_state,
-        (tuple(v.shape[3:]), v.dtype),
-        (k.shape[3], v.shape[3]),
-        segments,
-        chunk=CUT.chunk,
-        units=CUT.units,
-        want_final=want_final,
-        power_of_two=True,
-    )
+    inputs, output = [x.flatten(0, 1) for x in (r, w, k, v, a, b)], (tuple(v.shape[3:]), v.dtype)
+    sizes, how = (k.shape[3], v.shape[3]), {"chunk": CUT.chunk, "units": CUT.units, "power_of_two": True}
+    scan = _GeneralisedDelta(scale)
+    o, final = chunk_scan(scan, inputs, initial_state, output, sizes, segments, want_final=want_final, **how)
     return o.view(v.shape), final
 
 
@@ -85,22 +77,14 @@ class _GeneralisedDelta:
         if not going:
             return o, None, ()
         written = torch.bmm(made.writing[:going].transpose(1, 2), values[:going])
-        following = written if state is None else written.addcmul_(state[:going], made.decay.whole[:going])
-        return o, following, ()
+        return o, made.decay.following(written, state), ()
 
     def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
         inputs, state, d_out, d_state, _, _ = chunks
         made, size = self._prepare(inputs), inputs[3].shape[1]
         values = self._values(made, inputs[3], None if state is None else torch.bmm(made.reading, state))
         d_values = torch.bmm(made.weights.transpose(1, 2), d_out)
-        d_writing = torch.zeros_like(made.writing)
-        d_last = made.writing.new_zeros(made.writing.shape[0], made.writing.shape[2])
-        if d_state is not None:
-            going = len(d_state)
-            d_values[:going].baddbmm_(made.writing[:going], d_state)
-            d_writing[:going] = torch.bmm(values[:going], d_state.transpose(1, 2))
-            if state is not None:
-                d_last[:going] = (state[:going] * d_state).sum(-1) * made.decay.whole[:going, :, 0]
+        d_writing, d_last = made.decay.following_backward(made.writing, values, state, d_state, d_values)
         d_right = torch.bmm(made.inverse.transpose(1, 2), d_values[:, size:])
         d_v = d_values[:, :size].baddbmm(made.lower.transpose(1, 2), d_right)
 
@@ -115,9 +99,7 @@ class _GeneralisedDelta:
             d_c, d_e = d_reading.mul_(made.reading).view_as(d_rows).unbind(1)
             d_c[:, :-1] += d_e[:, 1:]
             d_w += d_c.flip(1).cumsum(1).flip(1)
-            d_entering = torch.bmm(made.reading.transpose(1, 2), both)
-            if d_state is not None:
-                d_entering[: len(d_state)].addcmul_(d_state, made.decay.whole[: len(d_state)])
+            d_entering = made.decay.entering_backward(made.reading, both, d_state)
         d_w += d_last[:, None]
         # what k and b write decays after their row
         d_w[:, 1:] += (d_writing * made.writing).view_as(d_columns).sum(1)[:, :-1].cumsum(1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Literal
 
 from halftune.core.errors import ConfigError
+from halftune.core.packaged import read_yaml
 
 Kind = Literal["translated", "default", "none", "changed", "refused"]
 HEADINGS: dict[Kind, str] = {
@@ -22,7 +24,7 @@ OFF = ("no", "none", "false", "off", "null", "")
 
 
 class Refusal(ConfigError):
-    """A config that cannot be converted, whatever is accepted: its method or its data do not exist here.
+    """A config that cannot be converted even with --accept: halftune lacks its method or data.
 
     Attributes:
         key: what asks for it.
@@ -45,7 +47,7 @@ def misspelt(key: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """What became of one key: ``ours`` is what stands for it in the recipe, ``why`` what to know about it."""
+    """The result for one key: ``ours`` is its equivalent in the recipe, ``why`` an explanation."""
 
     kind: Kind
     key: str
@@ -198,12 +200,14 @@ class Draft:
             else:
                 self.none(key, why)
 
-    def drop_parts(self, table: Mapping[str, str]) -> None:
-        """Settings of a feature, by how their names begin: the feature's own key decides."""
-        for key in list(self.left):
-            for prefix, feature in table.items():
-                if key.startswith(prefix) and key in self.left:
-                    self.none(key, f"belongs to {feature}")
+    def drop_listed(self, framework: str) -> None:
+        """Keys that ``keys/FRAMEWORK.yaml`` lists, and settings of a feature whose own key decides."""
+        tables = _tables(framework)
+        for kind in ("none", "changed", "refused"):
+            self.drop(tables.get(kind, {}), kind)
+        for prefix, feature in tables.get("parts", {}).items():
+            for key in [key for key in self.left if key.startswith(prefix)]:
+                self.none(key, f"belongs to {feature}")
 
     def refuse(self, key: str, why: str) -> Refusal:
         """The error for something that cannot be translated at all."""
@@ -224,4 +228,8 @@ class Draft:
                 self.changed(key, "", None, why)
 
 
-Converter = Callable[[Draft], None]
+@cache
+def _tables(framework: str) -> dict[str, dict[str, str]]:
+    """What the loss of a key means → key → reason."""
+    listed = read_yaml("halftune.config.convert", f"keys/{framework}.yaml").items()
+    return {kind: {key: why for why, keys in reasons.items() for key in keys} for kind, reasons in listed}

@@ -9,7 +9,8 @@ from halftune.config.convert.draft import Draft, is_off
 
 SWITCHES = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config")
 _STORED = re.compile(r"bnb-?4bit|bnb-?8bit|-4bit$", re.IGNORECASE)
-_NOT_TRAINED = re.compile(r"(?i:\b(awq|gptq|aqlm|hqq|eetq|exl2|gguf|int8|nvfp4|fp4)\b)")
+_WIDENED = re.compile(r"(?i:\b(awq|gptq)\b)")  # dequantised on load, like fp8 and mxfp4
+_NOT_TRAINED = re.compile(r"(?i:\b(aqlm|hqq|eetq|exl2|gguf|int8|nvfp4|fp4)\b)")
 SINGLE = ("double_quantization", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
 SETTINGS = (
     *SINGLE,
@@ -81,21 +82,13 @@ def quantization(draft: Draft, name_key: str) -> None:
     if stored := _NOT_TRAINED.search(name):
         draft.refused(name_key, f"{stored.group()}: checkpoints quantised in this way cannot be trained on here")
     made = _on_load(draft, on[0]) if on else None
-    if made == "nf4":
-        _nested(draft)
-    if _STORED.search(name):
+    if _STORED.search(name) or _WIDENED.search(name):
         draft.drop(dict.fromkeys((*SWITCHES, *SETTINGS), "the checkpoint is quantised already, and loaded as it is"))
     draft.drop(dict.fromkeys(SETTINGS, f"belongs to {on[0]}" if on else "the base is not quantised"))
     for key in on if made else ():
         draft.move(key, "model.quantization", lambda _: made)
     why = "not supported: a base is quantised on load by bitsandbytes, to nf4 or int8"
     draft.drop(dict.fromkeys(SWITCHES, why), "refused")
-
-
-def _nested(draft: Draft) -> None:
-    for key in SINGLE:
-        if draft.left.get(key) is False:
-            draft.changed(key, "", None, "nf4 has quantised scales here: 0.05 bytes per weight less")
 
 
 def _on_load(draft: Draft, key: str) -> str | None:
@@ -105,7 +98,9 @@ def _on_load(draft: Draft, key: str) -> str | None:
     bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(key, draft.left[key])
     if by not in ("bnb", "bitsandbytes"):
         return None
-    return "int8" if bits == 8 else "nf4" if bits == 4 and kind == "nf4" else None
+    if bits == 4 and kind == "nf4":
+        return "nf4_single" if any(draft.left.get(key) is False for key in SINGLE) else "nf4"
+    return "int8" if bits == 8 else None
 
 
 def listed(value: Any) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.facts.images import IMAGE_FAMILIES, ImageFamily
+from halftune.config.facts.media import IMAGE_FAMILIES, ImageFamily
 
 _TYPES = (
     (r"qwen-?2-?vl", "qwen2_vl"),
@@ -42,29 +42,108 @@ def find_family(model: Any) -> ImageFamily | None:
 
 
 def of_axolotl(draft: Draft, method: str) -> None:
-    """``processor_type``: rows with images. Towers are frozen here, and there only with LoRA on the language model."""
+    """``processor_type``: rows with images; parts are trained unless a key freezes them or LoRA leaves them out."""
     key = "processor_type"
     family = find_family(draft.get("model.name_or_path"))
     if is_off(draft.left.get(key)) or method or family is None:
         return
-    targets, whole = draft.get("adapter.target_modules"), draft.get("adapter.type") == "none"
-    frozen = draft.left.get("freeze_mm_modules") if whole else _of_language(str(targets))
-    if whole and not frozen:
-        draft.refused(key, "the vision tower is trained there: training a tower is not supported yet")
-    elif frozen:
-        draft.translated(key, "data.images", True)
-    else:
-        why = "layers of the vision tower stay as they are; there, those with the same names are adapted"
-        draft.changed(key, "data.images", True, why)
+    _towers(draft, key)
     draft.drop({"skip_prepare_dataset": "rows with images are tokenised before training, too"})
     if family.two_way and draft.get("attention.backend") == "fa2":
-        key = next(note.key for note in draft.notes if note.ours == "attention.backend")
-        draft.notes[:] = [note for note in draft.notes if note.key != key]
-        why = "tokens of an image attend to later ones, which FlashAttention 2 does not compute"
-        draft.changed(key, "attention.backend", "sdpa", why)
+        _without_flash(draft)
     if draft.left.get("image_size"):
         why = "the model's own processor decides sizes; there, images are first resized to one size"
         draft.changed("image_size", "", None, why)
+
+
+def _towers(draft: Draft, key: str) -> None:
+    """Images, by what the other framework would train of the towers."""
+    targets = draft.get("adapter.target_modules")
+    if draft.get("adapter.type") == "none":
+        draft.translated(key, "data.images", True)
+        if draft.left.get("freeze_mm_modules"):
+            return
+        if draft.get("adapter.train_only"):
+            _unfrozen(draft)
+        else:
+            draft.put("model.train", {"vision": "full", "projector": "full"})
+    elif _of_language(str(targets)):
+        draft.translated(key, "data.images", True)
+    elif targets == "all-linear":
+        draft.translated(key, "data.images", True)
+        draft.put("model.train", {"vision": "lora", "projector": "lora"})
+    else:
+        why = "layers of the vision tower stay as they are; there, those with the same names are adapted"
+        draft.changed(key, "data.images", True, why)
+
+
+_PROJECTOR = r"merger|projector|connector|embed_vision"
+_VISION = r"vision|visual"
+
+
+def _unfrozen(draft: Draft) -> None:
+    """Patterns of ``unfrozen_parameters`` that name whole parts; the others stay those of the language model."""
+    parts: dict[str, str] = {}
+    rest = []
+    for pattern in draft.get("adapter.train_only"):
+        named = pattern.replace("\\", "")
+        if not re.search(f"{_PROJECTOR}|{_VISION}", named):
+            rest.append(pattern)
+        elif re.fullmatch(
+            rf"\^?(model\.)?(visual\.)?({_PROJECTOR}|multi_modal_projector)(_list)?\.?(\.?\*)?\$?", named
+        ):
+            parts["projector"] = "full"
+        elif re.fullmatch(rf"\^?(model\.)?({_VISION})(_tower|_model)?\.?(\.?\*)?\$?", named):
+            parts |= {"vision": "full"} | ({"projector": "full"} if "visual" in named else {})  # holds its merger
+        else:
+            draft.notes[:] = [note for note in draft.notes if note.key != "unfrozen_parameters"]
+            draft.refused(
+                "unfrozen_parameters", f"{named} is a piece of a tower: whole towers and projectors are trained"
+            )
+            return
+    if parts and not rest:
+        draft.values["adapter"].pop("train_only")
+        draft.put("model.train", {"language": "frozen", **parts})
+    elif parts:
+        draft.put("adapter.train_only", rest)
+        draft.put("model.train", parts)
+
+
+def llamafactory_parts(draft: Draft) -> None:
+    """LLaMA-Factory freezes towers and projector unless it is told otherwise, and trains the language model."""
+    towers = [part for part, key in (("vision", "images"), ("audio", "audio")) if draft.get(f"data.{key}")]
+    if not towers:
+        return
+    kind = str(draft.source.get("finetuning_type") or "lora")
+    if draft.left.get("train_mm_proj_only"):
+        draft.put("model.train.projector", "full")
+        draft.translated("train_mm_proj_only", "model.train.language", "frozen")
+    elif draft.left.get("freeze_language_model"):
+        draft.translated("freeze_language_model", "model.train.language", "frozen")
+    for key, parts in (("freeze_vision_tower", towers), ("freeze_multi_modal_projector", ["projector"])):
+        if draft.left.get(key) is not False:
+            continue
+        if kind not in ("lora", "full"):
+            draft.refused(key, f"finetuning_type: {kind} with other parts than the language model is not supported")
+        elif kind == "lora" and parts == ["projector"]:
+            draft.changed(key, "", None, "the projector stays as it is, as there unless lora_target names its layers")
+        else:
+            mode = "full" if kind == "full" else "lora"
+            for part in parts:
+                draft.put(f"model.train.{part}", mode)
+            draft.translated(key, f"model.train.{parts[0]}", mode, _deepstack(draft))
+
+
+def _deepstack(draft: Draft) -> str:
+    named = re.search(r"qwen-?3-?vl", str(draft.get("model.name_or_path")), re.IGNORECASE)
+    return "deepstack_merger_list is a part of the projector here, of the vision tower there" if named else ""
+
+
+def _without_flash(draft: Draft) -> None:
+    key = next(note.key for note in draft.notes if note.ours == "attention.backend")
+    draft.notes[:] = [note for note in draft.notes if note.key != key]
+    why = "tokens of an image attend to later ones, which FlashAttention 2 does not compute"
+    draft.changed(key, "attention.backend", "sdpa", why)
 
 
 def _of_language(targets: str) -> bool:
@@ -87,7 +166,8 @@ def labels(draft: Draft) -> None:
 
 def axolotl_template(draft: Draft, key: str, asked: str) -> None:
     """The model's own template writes the placeholders of images."""
-    if asked in OWN or asked == "tokenizer_default":
+    llava = asked == "llava" and re.search(r"llava-?1[._]5", str(draft.get("model.name_or_path")), re.IGNORECASE)
+    if asked in OWN or asked == "tokenizer_default" or llava:
         draft.none(key, "the model's own chat template")
     else:
         draft.changed(key, "", None, "the model's own chat template renders conversations")

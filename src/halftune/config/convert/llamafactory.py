@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from halftune.config.convert import images, preference
-from halftune.config.convert import llamafactory_keys as keys
+from halftune.config.convert import audio, images, preference
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.templates import llamafactory_template
@@ -29,20 +28,21 @@ LORA = {
     "use_rslora": "adapter.use_rslora",
     "use_dora": "adapter.use_dora",
 }
+_SAME = {name: name for name in ("system", "tools", "images", "audios")}
 # Formats, and columns as dataset_info.json calls them → ours.
 COLUMNS = {
     "alpaca": {
-        "images": "images",
+        **{"images": "images", "audios": "audios"},
         **{"prompt": "instruction", "query": "input", "response": "output"},
         **{"system": "system", "history": "history"},
     },
-    "sharegpt": {"messages": "conversations", "system": "system", "tools": "tools", "images": "images"},
-    "messages": {"messages": "messages", "system": "system", "tools": "tools", "images": "images"},
+    "sharegpt": {"messages": "conversations", **_SAME},
+    "messages": {"messages": "messages", **_SAME},
 }
-MEDIA = "video, audio, and images of this model or method are not supported yet: only texts would be trained"
-# Names of the data sets that LLaMA-Factory brings: with images, and with video or audio.
+MEDIA = "video, and images or audio of this model or method, are not supported yet: only texts would be trained"
+# Names of the data sets that LLaMA-Factory brings: with images, with video, and with audio.
 MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni|rlhf_v")
-_SOUND = re.compile(r"video|audio|omni|multimodal")
+_VIDEO = re.compile(r"video|omni|multimodal")
 ONLINE = Path("ONLINE")  # as dataset_dir: names are ids of the hub, and no dataset_info.json lists them
 METHODS = {"sft": "sft", "pt": "pretrain"}
 
@@ -74,6 +74,7 @@ def convert(draft: Draft, folder: Path) -> None:
     quantization(draft, "model_name_or_path")
     _checkpointing(draft)
     draft.move("early_stopping_steps", "training.early_stopping_patience")
+    projected(draft)
     drop_keys(draft)
     convert_trainer(draft, folder)
     if draft.take("use_muon"):
@@ -85,17 +86,51 @@ def convert(draft: Draft, folder: Path) -> None:
     preference.finish(draft, preference.METHODS.get(stage, ""), dropout=stage == "rm")
 
 
+def projected(draft: Draft) -> None:
+    """GaLore and APOLLO. Updates by layer come before gradients could be clipped."""
+    for name, scale in (("galore", 2.0), ("apollo", 32.0)):
+        if not draft.left.get(f"use_{name}"):
+            continue
+        usual = {"target": "all", "proj_type": "std", "proj": "random", "scale_type": "channel", "scale_front": False}
+        other = [key for key, value in usual.items() if draft.left.get(f"{name}_{key}") not in (None, value)]
+        if other or draft.left.get("optim") not in (None, "adamw_torch"):
+            draft.refused(f"use_{name}", f"{', '.join(other) or 'optim'}: only the default is supported")
+            return
+        draft.translated(f"use_{name}", "training.optim", name)
+        draft.put("training.projection_rank", int(draft.left.get(f"{name}_rank") or 16))
+        draft.put("training.projection_interval", int(draft.left.get(f"{name}_update_interval") or 200))
+        draft.put("training.projection_scale", number(draft.left.get(f"{name}_scale") or scale))
+        if draft.left.get(f"{name}_layerwise"):
+            draft.take("max_grad_norm")
+            draft.put("training.max_grad_norm", 0)
+        return
+
+
 def drop_keys(draft: Draft) -> None:
     """The keys of LLaMA-Factory without an equivalent."""
-    for key, part in (("freeze_vision_tower", "a vision tower"), ("freeze_multi_modal_projector", "a projector")):
+    for key in ("freeze_vision_tower", "freeze_multi_modal_projector"):
         if draft.left.get(key) is False:
-            draft.refused(key, f"training {part} is not supported yet")
-    draft.drop(keys.NONE)
-    draft.drop(keys.CHANGED, "changed")
-    if draft.take("use_dft_loss") and draft.get("method.type") in (None, "sft"):
+            draft.none(key, "no source has images: the part has no gradient")
+    if draft.get("method.type") in (None, "sft"):
+        _loss(draft)
+    draft.drop_listed("llamafactory")
+
+
+def _loss(draft: Draft) -> None:
+    """The loss of supervised fine-tuning; the first one that is on holds."""
+    if draft.left.get("use_dft_loss"):
         draft.translated("use_dft_loss", "method.loss", "dft")
-    draft.drop(keys.REFUSED, "refused")
-    draft.drop_parts(keys.PARTS)
+    elif draft.left.get("use_eaft_loss"):
+        draft.translated("use_eaft_loss", "method.loss", "eaft")
+        draft.move("eaft_alpha", "method.eaft_alpha", number)
+    elif draft.left.get("use_asft_loss"):
+        anchor = draft.take("ref_model") or draft.get("model.name_or_path")
+        draft.put("method.teacher", {"name_or_path": anchor})
+        draft.put("method.divergence_weight", number(draft.take("asft_alpha") or 0.1))
+        draft.values["method"] |= {"sft_weight": 1.0, "sft_loss": "dft"}
+        why = "the loss is a mean over the tokens of the global batch; there, a sum over micro-batches of their means"
+        draft.changed("use_asft_loss", "method.type", "distill", why)
+    draft.drop(dict.fromkeys(("use_dft_loss", "use_eaft_loss", "use_asft_loss"), "another loss holds"))
 
 
 def _adapter(draft: Draft) -> None:
@@ -106,7 +141,7 @@ def _adapter(draft: Draft) -> None:
     if kind != "lora":
         draft.drop(dict.fromkeys((*LORA, "lora_target"), f"finetuning_type is {kind}"))
     if kind == "freeze":
-        _frozen(draft)
+        frozen(draft)
     if kind != "oft":
         draft.drop(dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), f"finetuning_type is {kind}"))
     if kind in ("full", "freeze"):
@@ -124,11 +159,13 @@ def _adapter(draft: Draft) -> None:
     draft.move("additional_target", "adapter.modules_to_save", listed)
 
 
-def _frozen(draft: Draft) -> None:
+def frozen(draft: Draft) -> None:
     """``finetuning_type: freeze``: the last n layers, or the first n; other modules by a part of their name."""
     modules = listed(draft.take("freeze_trainable_modules") or "all")
     layers = draft.take("freeze_trainable_layers")
     draft.translated("freeze_trainable_layers", "adapter.train_layers", 2 if layers is None else int(layers))
+    if draft.left.get("use_llama_pro"):
+        draft.translated("use_llama_pro", "adapter.spread_layers", True)
     if modules != ["all"]:
         draft.refused("freeze_trainable_modules", "training parts of layers: write adapter.train_only yourself")
     if extra := draft.left.get("freeze_extra_modules"):
@@ -167,6 +204,9 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     grouping(draft)
     if draft.get("data.images"):
         images.pixels(draft)
+    if draft.get("data.audio"):
+        audio.rate(draft)
+    images.llamafactory_parts(draft)
     llamafactory_template(draft)
     if draft.left.get("enable_thinking") is False:
         draft.translated("enable_thinking", "model.chat_template_kwargs", {"enable_thinking": False})
@@ -182,12 +222,6 @@ def _length(draft: Draft, stage: str) -> None:
         draft.changed("cutoff_len", "data.max_length", draft.take("cutoff_len") or 2048, why)
         return
     draft.put("data.overlong", "proportional")
-    if stage not in METHODS and draft.has("cutoff_len"):
-        why = "each answer is cut with its prompt; there, prompts are cut for the longer of two answers"
-        draft.changed("cutoff_len", "data.max_length", int(draft.take("cutoff_len")), why)
-    if draft.get("data.images") and draft.has("cutoff_len"):
-        why = "longer rows with images are dropped; there, they are cut"
-        draft.changed("cutoff_len", "data.max_length", int(draft.take("cutoff_len")), why)
     draft.move("cutoff_len", "data.max_length", lambda length: int(length) - shorter)
     draft.default("data.max_length", 2048 - shorter, "cutoff_len")
 
@@ -209,23 +243,26 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
     names, where = listed(draft.take(key)), Path(str(draft.left.get("dataset_dir") or "data"))
     known, base = _listed_sets(where, folder)
     sources = [_source(name, known.get(name), base or where, stage) | samples for name in names]
-    if key == "eval_dataset" and draft.left.get("eval_on_each_dataset"):
-        named = [source | {"name": eval_name(name)} for source, name in zip(sources, names, strict=True)]
-        if len({source["name"] for source in named}) == len(named):
-            sources = named
-            draft.translated("eval_on_each_dataset", ours, sources)
-    media = {name: found for name in names if (found := _media(name, known.get(name)))}
-    if _trains(draft, media, stage):
-        draft.put("data.images", True)
-    if media and not draft.get("data.images"):
-        draft.put(ours, sources)
-        draft.refused(key, f"{', '.join(media)}: {MEDIA}")
+    if key == "eval_dataset":
+        _name_each(draft, ours, sources, names)
+    draft.put(ours, sources)
+    if untrained := _untrained_media(draft, names, known, stage):
+        draft.refused(key, f"{', '.join(untrained)}: {MEDIA}")
     elif base or where == ONLINE:
         draft.translated(key, ours, sources)
-        if all(name in known for name in names) and not draft.get("data.images"):
+        if known.keys() >= set(names) and not draft.get("data.images"):
             draft.drop(dict.fromkeys(("image_max_pixels", "image_min_pixels"), "no source has images"))
     else:
         draft.changed(key, ours, sources, "dataset_info.json was not found: check these paths")
+
+
+def _name_each(draft: Draft, ours: str, sources: list[dict[str, Any]], names: list[str]) -> None:
+    """``eval_on_each_dataset``: a loss for each source, if their names differ."""
+    ours_of = [eval_name(name) for name in names]
+    if draft.left.get("eval_on_each_dataset") and len(set(ours_of)) == len(names):
+        for source, name in zip(sources, ours_of, strict=True):
+            source["name"] = name
+        draft.translated("eval_on_each_dataset", ours, sources)
 
 
 def _packing(draft: Draft) -> None:
@@ -272,14 +309,21 @@ def _media(name: str, entry: Any) -> set[str]:
     columns = entry.get("columns") or {} if isinstance(entry, dict) else {}
     found = {"images", "videos", "audios"} & columns.keys()
     if not found and MEDIA_NAMES.search(name):
-        return {"videos"} if _SOUND.search(name) else {"images"}
+        return {"videos"} if _VIDEO.search(name) else {"audios"} if "audio" in name else {"images"}
     return found
 
 
-def _trains(draft: Draft, media: dict[str, set[str]], stage: str) -> bool:
-    """Whether the sources have images, and no other media, and the model is trained on them."""
-    known = stage == "sft" and images.find_family(draft.get("model.name_or_path")) is not None
-    return known and bool(media) and all(found == {"images"} for found in media.values())
+def _untrained_media(draft: Draft, names: list[str], known: dict[str, Any], stage: str) -> list[str]:
+    """The data sets with media that would not be trained; images and audio are, where the model takes them."""
+    media = {name: found for name in names if (found := _media(name, known.get(name)))}
+    taken = audio.find_media(draft.get("model.name_or_path")) if stage == "sft" else set[str]()
+    found = set[str]().union(*media.values())
+    if not found <= taken:
+        return list(media)
+    for kind, key in (("images", "data.images"), ("audios", "data.audio")):
+        if kind in found:
+            draft.put(key, True)
+    return []
 
 
 def _source(name: str, entry: Any, base: Path, stage: str) -> dict[str, Any]:

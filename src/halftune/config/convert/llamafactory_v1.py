@@ -8,7 +8,7 @@ from typing import Any
 
 from halftune.config.convert.draft import Draft, Refusal, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
-from halftune.config.convert.llamafactory import MEDIA, MEDIA_NAMES, drop_keys
+from halftune.config.convert.llamafactory import MEDIA, MEDIA_NAMES, drop_keys, frozen
 from halftune.config.convert.trainer import drop_trainer, number, offload, remote_code, resume, scheduler
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.core.errors import ConfigError
@@ -33,6 +33,7 @@ LORA = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
+FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 PREFERENCE = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "ld_alpha", "ref_model")
 # The command that starts a config says which method it is for, not the config: only the data can tell.
 _PAIRS = re.compile(r"(^|[_/-])(dpo|pairs?|pref\w*)([_./-]|$)")
@@ -57,7 +58,7 @@ def convert(draft: Draft, folder: Path) -> None:
     if draft.has("flash_attn"):
         attention(draft, "flash_attn", draft.take("flash_attn"))
     _adapter(draft)
-    quantization(draft, "model")
+    _quantised(draft)
     _data(draft, folder)
     _training(draft)
     dist = draft.left.get("dist_config")
@@ -80,26 +81,49 @@ def _adapter(draft: Draft) -> None:
     if is_off(peft):
         draft.translated("peft_config", "adapter.type", "none")
         return
-    if peft.get("name") != "lora" or peft.get("adapter_name_or_path"):
-        what = "training goes on from no adapter" if peft.get("adapter_name_or_path") else "not supported yet"
-        raise draft.refuse("peft_config", f"{peft.get('name')}: {what}; halftune has full fine-tuning and LoRA today")
-    draft.put("adapter.type", "lora")
+    kind, continued = peft.get("name"), peft.get("adapter_name_or_path")
+    if kind == "freeze":
+        _adapter_type(draft, "none", peft.keys() - {*FREEZE, "name"})
+        draft.left.update({key: peft[key] for key in FREEZE if peft.get(key) is not None})
+        frozen(draft)
+    elif kind == "lora" and not continued:
+        _lora(draft, peft)
+    else:
+        what = "training goes on from no adapter" if continued else "not supported yet"
+        raise draft.refuse("peft_config", f"{kind}: {what}; halftune has full fine-tuning and LoRA today")
+
+
+def _lora(draft: Draft, peft: dict[str, Any]) -> None:
+    _adapter_type(draft, "lora", peft.keys() - {*LORA, "name", "target_modules", "adapter_name_or_path"})
     for key, ours in LORA.items():
         if peft.get(key) is not None:
             draft.put(f"adapter.{ours}", peft[key])
     target = peft.get("target_modules", "all")
     draft.put("adapter.target_modules", "all-linear" if target == "all" else listed(target))
-    unknown = sorted(peft.keys() - {*LORA, "name", "target_modules", "adapter_name_or_path"})
+
+
+def _adapter_type(draft: Draft, kind: str, unknown: set[str]) -> None:
     if unknown:
-        draft.changed("peft_config", "adapter.type", "lora", f"{', '.join(unknown)}: not taken over")
+        draft.changed("peft_config", "adapter.type", kind, f"{', '.join(sorted(unknown))}: not taken over")
     else:
-        draft.translated("peft_config", "adapter.type", "lora")
+        draft.translated("peft_config", "adapter.type", kind)
+
+
+def _quantised(draft: Draft) -> None:
+    """``quant_config`` says what keys of their own say in the other trainer."""
+    asked = draft.left.get("quant_config")
+    if isinstance(asked, dict) and asked.get("name", "bnb") in ("bnb", "auto"):
+        bits = asked.get("quantization_bit") or (4 if asked.get("name", "bnb") == "bnb" else None)
+        draft.left["quant_config"] = bits
+        draft.left.update({key: asked[key] for key in ("double_quantization", "quantization_type") if key in asked})
+    quantization(draft, "model")
 
 
 def _data(draft: Draft, folder: Path) -> None:
     name = str(draft.take("train_dataset"))
     sets = _read(name, folder)
-    if _PAIRS.search(name) or any(entry.get("converter") == "pair" for entry in (sets or {}).values()):
+    converters = {entry.get("converter") for entry in (sets or {}).values()}
+    if _PAIRS.search(name) or "pair" in converters:
         raise Refusal("train_dataset", f"train_dataset: {name}", f"preference pairs: {_METHODS}")
     if MEDIA_NAMES.search(name):
         draft.put("data.train", [{"path": name}])
@@ -109,20 +133,25 @@ def _data(draft: Draft, folder: Path) -> None:
         draft.changed("train_dataset", "data.train", [{"path": name}], why)
     else:
         draft.translated("train_dataset", "data.train", [_source(entry) for entry in sets.values()])
-    length = draft.take("cutoff_len") or 2048
+    _length(draft, single=sets is not None and converters <= {"alpaca"})
+    _batching(draft)
+
+
+def _length(draft: Draft, *, single: bool) -> None:
+    """``cutoff_len``; ``single``: every conversation has one answer."""
     draft.put("data.overlong", "keep_start")
-    if sets is not None and all(entry.get("converter") == "alpaca" for entry in sets.values()):
+    length = draft.take("cutoff_len") or 2048
+    if single:
         draft.translated("cutoff_len", "data.max_length", length)
     else:
         why = "a conversation is one row; there, each of its answers is a row with the turns before it"
         draft.changed("cutoff_len", "data.max_length", length, why)
-    _batching(draft)
 
 
 def _batching(draft: Draft) -> None:
     strategy = str(draft.take("batching_strategy") or "normal")
-    packed = strategy in ("padding_free", "dynamic_padding_free")
-    if strategy == "normal":
+    packed = strategy == "dynamic_padding_free"
+    if strategy in ("normal", "padding_free"):  # padding_free: the same rows in a batch, one behind the other
         draft.translated("batching_strategy", "data.packing", False)
     else:
         draft.changed("batching_strategy", "data.packing", packed, f"{strategy}: batches have other sizes here")
@@ -159,6 +188,29 @@ def _source(entry: dict[str, Any]) -> dict[str, Any]:
     return source
 
 
+def _optimizer(draft: Draft) -> None:
+    """torch's AdamW, where every weight decays; or Muon, which has a learning rate of its own."""
+    draft.put("training.weight_decay_on", "all")
+    asked = draft.left.get("optim_config")
+    given = dict(asked) if isinstance(asked, dict) else {}
+    known = {"name", "lr", "wd", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"}
+    if given.get("name") != "muon" or given.keys() - known or not given.get("nesterov", True):
+        draft.default("training.weight_decay", 0.01, "weight_decay (torch's AdamW)")
+        return
+    if draft.get("adapter.type") != "none":
+        draft.changed("optim_config", "training.optim", "muon", "adapters are updated by Muon; there, by AdamW")
+    else:
+        draft.translated("optim_config", "training.optim", "muon", "its own learning rate holds, 1e-3 by default")
+    draft.put("training.learning_rate", number(given.get("lr", 1.0e-3)))
+    draft.put("training.weight_decay", number(given.get("wd", 0.1)))
+    draft.put("training.muon_momentum", number(given.get("momentum", 0.95)))
+    draft.put("training.muon_ns_steps", int(given.get("ns_steps", 5)))
+    first, second = given.get("adamw_betas", (0.9, 0.95))
+    draft.put("training.adam_beta1", number(first))
+    draft.put("training.adam_beta2", number(second))
+    draft.put("training.adam_epsilon", number(given.get("adamw_eps", 1.0e-8)))
+
+
 def _training(draft: Draft) -> None:
     draft.translated("learning_rate", "training.learning_rate", number(draft.take("learning_rate") or 1.0e-4))
     batch = draft.take("global_batch_size")
@@ -178,5 +230,5 @@ def _training(draft: Draft) -> None:
     if draft.get("training.max_steps") is None:
         draft.default("training.num_train_epochs", 3, "num_train_epochs")
     draft.default("training.gradient_checkpointing", True, "enable_activation_checkpointing")
-    draft.default("training.weight_decay", 0.01, "weight_decay (torch's AdamW)")
+    _optimizer(draft)
     draft.default("training.output_dir", "runs/converted", "output_dir")

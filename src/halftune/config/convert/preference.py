@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from halftune.config.convert import reinforcement
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.sections.method import DpoLoss
 
@@ -34,7 +35,6 @@ LISTED_ALPACA = {
     "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "system": "system"},
     "rated": {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label", "system": "system"},
 }
-_WRITTEN = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 # TRL: keys that only one of its configs has → its method.
 TRL_KEYS = {
     "center_rewards_coefficient": "reward",
@@ -65,12 +65,21 @@ def of_axolotl(draft: Draft) -> str:
         return "reward"
     draft.unsupported(("reward_model",), "")
     kind = str(draft.left.get("rl") or "").lower()
+    if kind == "grpo":
+        reinforcement.of_axolotl(draft)
+        return kind
     if kind not in ("dpo", "ipo", "kto", "simpo", "orpo"):
         draft.unsupported(("rl",), "reinforcement learning is not supported yet")
         return ""
     if kind == "ipo":
         draft.put("method.loss", kind)
         kind = "dpo"
+    _of_axolotl(draft, kind)
+    return kind
+
+
+def _of_axolotl(draft: Draft, kind: str) -> None:
+    """The keys of a preference method."""
     draft.translated("rl", "method.type", kind)
     draft.move("rl_beta", "method.beta", float)
     if kind == "orpo":
@@ -87,7 +96,6 @@ def of_axolotl(draft: Draft) -> str:
         _smoothing(draft, "dpo_label_smoothing")
     names = ("dpo_loss_type", "dpo_use_weighting", "dpo_norm_loss", "dpo_label_smoothing", "dpo_loss_weights")
     draft.drop(dict.fromkeys(names, _PART), "refused")
-    return kind
 
 
 def axolotl_source(entry: dict[str, Any], source: dict[str, Any], method: str) -> tuple[dict[str, Any], str]:
@@ -135,14 +143,13 @@ def of_llamafactory(draft: Draft, stage: str) -> None:
 
 def listed_columns(entry: dict[str, Any], stage: str) -> dict[str, Any]:
     """Format and columns of a data set of dataset_info.json with preference rows."""
-    form = FORMATS[METHODS[stage]]
-    names = LISTED_ALPACA[form] if entry.get("formatting", "alpaca") == "alpaca" else LISTED
-    named = (entry.get("columns") or {}).items()
-    usual = {"kto_tag": "kto_tag", **names}
-    columns = {names[key]: name for key, name in named if key in names and name not in (names[key], usual[key])}
-    if form == "preference" and names is LISTED_ALPACA[form]:
-        columns.setdefault("prompt", _WRITTEN["prompt"])
-    if names is LISTED and columns.get("messages") == _WRITTEN["messages"]:
+    form, alpaca = FORMATS[METHODS[stage]], entry.get("formatting", "alpaca") == "alpaca"
+    names = LISTED_ALPACA[form] if alpaca else LISTED
+    given = (entry.get("columns") or {}).items()
+    columns = {names[key]: name for key, name in given if names.get(key, name) != name}
+    if alpaca and form == "preference":
+        columns.setdefault("prompt", "instruction")
+    if not alpaca and columns.get("messages") == "conversations":
         del columns["messages"]  # found by itself
     return {"format": form, "columns": columns} if columns else {"format": form}
 
@@ -150,9 +157,9 @@ def listed_columns(entry: dict[str, Any], stage: str) -> dict[str, Any]:
 def of_trl(draft: Draft) -> str:
     """Type of the method whose config this is, or ""; the trainer is named on TRL's command line, not here."""
     losses = draft.left.get("loss_type")
-    alone = losses[0] if isinstance(losses, list) and losses else losses
+    alone = str(losses[0] if isinstance(losses, list) and losses else losses)
     found = {method for key, method in TRL_KEYS.items() if key in draft.left}
-    found |= {TRL_LOSSES[alone]} if isinstance(alone, str) and alone in TRL_LOSSES else set()
+    found.update({TRL_LOSSES[alone]} if alone in TRL_LOSSES else ())
     if len(found) != 1:
         return ""
     (method,) = found

@@ -9,32 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from halftune.config.convert import trainer_keys
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.convert.names import LOGGERS, OPTIMIZERS, SCHEDULERS, accepts
+from halftune.config.convert.names import LOGGERS
+from halftune.config.convert.names import OPTIMIZERS as NAMES
 from halftune.config.facts.families import causal_types
 from halftune.config.facts.folder import read_json
+from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.core.errors import ModelError
 from halftune.core.files import read_limited
 
-RENAMED = {
-    "output_dir": "training.output_dir",
-    "num_train_epochs": "training.num_train_epochs",
-    "per_device_train_batch_size": "training.per_device_train_batch_size",
-    "per_device_eval_batch_size": "training.per_device_eval_batch_size",
-    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-    "weight_decay": "training.weight_decay",
-    "adam_beta1": "training.adam_beta1",
-    "adam_beta2": "training.adam_beta2",
-    "adam_epsilon": "training.adam_epsilon",
-    "max_grad_norm": "training.max_grad_norm",
-    "seed": "training.seed",
-    "torch_compile": "training.torch_compile",
-    "save_total_limit": "training.save_total_limit",
-    "load_best_model_at_end": "training.load_best",
-    "run_name": "logging.run_name",
-    "tf32": "precision.tf32",
-}
+_SAME = ("output_dir", "gradient_accumulation_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+         "max_grad_norm", "seed", "save_total_limit")  # fmt: skip
+# Keys of axolotl, too.
+SHARED = {key: f"training.{key}" for key in _SAME}
+SHARED |= {"load_best_model_at_end": "training.load_best", "tf32": "precision.tf32"}
+_ONLY = ("num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "torch_compile")
+RENAMED = SHARED | {key: f"training.{key}" for key in _ONLY} | {"run_name": "logging.run_name"}
 _ADAMW = re.compile(r"(paged_|ao_)?adamw(_bnb|_torch)?(_8bit|_4bit|_32bit|_fp8|_bnb_8bit)")
 
 
@@ -90,9 +80,7 @@ def drop_trainer(draft: Draft) -> None:
     """Label smoothing, and the keys of TrainingArguments without an equivalent; call it when the method is known."""
     if draft.left.get("label_smoothing_factor") and draft.get("method.type") in ("sft", "pretrain"):
         draft.move("label_smoothing_factor", "training.label_smoothing", number)
-    draft.drop(trainer_keys.NONE)
-    draft.drop(trainer_keys.CHANGED, "changed")
-    draft.drop(trainer_keys.REFUSED, "refused")
+    draft.drop_listed("trainer")
 
 
 def number(value: Any) -> Any:
@@ -166,12 +154,12 @@ def remote_code(draft: Draft) -> None:
 
 
 def optimizer(draft: Draft, key: str) -> None:
-    """The optimizer. AdamW with moments in 8 or 4 bit, or paged, is plain AdamW where the schema has no such one."""
+    """The optimizer. AdamW in a form that does not exist here becomes plain AdamW."""
     if not draft.has(key):
         return
     ours, value = "training.optim", str(draft.take(key))
-    name = OPTIMIZERS.get(value)
-    if name is not None and accepts(ours, name):
+    name = NAMES.get(value)
+    if name is not None:
         draft.translated(key, ours, name)
     elif _ADAMW.fullmatch(value):
         draft.changed(key, ours, "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
@@ -182,14 +170,17 @@ def optimizer(draft: Draft, key: str) -> None:
 
 def scheduler(draft: Draft, key: str) -> None:
     """The schedule."""
-    ours = "training.lr_scheduler_type"
-    table = {theirs: name for theirs, name in SCHEDULERS.items() if accepts(ours, name)}
+    ours, asked = "training.lr_scheduler_type", str(draft.left.get(key) or "")
+    if OPTIMIZERS.get(draft.get("training.optim"), OPTIMIZERS["adamw"]).averages and not asked.startswith("constant"):
+        draft.changed(key, ours, "constant_with_warmup", "the average of the weights takes the place of a falling rate")
+        return
+    table = {name: name for name in SCHEDULES}
     draft.words(key, ours, table, "cosine", "cosine takes its place")
 
 
 def lora_plus(draft: Draft) -> None:
-    """A higher learning rate for LoRA's B (LoRA+), where the schema has it."""
-    if accepts("adapter.lora_plus_ratio") and draft.get("adapter.type") == "lora":
+    """A higher learning rate for LoRA's B (LoRA+)."""
+    if draft.get("adapter.type") == "lora":
         draft.move("loraplus_lr_ratio", "adapter.lora_plus_ratio", number)
 
 
@@ -202,11 +193,10 @@ def embedding_noise(draft: Draft) -> None:
 
 
 def lowest_rate(draft: Draft) -> None:
-    """axolotl's cosine that ends above zero, where the schema has the ratio; call it after :func:`scheduler`."""
-    ours = "training.lr_min_ratio"
-    if accepts(ours) and draft.get("training.lr_scheduler_type") == "cosine" and draft.has("cosine_min_lr_ratio"):
+    """axolotl's cosine that ends above zero; call it after :func:`scheduler`."""
+    if draft.get("training.lr_scheduler_type") == "cosine" and draft.has("cosine_min_lr_ratio"):
         draft.put("training.lr_scheduler_type", "cosine_with_min_lr")
-        draft.translated("cosine_min_lr_ratio", ours, number(draft.take("cosine_min_lr_ratio")))
+        draft.move("cosine_min_lr_ratio", "training.lr_min_ratio", number)
 
 
 def grouping(draft: Draft) -> None:
@@ -231,7 +221,7 @@ def report_to(draft: Draft) -> None:
         return
     asked = draft.take("report_to")
     names = [asked] if isinstance(asked, str) else list(asked or [])
-    kept = [name for name in names if name in LOGGERS and accepts("logging.report_to", name)]
+    kept = [name for name in names if name in LOGGERS]
     lost = [name for name in names if name not in (*kept, "none", "None")]
     if lost:
         draft.changed(

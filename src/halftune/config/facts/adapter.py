@@ -108,24 +108,33 @@ def settings_of(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
     Raises:
         ModelError: it is not LoRA, or has options that training cannot continue.
     """
-    wrong = [] if raw.get("peft_type") == "LORA" else [f"peft_type: {raw.get('peft_type')}"]
-    wrong += [f"{key}: {str(raw[key])[:_SHOWN]}" for key in UNSUPPORTED if raw.get(key)]
-    wrong += [f"bias: {raw['bias']}"] if raw.get("bias", "none") != "none" else []
-    start = raw.get("init_lora_weights")
-    wrong += [f"init_lora_weights: {start}"] if isinstance(start, str) and start.startswith(_MUTATES) else []
-    if wrong:
+    if wrong := _unsupported(raw):
         what = f"training cannot continue an adapter with {', '.join(wrong)}"
         remedy = "use a LoRA adapter with one rank and alpha"
         raise ModelError(what, where=where, remedy=remedy, code="model.adapter_unsupported")
     settings = {key: raw.get(name, default) for key, (name, default) in KEYS.items()}
     # written by save: linear layers with the names of experts
-    stored = [str(one) for one in raw.get("target_parameters") or ()]
-    linear = [one.removesuffix(".weight") for one in stored if one.endswith(".weight")]
+    stored = {str(one) for one in raw.get("target_parameters") or ()}
+    linear = {one for one in stored if one.endswith(".weight")}
     if isinstance(settings["target_modules"], list) or linear:
-        settings["target_modules"] = sorted({*(settings["target_modules"] or ()), *linear})
+        names = {one.removesuffix(".weight") for one in linear}
+        settings["target_modules"] = sorted({*(settings["target_modules"] or ()), *names})
     settings["modules_to_save"] = sorted(settings["modules_to_save"] or ())
-    settings["target_parameters"] = sorted(one for one in stored if not one.endswith(".weight"))
+    settings["target_parameters"] = sorted(stored - linear)
     return settings
+
+
+def _unsupported(raw: dict[str, Any]) -> list[str]:
+    """Options of an adapter's config that training cannot continue, as ``key: value``."""
+    kind, bias, start = raw.get("peft_type"), raw.get("bias", "none"), str(raw.get("init_lora_weights"))
+    wrong = [f"{key}: {str(raw[key])[:_SHOWN]}" for key in UNSUPPORTED if raw.get(key)]
+    if kind != "LORA":
+        wrong.insert(0, f"peft_type: {kind}")
+    if bias != "none":
+        wrong.append(f"bias: {bias}")
+    if start.startswith(_MUTATES):
+        wrong.append(f"init_lora_weights: {start}")
+    return wrong
 
 
 def differences(section: dict[str, Any], settings: dict[str, Any]) -> Iterator[Conflict]:

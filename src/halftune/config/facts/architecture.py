@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, ModelError
-from halftune.core.files import cache_dir
+from halftune.core.files import MOST_JSON, cache_dir, read_json
 from halftune.core.log import get_logger
 
 
@@ -47,7 +48,7 @@ def check_complete(
     missing = [name for name in expected if name not in headers]
     # sorted: GPT-2 stores matrices as [in, out]
     other = [name for name, shape in expected.items() if name in headers and sorted(headers[name][1]) != sorted(shape)]
-    for kind, names in (("missing", missing), ("in another shape than in config.json", other)):
+    for kind, names in (("missing", missing), ("of the wrong shape for config.json", other)):
         if names:
             count = "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
             what = f"{count} {kind}, first {names[0]}: they would be random"
@@ -82,7 +83,7 @@ log = get_logger(__name__)
 TensorKind = Literal["linear", "router", "head", "embedding", "parameter"]
 BUILDER = "halftune.model.meta_shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 1  # version of cached answers
+FORMAT = 2  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 
@@ -134,13 +135,13 @@ class Architecture:
     Attributes:
         text: the decoder's settings, with defaults.
         tied: whether head and embedding share weights.
-        towers: number of elements of the towers.
+        towers: the towers' weights.
         tensors: the language model's weights.
     """
 
     text: dict[str, Any]
     tied: bool
-    towers: int
+    towers: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
 
 
@@ -162,18 +163,16 @@ def _architecture(config: str, multimodal: bool) -> Architecture | None:
         path = cache_dir() / "architectures" / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
     except (PackageNotFoundError, ConfigError):  # an unwritable cache is reported when builtin weights are built
         path = None
+    if path is not None:
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # others may write to a shared cache
+            return _read(read_json(path, MOST_JSON))
+    answer = _built(raw, multimodal)
     try:
-        answer = json.loads(path.read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError):
-        answer = None
-    if answer is None:
-        answer = _built(raw, multimodal)
-        try:
-            if path and answer:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(answer))
-        except OSError as error:
-            log.debug("cannot cache %s: %s", path, error)
+        if path and answer:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(answer))
+    except OSError as error:
+        log.debug("cannot cache %s: %s", path, error)
     return _read(answer)
 
 
@@ -181,8 +180,11 @@ def _read(answer: dict[str, Any]) -> Architecture | None:
     if "tensors" not in answer:
         log.debug("cannot build the architecture: %s", answer.get("error"))
         return None
-    tensors = (Tensor(name, tuple(shape), tuple(layers), kind) for name, shape, kind, layers in answer["tensors"])
-    return Architecture(answer["text"], answer["tied"], answer["towers"], tuple(tensors))
+    towers, tensors = (
+        tuple(Tensor(name, tuple(shape), tuple(layers), kind) for name, shape, kind, layers in answer[part])
+        for part in ("towers", "tensors")
+    )
+    return Architecture(answer["text"], answer["tied"], towers, tensors)
 
 
 def _too_deep(part: Any) -> bool:

@@ -7,15 +7,16 @@ from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
 from ssl import SSLError
-from threading import Thread
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, urlopen
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
+from halftune.core.time_limit import within
 
 _PATIENCE = 6.0  # timeout for the hub in seconds
+_DOWNLOAD = 60.0  # timeout for a small file in seconds
 _REMEMBERED = 60  # seconds for which the hub's availability is cached
 
 
@@ -89,7 +90,7 @@ def from_hub(name: str, revision: str | None, file: str, *, key: str, download: 
             return Path(cached) if isinstance(cached, str) else None
         if not hub_answers():
             raise OfflineModeIsEnabled(f"{constants.ENDPOINT} does not respond")
-        return Path(hf_hub_download(name, file, revision=revision))
+        return Path(within(_DOWNLOAD, lambda: hf_hub_download(name, file, revision=revision)))
     except HFValidationError as error:
         what = f"{name!r} is neither a folder nor a hub id"
         raise ModelError(what, where=key, code="model.not_found") from error
@@ -127,12 +128,11 @@ def _beyond_urllib(proxies: dict[str, str], scheme: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _answers(endpoint: str, _: int) -> bool:
-    """Whether a server responds within ``_PATIENCE``; a thread, since DNS lookups have no timeout."""
-    found: list[bool] = []
-    thread = Thread(target=lambda: found.append(_asked(endpoint)), daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
-    return found == [True]
+    """Whether a server responds within ``_PATIENCE``."""
+    try:
+        return within(_PATIENCE, lambda: _asked(endpoint))
+    except TimeoutError:
+        return False
 
 
 def _asked(endpoint: str) -> bool:

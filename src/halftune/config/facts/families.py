@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from halftune.config.facts.media import AUDIO_FAMILIES, REFUSED
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
@@ -63,24 +64,30 @@ def multimodal_class(raw: dict[str, Any], parts: str, *, trust_remote_code: bool
         ModelError: ``parts: text`` is set, and the model type has no class for text only.
     """
     model_type = str(raw.get("model_type"))
-    whole = _classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES").get(model_type, "")
+    whole = _class_with_towers(model_type)
     text = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
-    if (
-        not whole
-        or family_of(model_type).kind == "other"
-        or (text and not isinstance(raw.get("text_config"), dict))
-        or (trust_remote_code and "AutoModelForCausalLM" in (raw.get("auto_map") or {}))
-    ):
+    if not whole or _brings_code(raw, trust_remote_code) or (text and not isinstance(raw.get("text_config"), dict)):
         return ""
+    if parts == "text" and text in ("", whole):
+        what, remedy = (
+            f"transformers has no text-only class of {model_type}",
+            "set model.parts: all (the towers are frozen)",
+        )
+        raise ModelError(what, where=where, remedy=remedy, code="model.no_text_class")
     if parts == "text":
-        if text in ("", whole):
-            what = f"transformers has no text-only class of {model_type}"
-            raise ModelError(
-                what, where=where, remedy="set model.parts: all (the towers are frozen)", code="model.no_text_class"
-            )
         return ""
     named = raw.get("architectures")
     return "" if isinstance(named, list) and text in named and whole not in named else whole
+
+
+def _class_with_towers(model_type: str) -> str:
+    """The class of a language model with towers; empty if there is none, or if it predicts no tokens."""
+    if family_of(model_type).kind == "other":
+        return ""
+    found = _classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES").get(model_type, "")
+    if found or model_type not in AUDIO_FAMILIES:
+        return found
+    return _classes("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES").get(model_type, "")
 
 
 def other_class(raw: dict[str, Any], multimodal: str) -> tuple[str, str] | None:
@@ -124,43 +131,56 @@ def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool, mu
         ModelError: an encoder, an encoder-decoder, a classifier, an unknown model type, or one that requires untrusted
             remote code.
     """
-    model_type = raw.get("model_type")
-    inner = raw.get("text_config") if multimodal else None
-    inner_type = inner.get("model_type") if isinstance(inner, dict) else None
-    kind = family_of(model_type).kind
-    pair = kind == "encoder-decoder"
-    if raw.get("is_encoder_decoder", pair) or family_of(inner_type).kind == "encoder-decoder":
-        what = f"{model_type} is an encoder-decoder; only causal language models are supported"
-        remedy = f"use a decoder, such as {DECODERS}; for {model_type} use transformers' Seq2SeqTrainer"
+    if found := _not_causal(raw, multimodal=multimodal):
+        what, remedy = found
         raise ModelError(what, where=where, remedy=remedy, code="model.not_causal")
+    if not multimodal and not _brings_code(raw, trust_remote_code):
+        _check_known(raw, where)
+
+
+def _not_causal(raw: dict[str, Any], *, multimodal: bool) -> tuple[str, str] | None:
+    """What the model is instead of a causal language model, and the remedy; None if it is one, or unknown."""
+    model_type, inner, named = raw.get("model_type"), raw.get("text_config"), raw.get("architectures")
+    kind = family_of(model_type).kind
+    within = family_of(inner.get("model_type")).kind if multimodal and isinstance(inner, dict) else ""
+    if raw.get("is_encoder_decoder", kind == "encoder-decoder") or within == "encoder-decoder":
+        what = f"{model_type} is an encoder-decoder; only causal language models are supported"
+        return what, f"use a decoder, such as {DECODERS}; for {model_type} use transformers' Seq2SeqTrainer"
     if kind == "encoder" and not any(raw.get(key) == value for key, value in ONE_WAY):
-        what = f"{model_type} is an encoder, not a causal language model"
-        raise ModelError(what, where=where, remedy=f"use a decoder, such as {DECODERS}", code="model.not_causal")
+        return f"{model_type} is an encoder, not a causal language model", f"use a decoder, such as {DECODERS}"
     if multimodal and kind == "pictures":
         what = f"transformers' {model_type} requires images; only text training is supported"
-        raise ModelError(what, where=where, remedy=f"use a language model, such as {DECODERS}", code="model.not_causal")
-    named = raw.get("architectures")
-    labels = [name for name in named if _LABELS.search(str(name))] if isinstance(named, list) else []
+        return what, f"use a language model, such as {DECODERS}"
+    labels = next(filter(_LABELS.search, map(str, named if isinstance(named, list) else ())), "")
     if labels and not is_reward_model(raw):
-        what = f"the checkpoint is a {labels[0]}, with a head for labels instead of tokens"
-        raise ModelError(what, where=where, remedy="use its base language model", code="model.not_causal")
-    if multimodal or ("AutoModelForCausalLM" in (raw.get("auto_map") or {}) and trust_remote_code):
-        return
-    known = causal_types()
+        what = f"the checkpoint is a {labels}, with a head for labels instead of tokens"
+        return what, "use its base language model"
+    return None
+
+
+def _check_known(raw: dict[str, Any], where: str) -> None:
+    """Refuse a model type for which transformers has no causal language model."""
+    model_type, known = str(raw.get("model_type")), causal_types()
     if not known or model_type in known:
         return
     if raw.get("auto_map"):
         remedy = "review the code, then set model.trust_remote_code: true and model.revision"
         what = f"{model_type} requires the checkpoint's remote code"
         raise ModelError(what, where=where, remedy=remedy, code="model.remote_code_required")
-    if _has_other_uses(str(model_type)):
+    if _has_other_uses(model_type):
         what = f"transformers has no causal language model for {model_type}"
+        if model_type in REFUSED:
+            what = f"{model_type} is not supported: {REFUSED[model_type]}"
         raise ModelError(what, where=where, remedy=f"use a language model, such as {DECODERS}", code="model.not_causal")
-    remedy = did_you_mean(str(model_type), known)
+    remedy = did_you_mean(model_type, known)
     if not remedy.startswith("did"):
         remedy = "try a newer transformers version"
-    what = f"unknown model type {model_type!r}"
-    raise ModelError(what, where=where, remedy=remedy, code="model.unknown_type")
+    raise ModelError(f"unknown model type {model_type!r}", where=where, remedy=remedy, code="model.unknown_type")
+
+
+def _brings_code(raw: dict[str, Any], trust_remote_code: bool) -> bool:
+    """Whether trusted code of the checkpoint builds the model."""
+    return trust_remote_code and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
 
 
 def _has_other_uses(model_type: str) -> bool:
@@ -252,7 +272,7 @@ FAMILIES: dict[str, Family] = {
         hybrid=True,
         operators=_DELTA,
         fla=True,
-        mixes="the indexer of qwen4_exp's attention chooses among the keys of the whole row",
+        mixes="the indexer of qwen4_exp's attention selects keys of the whole row",
     ),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _DELTA_PER_CHANNEL),
     "glm5_next": Family(hybrid=True, operators=_KDA, fla=True),

@@ -24,23 +24,13 @@ from halftune.config.facts.safetensors_headers import (
     split_towers,
     stored_formats,
 )
+from halftune.config.facts.sizes import attention, dtype_of, experts, grouped, number, sizes_of, without_nulls
+from halftune.config.facts.wrapped import unwrapped
 from halftune.config.sections.model import ModelSection
 from halftune.config.weight_formats import method_of
 from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
-# Alternative keys of each size.
-HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
-WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size")
-VOCABULARY = ("vocab_size",)
-PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-FORMATS |= {"float64": "fp64", "double": "fp64"}
 INNER = ("text_config", "global_config")  # sub-configs of the decoder; global_config is BLT's
 
 
@@ -72,6 +62,7 @@ class ModelFacts:
         raw: the whole parsed config.json (nested text_config already resolved into the fields above).
         multimodal: class that loads it with its towers; empty for a plain language model, and with ``parts: text``.
         tower_parameters: number of weights of its towers, not included in ``num_parameters``.
+        tower_tensors: the weights of its towers by name and shape, as ``tensors``.
         prediction_heads: names of its tensors for multi-token prediction, which transformers does not load.
         text_type: ``model_type`` of the decoder, if it is a part of the model.
         scores: whether the checkpoint is a reward model: its output layer has one output.
@@ -108,6 +99,7 @@ class ModelFacts:
     stored: Mapping[str, str] = field(default_factory=dict)
     multimodal: str = ""
     tower_parameters: int = 0
+    tower_tensors: tuple[Tensor, ...] = ()
     prediction_heads: tuple[str, ...] = ()
     text_type: str = ""
     scores: bool = False
@@ -137,19 +129,13 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
     """
     name = model.name_or_path
     if name.startswith("builtin:"):
-        known = {f"builtin:{key}": raw for key, raw in BUILTIN_MODELS.items()}
-        if name not in known:
-            what, remedy = f"unknown model {name}", did_you_mean(name, known)
-            raise ModelError(what, where="model.name_or_path", remedy=remedy, code="core.unknown_builtin")
-        raw = known[name]
-        towers = multimodal_class(raw, model.parts, trust_remote_code=False, where=name)
-        return replace(facts_from_config(raw, name, multimodal=towers), tokens=token_ids(model, None))
+        return _builtin(model)
     file = config_file(model)
     raw = read_json(file)
     if not isinstance(raw.get("model_type"), str):
         what, remedy = "config.json has no model_type", "use a transformers checkpoint"
         raise ModelError(what, where=str(file), remedy=remedy, code="model.config_incomplete")
-    trusted = model.trust_remote_code
+    raw, trusted = unwrapped(raw), model.trust_remote_code
     multimodal = multimodal_class(raw, model.parts, trust_remote_code=trusted, where=str(file))
     check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
     own_code = trusted and "auto_map" in raw
@@ -164,13 +150,23 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
         remedy = "download the file again, or restore it"
         what = f"a value has an unexpected type: {error}"
         raise ModelError(what, where=str(file), remedy=remedy, code="model.config_invalid") from error
+    language, towers = split_towers(headers)
     if headers and not facts.quantization and not facts.num_experts:  # experts are stored separately and merged on load
-        language, _ = split_towers(headers) if multimodal else (headers, {})
-        check_complete(language, facts.tensors, where=str(file.parent))
-    towers = split_towers(headers)[1] if isinstance(raw.get("text_config"), dict) else {}
-    heads = prediction_heads(sorted(headers.keys() - towers.keys()), facts.num_layers)
+        check_complete(language if multimodal else headers, facts.tensors, where=str(file.parent))
+    left = headers.keys() - (towers.keys() if isinstance(raw.get("text_config"), dict) else set())
+    heads = prediction_heads(sorted(left), facts.num_layers)
     tokens, scores = token_ids(model, file.parent), is_reward_model(raw)
     return replace(facts, tokens=tokens, prediction_heads=tuple(heads), scores=scores)
+
+
+def _builtin(model: ModelSection) -> ModelFacts:
+    name, known = model.name_or_path, {f"builtin:{key}": raw for key, raw in BUILTIN_MODELS.items()}
+    if name not in known:
+        what, remedy = f"unknown model {name}", did_you_mean(name, known)
+        raise ModelError(what, where="model.name_or_path", remedy=remedy, code="core.unknown_builtin")
+    raw = unwrapped(known[name])
+    towers = multimodal_class(raw, model.parts, trust_remote_code=False, where=name)
+    return replace(facts_from_config(raw, name, multimodal=towers), tokens=token_ids(model, None))
 
 
 def facts_from_config(
@@ -204,35 +200,32 @@ def facts_from_config(
     model_type = str(text.get("model_type"))
     if model_type in OWN:
         rwkv7_shape(text)
-    sizes, family = _sizes(text, where, built), family_of(raw.get("model_type"), model_type)
-    headers, towers = split_towers(headers) if headers and (nested or multimodal) else (headers, {})
-    quantization = _quantization(text, headers or {}, where)
-    window, experts = _window(text, where), _number(text, EXPERTS, where) or 0
+    sizes, family = sizes_of(text, where, built), family_of(raw.get("model_type"), model_type)
+    headers, towers = split_towers(headers or {}) if nested or multimodal else (headers or {}, {})
     facts = ModelFacts(
         name_or_path=name,
         model_type=str(raw.get("model_type")),
         text_type=model_type,
-        dtype=(main_format(headers) if headers else None) or _dtype(text),
+        dtype=main_format(headers) or dtype_of(text),
         **sizes,
         num_parameters=0,
         counted_in="own code" if own_code else "architecture" if built else "sizes",
-        linear_layers=_count_linear(family, text, sizes["num_layers"]),
-        sliding_window=window,
-        softcap=_number(text, ("attn_logit_softcapping",), where),
-        sinks=family.sinks,
-        attention_dropout=float(_first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)),
-        num_experts=experts,
-        num_experts_per_token=(_number(text, PER_TOKEN, where) or 0) if experts else 0,
-        quantization=quantization,
-        max_position_embeddings=_number(text, ("max_position_embeddings", "n_positions"), where),
-        window_layers=_window_layers(text, sizes["num_layers"]) if window else 0,
+        **attention(text, family, sizes["num_layers"], where),
+        **experts(text, where),
+        quantization=_quantization(text, headers, where),
+        max_position_embeddings=number(text, ("max_position_embeddings", "n_positions"), where),
         tensors=built.tensors if built else (),
         raw=raw,
-        stored=stored_formats(headers or {}),
+        stored=stored_formats(headers),
         multimodal=multimodal,
-        tower_parameters=sum(math.prod(shape) for _, shape in towers.values()) or (built.towers if built else 0),
+        tower_parameters=_elements(towers) or (sum(one.size * one.count for one in built.towers) if built else 0),
+        tower_tensors=built.towers if built else (),
     )
-    return _counted(facts, headers or {})
+    return _counted(facts, headers)
+
+
+def _elements(headers: Headers) -> int:
+    return sum(math.prod(shape) for _, shape in headers.values())
 
 
 def _counted(facts: ModelFacts, headers: Headers) -> ModelFacts:
@@ -255,10 +248,9 @@ def _decoder(raw: dict[str, Any], built: Architecture | None, *, outer: bool) ->
     ``outer``: the multimodal class is loaded, which decides whether the head is tied.
     """
     inner = next((raw[name] for name in INNER if isinstance(raw.get(name), dict)), {})
-    given = {key: value for key, value in raw.items() if value is not None}
-    said = {key: value for key, value in inner.items() if value is not None}
+    given, said = without_nulls(raw), without_nulls(inner)
     defaults = built.text if built else {}
-    text = {**given, **defaults, **said} if inner else {**defaults, **_grouped(given), **given}
+    text = {**given, **defaults, **said} if inner else {**defaults, **grouped(given), **given}
     if outer and "tie_word_embeddings" in raw:
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
     return bool(inner), text
@@ -271,101 +263,6 @@ def _quantization(text: dict[str, Any], headers: Headers, where: str) -> str | N
         remedy = "use a checkpoint in bf16, fp16 or fp32, or one whose config.json names its quantisation"
         raise ModelError(what, where=where, remedy=remedy, code="model.quantization_unknown")
     return method
-
-
-def _grouped(text: dict[str, Any]) -> dict[str, Any]:
-    """Settings of attention and MLP in separate groups, as in DBRX and MPT."""
-    groups = [text[name] for name in ("attn_config", "ffn_config") if isinstance(text.get(name), dict)]
-    return {key: value for group in groups for key, value in group.items() if value is not None}
-
-
-def _first(text: dict[str, Any], keys: tuple[str, ...], otherwise: Any) -> Any:
-    return next((text[key] for key in keys if text.get(key) is not None), otherwise)
-
-
-def _sizes(text: dict[str, Any], where: str, built: Architecture | None) -> dict[str, Any]:
-    """The sizes, by their attribute names."""
-    _check_said(text, where)
-    hidden, layers = _whole(text, HIDDEN, where), _whole(text, LAYERS, where, len(_layer_kinds(text)) or None)
-    heads = _whole(text, HEADS, where, 1)
-    kv_heads = _whole(text, KEY_HEADS, where, heads)
-    latent = ("qk_nope_head_dim", "qk_rope_head_dim") if text.get("kv_lora_rank") else ()  # queries have two parts
-    head_dim = sum(int(text.get(part) or 0) for part in latent) or _whole(text, HEAD_DIM, where, hidden // heads)
-    return {
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": _whole(text, WIDTH, where, 4 * hidden),
-        "vocab_size": _whole(text, VOCABULARY, where),
-        "tie_word_embeddings": built.tied if built else bool(text.get("tie_word_embeddings", False)),
-    }
-
-
-def _check_said(text: dict[str, Any], where: str) -> None:
-    """Check that the config of a model with remote code has all sizes, since its code is not run for defaults.
-
-    Raises:
-        ModelError: names every missing size.
-    """
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": () if _layer_kinds(text) else LAYERS, "vocab_size": VOCABULARY}
-    unsaid = [name for name, keys in sizes.items() if keys and _first(text, keys, None) is None]
-    if unsaid and text.get("auto_map"):
-        remedy = f"add {' and '.join(unsaid)} to config.json (the remote code has a default or another name)"
-        what = f"{', '.join(unsaid)} {'are' if unsaid[1:] else 'is'} missing"
-        raise ModelError(what, where=where, remedy=remedy, code="model.config_incomplete")
-
-
-def _layer_kinds(text: dict[str, Any]) -> list[Any]:
-    """The kinds of all layers, if listed; nemotron_h has no other number of layers."""
-    kinds = _first(text, ("layers_block_type", "layer_types"), [])
-    return kinds if isinstance(kinds, list) else []
-
-
-def _whole(text: dict[str, Any], keys: tuple[str, ...], where: str, otherwise: int | None = None) -> int:
-    value = _first(text, keys, otherwise)
-    if isinstance(value, list) and all(isinstance(size, int) for size in value):
-        value = max(value, default=None)  # one per layer: use the largest
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        said = "is missing" if value is None else f"expected an integer ≥ 1, got {value!r}"
-        raise ModelError(f"{keys[0]}: {said}", where=where, remedy="download it again", code="model.config_invalid")
-    return value
-
-
-def _number(text: dict[str, Any], keys: tuple[str, ...], where: str) -> Any:
-    """A number that may be absent."""
-    value = _first(text, keys, None)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        what = f"{keys[0]}: expected a number, got {value!r}"
-        raise ModelError(what, where=where, remedy="download it again", code="model.config_invalid")
-    return value
-
-
-def _dtype(text: dict[str, Any]) -> str | None:
-    return FORMATS.get(str(_first(text, ("dtype", "torch_dtype"), "")).removeprefix("torch."))
-
-
-def _window(text: dict[str, Any], where: str) -> int | None:
-    return _number(text, ("sliding_window",), where) or None if text.get("use_sliding_window", True) else None
-
-
-def _window_layers(text: dict[str, Any], layers: int) -> int:
-    if types := text.get("layer_types"):
-        return sum(kind == "sliding_attention" for kind in types[:layers])
-    if pattern := text.get("sliding_window_pattern"):
-        return sum((layer + 1) % int(pattern) != 0 for layer in range(layers))
-    return layers - min(layers, int(text.get("max_window_layers") or 0)) if "max_window_layers" in text else layers
-
-
-def _count_linear(family: Family, text: dict[str, Any], layers: int) -> int:
-    """Number of layers with linear attention, from ``layer_types`` or the interval of full-attention layers."""
-    if types := text.get("layer_types"):
-        return sum("attention" not in kind or "linear" in kind for kind in types[:layers])
-    if "linear_num_value_heads" in text:
-        interval = int(text.get("full_attention_interval", 4))
-        return sum((layer + 1) % interval != 0 for layer in range(layers))
-    return layers if family.hybrid else 0  # config.json lists them in another way
 
 
 def _llama(facts: ModelFacts) -> Iterator[Tensor]:

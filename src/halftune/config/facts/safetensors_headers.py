@@ -16,15 +16,18 @@ from halftune.core.files import MOST_JSON, read_limited
 _FORMATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 # Dtypes of quantised weights, which need scales and a config that names the method.
-_QUANTISED = re.compile(r"F8|F6_|F4|I8|I4")
+_QUANTISED = re.compile(r"F8|F6_|F4|[IU]\d|BOOL")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings?|embed_in|embeddings?|tok_embeddings)\.weight$")
 _POINTER = b"version https://git-lfs"
 _SAMPLE = 1 << 16  # bytes compared at the beginning, in the middle and at the end
 # In the files, but not in the trained text model: extra prediction heads, towers, tables.
-_NOT_LOADED = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.|inv_freq$")
+_NOT_LOADED = re.compile(
+    r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mlp_AR|talker|token2wav)\.|inv_freq$"
+)
 
 
+_NO_TOWER = re.compile(r"(^|\.)mtp\.|inv_freq$")
 # The language model and head in the files of a model with towers; no other tensors are trained.
 _LANGUAGE = re.compile(r"(^|\.)(language_model|text_model)\.|(^|\.)lm_head\.")
 
@@ -72,17 +75,16 @@ def _shards(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         reason = f": {error.strerror}" if isinstance(error, OSError) else ""
         raise damaged(f"cannot read the index of the weights{reason}", index) from error
-    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-        what = f"the index contains {outside[0]}, outside the model's folder"
-        raise ModelError(
-            what,
-            where=str(index),
-            remedy="download the model again from a source you trust",
-            code="model.index_outside_folder",
-        )
-    if others := [name for name in names if not name.endswith(".safetensors")]:
-        what = f"the index contains {others[0]}, which is not safetensors and may be a pickle that executes code"
-        raise ModelError(what, where=str(index), remedy="use a safetensors checkpoint", code="model.pickle_refused")
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            what, remedy = (
+                f"the index contains {name}, outside the model's folder",
+                "download the model again from a source you trust",
+            )
+            raise ModelError(what, where=str(index), remedy=remedy, code="model.index_outside_folder")
+        if not name.endswith(".safetensors"):
+            what = f"the index contains {name}, which is not safetensors and may be a pickle that executes code"
+            raise ModelError(what, where=str(index), remedy="use a safetensors checkpoint", code="model.pickle_refused")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         what = f"{len(missing)} of {len(files)} weight files are missing, first {missing[0]}"
@@ -118,10 +120,9 @@ def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
                 raise ValueError("its header says that it is longer than the file")
             if length > MOST_JSON:
                 raise ValueError(f"the header has {length:,} bytes; the maximum is {MOST_JSON:,}")
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_once)
         header.pop("__metadata__", None)
-        ends = [_check_entry(name, entry) for name, entry in header.items()]
-        whole = 8 + length + max(ends, default=0)
+        whole = 8 + length + _end(header)
         if whole != size:
             raise ValueError(f"expected {whole:,} bytes by the header, got {size:,}")
         return {name: (file, 8 + length + entry["data_offsets"][0], entry) for name, entry in header.items()}
@@ -140,13 +141,38 @@ def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
         raise ModelError(what, where=str(file), remedy=remedy, code="core.file_damaged") from error
 
 
+def _end(header: dict[str, Any]) -> int:
+    """Bytes of all tensors, which lie one behind the other.
+
+    Raises:
+        ValueError, KeyError, TypeError: they do not, or an entry is wrong.
+    """
+    end = 0
+    for begin, after, name in sorted(_check_entry(name, entry) for name, entry in header.items()):
+        if begin != end:
+            raise ValueError(f"{name} begins at byte {begin:,} instead of {end:,}, where the tensor before it ends")
+        end = after
+    return end
+
+
 def _is_pointer(file: Path) -> bool:
     with file.open("rb") as stream:
         return stream.read(len(_POINTER)) == _POINTER
 
 
-def _check_entry(name: str, entry: dict[str, Any]) -> int:
-    """The end of a tensor's bytes; checks that dtype, shape and size match.
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; readers differ in which of two values of one name they take.
+
+    Raises:
+        ValueError: a name is there twice.
+    """
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{twice[0]} is there twice")
+    return dict(pairs)
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str]:
+    """Begin and end of a tensor's bytes, and its name; checks that dtype, shape and size match.
 
     Raises:
         ValueError, KeyError, TypeError: they do not.
@@ -157,7 +183,7 @@ def _check_entry(name: str, entry: dict[str, Any]) -> int:
         raise ValueError(f"{name} has no dtype, shape or offsets")
     if dtype in _BYTES and end - start != _BYTES[dtype] * math.prod(shape):
         raise ValueError(f"the size of {name} does not match its shape")
-    return end
+    return start, end, name
 
 
 def has_head_of_its_own(folder: Path) -> bool:
@@ -198,11 +224,11 @@ def split_towers(headers: Headers) -> tuple[Headers, Headers]:
 
     Files of an older format have no name for the language model: there the towers' usual names decide.
     """
-    inside = {name for name in headers if _LANGUAGE.search(name)}
-    named = any("lm_head" not in name for name in inside)
-    text = inside if named else {name for name in headers if not _NOT_LOADED.search(name)}
-    left = {name for name in headers if name not in text and not re.search(r"(^|\.)mtp\.|inv_freq$", name)}
-    return {name: headers[name] for name in headers if name in text}, {name: headers[name] for name in left}
+    text = {name: entry for name, entry in headers.items() if _LANGUAGE.search(name)}
+    if all("lm_head" in name for name in text):
+        text = {name: entry for name, entry in headers.items() if not _NOT_LOADED.search(name)}
+    others = headers.items() - text.items()
+    return text, {name: entry for name, entry in others if not _NO_TOWER.search(name)}
 
 
 def count_parameters(headers: Headers, *, tied: bool) -> int:

@@ -48,15 +48,15 @@ def translate_spellings(tree: Tree) -> set[KeyPath]:
     Returns:
         Paths with errors, which need no further checks.
     """
-    found = _take(tree)
-    bad = [one for one in found if not (one.value is None or isinstance(one.value, bool) or one.value == "auto")]
-    for one in bad:
-        tree.problems.append(
-            tree.problem(one.path, f"expected true, false or auto, got {one.value!r}", code="config.invalid_value")
-        )
-    found = _command_line_wins(tree, [one for one in found if one not in bad and one.value is not None])
+    written = _take(tree)
+    good = [one for one in written if isinstance(one.value, bool | None) or one.value == "auto"]
+    for one in written:
+        if one not in good:
+            what = f"expected true, false or auto, got {one.value!r}"
+            tree.problems.append(tree.problem(one.path, what, code="config.invalid_value"))
+    found = _command_line_wins(tree, [one for one in good if one.value is not None])
     if not found:
-        return {COMPUTE} if bad else set()
+        return set() if written == good else {COMPUTE}
     precision = tree.values.setdefault("precision", {})
     if not isinstance(precision, dict):
         return set()
@@ -64,40 +64,42 @@ def translate_spellings(tree: Tree) -> set[KeyPath]:
     if len(asked) > 1:
         first, second, *_ = reversed(asked.values())
         what = f"{_word(second)} conflicts with {first} ({first.place.origin})"
-        tree.problems.append(
-            tree.problem(second.path, what, "keep one, or set precision: auto", code="config.keys_conflict")
-        )
+        remedy = "keep one, or set precision: auto"
+        tree.problems.append(tree.problem(second.path, what, remedy, code="config.keys_conflict"))
         return {COMPUTE}
-    return _write(tree, precision, found, next(iter(asked.values()), found[0]))
+    source = next(iter(asked.values()), found[0])
+    return _write_compute(tree, precision, found, source) or _write_trainable(tree, precision, found)
 
 
 def _take(tree: Tree) -> list[Spelling]:
-    found = []
-    for holder_path in ((), ("training",)):
-        holder = tree.values if not holder_path else tree.values.get("training")
-        if isinstance(holder, dict):
-            for name in FORMATS:
-                if name in holder:
-                    path = (*holder_path, name)
-                    found.append(Spelling(path, holder.pop(name), tree.place(path)))
-    return found
+    """Remove the spellings from the tree."""
+    holders: tuple[tuple[KeyPath, Any], ...] = (((), tree.values), (("training",), tree.values.get("training")))
+    return [
+        Spelling((*path, name), holder.pop(name), tree.place((*path, name)))
+        for path, holder in holders
+        if isinstance(holder, dict)
+        for name in FORMATS
+        if name in holder
+    ]
 
 
 def _command_line_wins(tree: Tree, found: list[Spelling]) -> list[Spelling]:
     """Let the command line override the file, in either spelling."""
     given = [one for one in found if one.place.origin == COMMAND_LINE]
     precision = tree.values.get("precision")
-    asked = isinstance(precision, dict) and "compute" in precision
-    if asked and not given and tree.place(COMPUTE).origin == COMMAND_LINE:
+    compute = tree.place(COMPUTE).origin if isinstance(precision, dict) and "compute" in precision else ""
+    if compute == COMMAND_LINE and not given:
         return []
     if any(one.value for one in given):
-        if asked and isinstance(precision, dict) and tree.place(COMPUTE).origin != COMMAND_LINE:
+        if compute not in ("", COMMAND_LINE):
             del precision["compute"]
         return given
-    return [one for one in found if one in given or one.name not in {other.name for other in given}]
+    names = {one.name for one in given}
+    return [one for one in found if one in given or one.name not in names]
 
 
-def _write(tree: Tree, precision: dict[str, Any], found: list[Spelling], source: Spelling) -> set[KeyPath]:
+def _write_compute(tree: Tree, precision: dict[str, Any], found: list[Spelling], source: Spelling) -> set[KeyPath]:
+    """Set ``precision.compute``, or report that it is set to something else; returns it then."""
     word = source.word if source.value else "fp32"
     explicit = precision.get("compute")
     refused = {one.name for one in found if one.value is False}
@@ -108,13 +110,19 @@ def _write(tree: Tree, precision: dict[str, Any], found: list[Spelling], source:
         return {COMPUTE}
     if "compute" not in precision:
         _put(tree, precision, COMPUTE, word, source)
+    return set()
+
+
+def _write_trainable(tree: Tree, precision: dict[str, Any], found: list[Spelling]) -> set[KeyPath]:
+    """Set ``precision.trainable`` for ``pure_bf16: true``, or report that it is set to something else."""
     pure = next((one for one in found if one.name == "pure_bf16" and one.value is True), None)
-    if pure is not None:
-        if precision.get("trainable", "bf16") not in ("bf16", "auto"):
-            what = f"{_word(pure)} contradicts precision.trainable: {precision['trainable']}"
-            tree.problems.append(tree.problem(pure.path, what, "keep one of them", code="config.keys_conflict"))
-            return {TRAINABLE}
-        _put(tree, precision, TRAINABLE, "bf16", pure)
+    if pure is None:
+        return set()
+    if precision.get("trainable", "bf16") not in ("bf16", "auto"):
+        what = f"{_word(pure)} contradicts precision.trainable: {precision['trainable']}"
+        tree.problems.append(tree.problem(pure.path, what, "keep one of them", code="config.keys_conflict"))
+        return {TRAINABLE}
+    _put(tree, precision, TRAINABLE, "bf16", pure)
     return set()
 
 
@@ -130,17 +138,12 @@ def expand(tree: Tree) -> None:
 
 
 def _expand(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
-    if not shape.sections:
-        if LISTED in shape.metadata and isinstance(value, str):
-            tree.written[(*path, 0)] = path
-            return [value]
+    if LISTED in shape.metadata and isinstance(value, str | dict if shape.sections else str):
+        _move_down(tree, path)
+        value = [value]
+    if not shape.sections or (shape.many and not isinstance(value, list)):
         return value
     if shape.many:
-        if LISTED in shape.metadata and isinstance(value, str | dict):
-            _move_down(tree, path)
-            value = [value]
-        if not isinstance(value, list):
-            return value
         one = Shape(shape.annotation, (), shape.sections, False, False)
         return [_expand(tree, item, one, (*path, index)) for index, item in enumerate(value)]
     value = _section(tree, value, shape, path)
@@ -156,16 +159,25 @@ def _expand(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
 
 def _section(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
     """Expand a single word to its section, and a union's section without a type to the default type."""
-    if TYPED in shape.metadata and isinstance(value, dict) and "type" not in value:
-        usual = [name for name, section in shape.sections.items() if not section.model_fields["type"].is_required()]
-        return {"type": usual[0], **value} if usual else value
-    word = next(iter(shape.sections.values())).word if len(shape.sections) == 1 else None
-    if TYPED in shape.metadata and isinstance(value, str):
+    typed = TYPED in shape.metadata
+    if typed and isinstance(value, dict) and "type" not in value:
+        return _with_type(value, shape)
+    if typed and isinstance(value, str):
         word = "type"
+    else:
+        word = next(iter(shape.sections.values())).word if len(shape.sections) == 1 else None
     if word is None or not isinstance(value, str | bool | int | float):
         return value
     tree.written[(*path, word)] = path
     return {word: value}
+
+
+def _with_type(value: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """A section with the type that is the default, if one is."""
+    for name, section in shape.sections.items():
+        if not section.model_fields["type"].is_required():
+            return {"type": name, **value}
+    return value
 
 
 def _move_down(tree: Tree, path: KeyPath) -> None:

@@ -63,6 +63,12 @@ def syntax_error(error: YAMLError | RecursionError, text: str, label: str) -> Ha
         return HalftuneError(what, where=f"{label}:{line}", remedy="remove it", code="config.invalid_yaml")
     if not isinstance(error, MarkedYAMLError):
         return HalftuneError(f"invalid YAML: {error}", where=label, code="config.invalid_yaml")
+    what, remedy, line = _explain(error, text)
+    return HalftuneError(what, where=f"{label}:{line}", remedy=remedy, code="config.invalid_yaml")
+
+
+def _explain(error: MarkedYAMLError, text: str) -> tuple[str, str, int]:
+    """What is wrong, the remedy and the line."""
     said = f"{error.context or ''} {error.problem or ''}"
     mark, start = error.problem_mark, error.context_mark
     unknown = Sentence("", f"invalid YAML ({said.strip()})", "")
@@ -71,10 +77,8 @@ def syntax_error(error: YAMLError | RecursionError, text: str, label: str) -> Ha
     # lines as editors count them: YAML 1.1 breaks lines at U+0085 and U+2028 too
     line, end = (text.count("\n", 0, at.index) + 1 if at is not None else 1 for at in (chosen, mark))
     if (tab := _tab_near(text, line, end)) is not None:
-        what, remedy, line = "indentation with a tab", "use spaces", tab
-    elif "mapping values are not allowed" in said:
-        what, remedy, line = _stray_colon(text, line)
-    return HalftuneError(what, where=f"{label}:{line}", remedy=remedy, code="config.invalid_yaml")
+        return "indentation with a tab", "use spaces", tab
+    return _stray_colon(text, line) if "mapping values are not allowed" in said else (what, remedy, line)
 
 
 def _stray_colon(text: str, line: int) -> tuple[str, str, int]:

@@ -80,20 +80,25 @@ def _explained(section: type[Section], depth: int) -> Iterator[str]:
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         if shape.many and field.is_required():
             yield f"{pad}{name}:"
-            source = next(iter(shape.sections.values()))
-            rows = [f"{pad}    {row}" for row in _flat(source)]
-            yield f"{pad}  - {rows[0].lstrip()}"
-            yield from rows[1:]
+            first, *others = _flat(next(iter(shape.sections.values())))
+            yield f"{pad}  - {first}"
+            yield from (f"{pad}    {row}" for row in others)
         elif shape.sections and not shape.many:
-            yield f"{pad}{name}:"
-            chosen = type(default) if isinstance(default, Section) else next(iter(shape.sections.values()))
-            yield from _explained(chosen, depth + 1)
-            for other in shape.sections.values():
-                if other is not chosen:
-                    yield f"{pad}# or {name}:"
-                    yield from (f"{pad}#   {line}" for line in _flat(other))
+            yield from _explained_section(name, shape, default, depth)
         else:
             yield f"{pad}{name}: {inline(EXAMPLES.get(name) if field.is_required() else default)}"
+
+
+def _explained_section(name: str, shape: Shape, default: Any, depth: int) -> Iterator[str]:
+    """A section that is chosen by default, and its alternatives as comments."""
+    pad = "  " * depth
+    chosen = type(default) if isinstance(default, Section) else next(iter(shape.sections.values()))
+    yield f"{pad}{name}:"
+    yield from _explained(chosen, depth + 1)
+    for other in shape.sections.values():
+        if other is not chosen:
+            yield f"{pad}# or {name}:"
+            yield from (f"{pad}#   {line}" for line in _flat(other))
 
 
 def _flat(section: type[Section]) -> Iterator[str]:

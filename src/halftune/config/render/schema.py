@@ -62,13 +62,7 @@ def _with_short_forms(said: dict[str, Any], shape: Shape, sections: dict[str, An
     """Extend a key's schema by its short forms."""
     notes = {name: said[name] for name in ("description", "default") if name in said}
     said = {name: value for name, value in said.items() if name not in notes}
-    section = next(iter(shape.sections.values()), None)
-    short: dict[str, Any] | None = None
-    if TYPED in shape.metadata:
-        short = {"enum": list(shape.sections)}
-    elif section is not None and section.word:
-        word = sections[section.__name__]["properties"][section.word]
-        short = {name: value for name, value in word.items() if name not in ("description", "default")}
+    short = _short_form(shape, sections)
     if short is not None and shape.many:
         said["items"] = {"anyOf": [short, said["items"]]}
     elif short is not None:
@@ -76,3 +70,14 @@ def _with_short_forms(said: dict[str, Any], shape: Shape, sections: dict[str, An
     if LISTED in shape.metadata:
         said = {"anyOf": [said["items"], said]}
     return {**said, **notes}
+
+
+def _short_form(shape: Shape, sections: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of the word that stands for a section; None if it has none."""
+    if TYPED in shape.metadata:
+        return {"enum": list(shape.sections)}
+    section = next(iter(shape.sections.values()), None)
+    if section is None or not section.word:
+        return None
+    word = sections[section.__name__]["properties"][section.word]
+    return {name: value for name, value in word.items() if name not in ("description", "default")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
@@ -13,9 +14,12 @@ from halftune.config.facts.config_file import config_in
 from halftune.config.rules.rule import HUB_ID, Context, Violation, looks_local, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
-from halftune.config.sections.method import REWARDS, GrpoMethod
+from halftune.config.sections.method import GrpoMethod
+from halftune.config.sections.rewards import REWARDS, RewardFunctionSection
 from halftune.config.shape import KeyPath
 from halftune.core.errors import ModelError
+from halftune.core.files import SMALL_JSON, read_limited
+from halftune.core.optional import extra_line, version_of
 from halftune.core.table import did_you_mean
 
 BUILTIN = "builtin:"
@@ -38,27 +42,66 @@ def data_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
 @rule("config.bad_reward", "method")
 def rewards_exist(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Reward functions are known, or their files exist; regular expressions are valid."""
-    for index, reward in enumerate(run.method.rewards if isinstance(run.method, GrpoMethod) else ()):
-        at, name = ("method", "rewards", index), reward.function
-        if reward.file is not None:
-            if context.look_at_files and not os.path.isfile(reward.file):
-                yield Violation((*at, "file"), f"no such file: {reward.file}", _near(reward.file))
-        elif name not in REWARDS:
-            remedy = did_you_mean(name, REWARDS) or f"use {', '.join(REWARDS)}, or name its file"
-            yield Violation((*at, "function"), f"no reward function {name}", remedy)
+    method = run.method
+    if not isinstance(method, GrpoMethod):
+        return
+    for index, reward in enumerate(method.rewards):
+        at = ("method", "rewards", index)
+        if reward.file is None:
+            yield from _own_reward(method, reward, at, context)
+        elif context.look_at_files and not os.path.isfile(reward.file):
+            yield Violation((*at, "file"), f"no such file: {reward.file}", _near(reward.file))
+        elif context.look_at_files and (wrong := _wrong_in(reward.file, reward.function)):
+            yield Violation((*at, "file"), f"{reward.file}: {wrong}", "correct the file, or the function's name")
         try:
             re.compile(reward.pattern or "")
         except re.error as error:
             yield Violation((*at, "pattern"), str(error), "correct the regular expression")
 
 
+def _own_reward(
+    method: GrpoMethod, reward: RewardFunctionSection, at: KeyPath, context: Context
+) -> Iterator[Violation]:
+    """A function that comes with halftune, and what it needs."""
+    if reward.function not in REWARDS:
+        remedy = did_you_mean(reward.function, REWARDS) or f"use {', '.join(REWARDS)}, or name its file"
+        yield Violation((*at, "function"), f"no reward function {reward.function}", remedy)
+    if reward.function == "passes_tests" and not reward.run_code:
+        what = "passes_tests runs the model's code on this machine"
+        yield Violation((*at, "run_code"), what, "set run_code: true to allow it", code="config.code_not_allowed")
+    if reward.function == "overlong" and reward.soft_tokens > method.max_completion_length:
+        what = f"is more than method.max_completion_length ({method.max_completion_length})"
+        yield Violation((*at, "soft_tokens"), what, "use fewer tokens", code="config.out_of_range")
+    if reward.function == "same_maths" and context.look_at_files and version_of("math-verify") is None:
+        what = "same_maths requires the package math-verify"
+        yield Violation((*at, "function"), what, f"run {extra_line('maths')}", code="core.package_missing")
+
+
+def _wrong_in(path: str, function: str) -> str:
+    """Why a Python file cannot have a function, without running it; empty if it may have it."""
+    try:
+        tree = ast.parse(read_limited(FilePath(path), SMALL_JSON))
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"not a Python file: {error}"
+    bound = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return "" if bound & {function, "*", "__getattr__"} else f"no function {function}"
+
+
 def _source(key: KeyPath, source: SourceSection) -> Iterator[Violation]:
     name, at = source.path, (*key, "path")
     local = True
     if not name.strip() or "\0" in name:
-        yield Violation(
-            at, "invalid path", "use a file, a folder, a hub data set id, or builtin:<name>", code="config.not_a_path"
-        )
+        remedy = "use a file, a folder, a hub data set id, or builtin:<name>"
+        yield Violation(at, "invalid path", remedy, code="config.not_a_path")
     elif name.startswith(BUILTIN):
         known = {BUILTIN + each for each in BUILTIN_DATA}
         if name not in known:
@@ -68,50 +111,36 @@ def _source(key: KeyPath, source: SourceSection) -> Iterator[Violation]:
     elif os.path.exists(name):
         yield from _file(at, name)
     elif os.path.islink(name):
-        yield Violation(
-            at,
-            f"{name} is a broken symbolic link to {os.readlink(name)}",
-            "fix the symbolic link",
-            code="core.broken_link",
-        )
-    elif looks_local(name) or _ending(name) in DATA_ENDINGS or not HUB_ID.fullmatch(name.split(":")[0]):
+        what = f"{name} is a broken symbolic link to {os.readlink(name)}"
+        yield Violation(at, what, "fix the symbolic link", code="core.broken_link")
+    elif _is_no_hub_id(name):
         yield Violation(at, f"no such file or folder: {name}", _near(name))
     else:
         local = False
     if local and source.split != "train":
-        yield Violation(
-            (*key, "split"), "has no effect: only hub data sets have splits", "remove it", code="config.no_effect"
-        )
+        what = "has no effect: only hub data sets have splits"
+        yield Violation((*key, "split"), what, "remove it", code="config.no_effect")
+
+
+def _is_no_hub_id(name: str) -> bool:
+    return looks_local(name) or _ending(name) in DATA_ENDINGS or not HUB_ID.fullmatch(name.split(":")[0])
 
 
 def _folder(at: KeyPath, path: str) -> Iterator[Violation]:
     for _, _, names in os.walk(path):
         if any(_ending(name) in DATA_ENDINGS and not name.startswith(".") for name in names):
             return
-    yield Violation(
-        at,
-        f"no data files in folder {path}",
-        f"known endings: {', '.join(DATA_ENDINGS)}",
-        code="data.no_data_files",
-    )
+    remedy = f"known endings: {', '.join(DATA_ENDINGS)}"
+    yield Violation(at, f"no data files in folder {path}", remedy, code="data.no_data_files")
 
 
 def _file(at: KeyPath, path: str) -> Iterator[Violation]:
     if not os.path.isfile(path):
-        yield Violation(
-            at,
-            f"{path} is a pipe or a device; data is read more than once",
-            "save it as a file",
-            code="data.not_a_regular_file",
-        )
+        what = f"{path} is a pipe or a device; data is read more than once"
+        yield Violation(at, what, "save it as a file", code="data.not_a_regular_file")
     elif _ending(path) not in DATA_ENDINGS:
-        known = ", ".join(DATA_ENDINGS)
-        yield Violation(
-            at,
-            f"unknown file type: {path}",
-            f"known endings: {known} (each also with .gz)",
-            code="data.unknown_file_type",
-        )
+        remedy = f"known endings: {', '.join(DATA_ENDINGS)} (each also with .gz)"
+        yield Violation(at, f"unknown file type: {path}", remedy, code="data.unknown_file_type")
     elif not os.access(path, os.R_OK, effective_ids=EFFECTIVE):
         yield Violation(at, f"no permission to read {path}", "change its permissions", code="core.unreadable")
     elif os.path.getsize(path) == 0:
@@ -131,7 +160,9 @@ def _near(path: str) -> str:
     if os.path.isdir(folder):
         close = get_close_matches(name, os.listdir(folder)[:2000], n=1, cutoff=0.6)
         shown = os.path.join(os.path.dirname(path), close[0]) if close else ""
-        return f"did you mean {shown}?" if close else "relative paths start in the working or the recipe's folder"
+        return (
+            f"did you mean {shown}?" if close else "paths are relative to the working directory or the recipe's folder"
+        )
     while folder != os.path.dirname(folder) and not os.path.isdir(folder):
         name, folder = os.path.basename(folder), os.path.dirname(folder)
     return f"there is no {name} in {folder}"
@@ -149,7 +180,6 @@ def model_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
 
 
 def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:
-    kinds = "use a hub id such as Qwen/Qwen2.5-0.5B-Instruct, a folder, or builtin:<name>"
     if name.startswith(BUILTIN):
         known = {BUILTIN + each for each in BUILTIN_MODELS}
         if name not in known:
@@ -161,16 +191,20 @@ def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:
         what = f"expected a model folder, got {got}: {name}"
         yield Violation(at, what, "use the folder with config.json and the tokenizer")
     elif os.path.isdir(name):
-        if at[-1] == "tokenizer":
-            return
-        try:
-            config_in(FilePath(name))
-        except ModelError as error:
-            yield Violation(at, error.what, error.remedy, error.code)
+        if at[-1] != "tokenizer":
+            yield from _model_folder(at, name)
     elif looks_local(name):
         yield Violation(at, f"no such folder: {name}", _near(name))
     elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name:
-        yield Violation(at, f"{name!r} is neither a folder nor a hub id", kinds)
+        remedy = "use a hub id such as Qwen/Qwen2.5-0.5B-Instruct, a folder, or builtin:<name>"
+        yield Violation(at, f"{name!r} is neither a folder nor a hub id", remedy)
+
+
+def _model_folder(at: KeyPath, name: str) -> Iterator[Violation]:
+    try:
+        config_in(FilePath(name))
+    except ModelError as error:
+        yield Violation(at, error.what, error.remedy, error.code)
 
 
 @rule("config.bad_chat_template", "model.chat_template")
@@ -202,15 +236,28 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
     if long := [part for part in path.split(os.sep) if len(os.fsencode(part)) > 255]:
         yield Violation(at, f"folder name too long: {len(long[0])} characters", "shorten it")
         return
+    if what := _not_creatable(path, look=context.look_at_files):
+        yield Violation(at, what, "choose another folder")
+    yield from _holds_inputs(run, path, at)
+    if part := part_of_run(FilePath(path)):
+        yield Violation(at, f"is inside a part of another run: {part}", "choose another folder")
+
+
+def _not_creatable(path: str, *, look: bool) -> str:
+    """Why a folder cannot be created; empty if it can. ``look``: also whether the user may write there."""
     existing = path
     while not os.path.lexists(existing) and existing != os.path.dirname(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        yield Violation(at, f"{existing} is a file, not a folder", "choose another folder")
-    elif context.look_at_files and not os.access(existing, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
-        read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
-        what = f"{existing} is on a read-only file system" if read_only else f"no permission to write {existing}"
-        yield Violation(at, what, "choose another folder")
+        return f"{existing} is a file, not a folder"
+    if not look or os.access(existing, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
+        return ""
+    read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+    return f"{existing} is on a read-only file system" if read_only else f"no permission to write {existing}"
+
+
+def _holds_inputs(run: RunConfig, path: str, at: KeyPath) -> Iterator[Violation]:
+    """The base model in the run folder, or the run folder in a data folder."""
     model = os.path.realpath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):
         yield Violation(at, "contains the base model, which training would overwrite", "choose another folder")
@@ -219,8 +266,6 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
             what = f"is inside the data folder {source.path}, whose files are all read as data"
             yield Violation(at, what, "choose a folder outside it")
             break
-    if part := part_of_run(FilePath(path)):
-        yield Violation(at, f"is inside a part of another run: {part}", "choose another folder")
 
 
 def part_of_run(path: FilePath) -> FilePath | None:

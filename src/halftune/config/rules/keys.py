@@ -9,7 +9,6 @@ from halftune.config.facts.folder import COMMIT
 from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
-from halftune.config.sections.method import DpoMethod, PretrainMethod
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.config.sections.training import FsdpSection
 from halftune.core.optional import extra_line, version_of
@@ -158,30 +157,6 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Vi
         )
 
 
-@rule("config.no_effect", "training.label_smoothing", "training.router_aux_loss_coef", "method.type")
-def parts_of_the_cross_entropy(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Only the cross-entropy of tokens has labels to smooth, and the routers' loss beside it."""
-    dynamic = run.method.type == "sft" and run.method.loss == "dft"
-    if run.method.type in ("sft", "pretrain") and not dynamic:
-        return
-    what = "has no effect with loss: dft" if dynamic else f"has no effect with method: {run.method.type}"
-    for key in filter(lambda key: getattr(run.training, key), ("label_smoothing", "router_aux_loss_coef")):
-        yield Violation(("training", key), what, "remove it, or use method: sft")
-
-
-@rule("config.no_effect", "method.type", "method.loss", "method.label_smoothing")
-def smoothing_fits_the_loss(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Label smoothing is a part of three of DPO's losses, and exo_pair does not exist without it."""
-    if not isinstance(run.method, DpoMethod):
-        return
-    key, loss, smoothing = ("method", "label_smoothing"), run.method.loss, run.method.label_smoothing
-    if smoothing and loss not in ("sigmoid", "robust", "exo_pair"):
-        yield Violation(key, f"has no effect with loss: {loss}", "remove it")
-    if not smoothing and loss == "exo_pair":
-        what = "must be above 0 with loss: exo_pair"
-        yield Violation(key, what, "set it to 0.001", code="config.invalid_value")
-
-
 @rule("config.no_effect", "training.optim", *(f"training.{key}" for key in OPTIMIZER_OPTIONS))
 def options_are_the_optimizers(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Options of an optimizer have no effect with others."""
@@ -204,6 +179,20 @@ def options_are_the_schedules(run: RunConfig, context: Context) -> Iterator[Viol
             yield Violation(("training", key), what, f"remove it, or set lr_scheduler_type: {reads}")
 
 
+@rule("config.keys_conflict", "training.optim", "training.lr_scheduler_type", "training.adam_beta1")
+def averages_have_no_schedule(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """An average of the weights takes the place of a falling learning rate."""
+    training = run.training
+    if not OPTIMIZERS[training.optim].averages:
+        return
+    if not training.lr_scheduler_type.startswith("constant"):
+        what = f"{training.lr_scheduler_type} has no place with optim: {training.optim}"
+        yield Violation(("training", "lr_scheduler_type"), what, "set it to constant_with_warmup, or to constant")
+    if not training.adam_beta1:
+        what = f"expected more than 0 with optim: {training.optim}"
+        yield Violation(("training", "adam_beta1"), what, "use 0.9", code="config.out_of_range")
+
+
 @rule("config.out_of_range", "training.max_steps", "training.eval_steps", "data.eval", "data.eval_split")
 def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Periodic evaluation must happen at least once."""
@@ -215,27 +204,43 @@ def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation
         yield Violation(("training", "eval_steps"), what, f"use at most {training.max_steps}")
 
 
+@rule("config.no_effect", "adapter")
+def spread_layers_are_counted(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """Layers at equal distances need their number."""
+    if isinstance(run.adapter, NoAdapter) and run.adapter.spread_layers and run.adapter.train_layers is None:
+        yield Violation(("adapter", "spread_layers"), "has no effect without train_layers", "set adapter.train_layers")
+
+
 @rule("config.bad_target_modules", "adapter.target_modules", "adapter.target_parameters")
 def target_modules_name_something(run: RunConfig, context: Context) -> Iterator[Violation]:
     """An empty list, a comma-separated string or a broken regular expression would match nothing."""
     if isinstance(run.adapter, NoAdapter):
         return
     targets, key = run.adapter.target_modules, ("adapter", "target_modules")
-    if isinstance(targets, tuple):
-        alone = isinstance(run.adapter, LoraAdapter) and run.adapter.target_parameters
-        if not (targets or alone) or not all(name.strip() for name in targets):
-            yield Violation(key, "empty module name", "use all-linear, or a list such as [q_proj, v_proj]")
-    elif "," in targets and re.fullmatch(r"[\w.,\s-]+", targets):
-        names = ", ".join(name.strip() for name in targets.split(",") if name.strip())
-        yield Violation(key, "a string with commas matches no module", f"use a list: [{names}]")
-    elif targets in ("all", "all_linear", "linear", ""):
-        yield Violation(key, f"{targets!r} matches no module", "did you mean all-linear?")
-    else:
-        try:
-            re.compile(targets)
-        except re.error as error:
-            what = f"invalid regular expression: {error}"
-            yield Violation(key, what, "use all-linear, or a list such as [q_proj, v_proj]")
+    if isinstance(targets, str):
+        if wrong := _matches_nothing(targets):
+            yield Violation(key, *wrong)
+        return
+    alone = isinstance(run.adapter, LoraAdapter) and run.adapter.target_parameters
+    if not (targets or alone) or not all(map(str.strip, targets)):
+        yield Violation(key, "empty module name", _TARGETS)
+
+
+_TARGETS = "use all-linear, or a list such as [q_proj, v_proj]"
+
+
+def _matches_nothing(pattern: str) -> tuple[str, str] | None:
+    """What is wrong with a pattern of module names, and the remedy."""
+    if "," in pattern and re.fullmatch(r"[\w.,\s-]+", pattern):
+        names = ", ".join(filter(None, map(str.strip, pattern.split(","))))
+        return "a string with commas matches no module", f"use a list: [{names}]"
+    if pattern in ("all", "all_linear", "linear", ""):
+        return f"{pattern!r} matches no module", "did you mean all-linear?"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"invalid regular expression: {error}", _TARGETS
+    return None
 
 
 @rule(
@@ -294,51 +299,6 @@ def experts_fit(run: RunConfig, context: Context) -> Iterator[Violation]:
     for other, given in conflicts.items():
         if given:
             yield Violation(("adapter", "target_parameters"), f"conflicts with {other}", "remove one of the two")
-
-
-@rule("data.preference_pairs", "method.type", "data.train", "data.eval", "data.system")
-def method_fits_formats(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Each method supports certain data formats."""
-    pretrain, rows = isinstance(run.method, PretrainMethod), run.method.records[0]
-    for part in ("train", "eval"):
-        for index, source in enumerate(getattr(run.data, part)):
-            key = ("data", part, index, "format")
-            name = f"method: {run.method.type}"
-            if rows == "preference" and source.format not in ("auto", "preference"):
-                what = f"{source.format} rows have one answer, but method: {run.method.type} requires pairs"
-                yield Violation(key, what, "use format: preference, or method: sft")
-            elif rows == "rated" and source.format not in ("auto", "rated"):
-                what = f"method: {run.method.type} requires rated answers, not {source.format} rows"
-                yield Violation(key, what, "use format: rated", code="data.rated_answers")
-            elif rows != "preference" and source.format == "preference":
-                yield Violation(key, f"{name} does not support pairs of answers", "use method: dpo")
-            elif rows != "rated" and source.format == "rated":
-                what = f"{name} does not support rated answers"
-                yield Violation(key, what, "use method: kto", code="data.rated_answers")
-            elif rows != "prompt" and source.format == "prompt":
-                what = f"{name} requires answers, and prompts have none"
-                yield Violation(key, what, "use method: grpo", code="data.unknown_format")
-            elif not pretrain and source.format == "text":
-                what = "method: sft requires answers; plain text has none"
-                yield Violation(key, what, "use method: pretrain", code="data.text_without_answers")
-    if pretrain and run.data.system is not None:
-        what, remedy = "has no effect with method: pretrain", "remove it, or use method: sft"
-        yield Violation(("data", "system"), what, remedy, code="config.no_effect")
-
-
-@rule("config.keys_conflict", "method.type", "data.deduplicate", "data.max_length", "training.tokens_per_batch")
-def examples_are_what_is_counted(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Copies are found among examples; prompt and answer fit into a sample, and answers are not known beforehand."""
-    name = f"method: {run.method.type}"
-    if run.data.deduplicate and run.method.rows > 1:
-        what = f"is not supported with {name}, whose examples are groups of rows"
-        yield Violation(("data", "deduplicate"), what, "remove the copies from the file")
-    if run.method.answer_tokens + 8 > run.data.max_length:
-        what = f"leaves no room for a prompt in data.max_length ({run.data.max_length})"
-        yield Violation(("method", "max_completion_length"), what, "raise data.max_length, or lower it")
-    if run.method.generates and run.training.tokens_per_batch is not None:
-        what = f"is not supported with {name}"
-        yield Violation(("training", "tokens_per_batch"), what, "set training.per_device_train_batch_size: prompts")
 
 
 @rule("config.no_effect", "data.packing", "method.type")

@@ -16,7 +16,10 @@ BUILTIN_DATA: dict[str, str] = {
     "number-formats-text": "the same facts as plain text",
     "patterns": "pictures of coloured patterns, made by code, with the question what they show (data.images: true)",
     "patterns-test": "the same with other widths and places",
+    "tones": "beeps made by code: how many, how high, level, rising or falling (data.audio: true)",
+    "tones-test": "the same with other pitches, lengths and pauses",
     "python-pairs": "python-docs with a rejected answer, from another question, for preference methods",
+    "python-rated": "python-docs with right answers and answers to other questions, rated, for kto",
 }
 
 
@@ -42,8 +45,9 @@ class SourceSection(Section):
     """Other names of the format's columns, e.g. `{prompt: question, completion: answer}`."""
 
     prompt: str | None = None
-    """A prompt in place of the chat template, for rows with `instruction`, `output` and perhaps `input`: `alpaca`,
-    `alpaca_chat`, `alpaca_chatml`, or a text with `{instruction}` and `{input}`. The answer and EOS follow it."""
+    """A prompt in place of the chat template, for rows with `instruction`, `output` and optionally `input`: `alpaca`,
+    `alpaca_chat`, `alpaca_chatml`, `alpaca_phi`, or a text with `{instruction}` and `{input}`. The answer and EOS
+    follow it."""
 
     samples: Annotated[Int, Field(ge=1)] | None = None
     """Number of rows to use; all by default."""
@@ -81,6 +85,20 @@ class PackingSection(Section):
     """Split a sample that does not fit in the rest of a row, instead of leaving the rest empty."""
 
 
+class StreamingSection(Section):
+    """Streaming. `streaming: true` is short for `streaming: {enabled: true}`."""
+
+    word: ClassVar[str | None] = "enabled"
+
+    enabled: Flag = False
+    """Read and tokenise rows while training, for data that does not fit on a disk or into the cache. Requires
+    `training.max_steps`. `weight` of a source is then its share of the rows. After its last row, a source begins
+    again."""
+
+    buffer: Annotated[Int, Field(ge=8, le=1_000_000)] = 4096
+    """Rows that each process holds, shuffles and packs together."""
+
+
 class DataSection(Section):
     """Training and evaluation data."""
 
@@ -107,6 +125,9 @@ class DataSection(Section):
     packing: PackingSection = PackingSection()
     """`true`, `false` or `auto`, or a section."""
 
+    streaming: StreamingSection = StreamingSection()
+    """`true` or `false`, or a section."""
+
     group_by_length: Flag = True
     """Without packing: batch samples of similar length, which reduces padding; the order of batches stays random."""
 
@@ -121,8 +142,16 @@ class DataSection(Section):
     """Train on the images of rows, with the frozen towers of a multimodal model. Without it, rows with images are
     dropped."""
 
+    audio: Flag = False
+    """Train on the audio of rows, as `images`. WAV files are read without further packages; `soundfile` reads FLAC,
+    MP3 and OGG, and `soxr` resamples."""
+
+    audio_max_seconds: Annotated[Number, Field(gt=0)] | None = None
+    """The longest sound; by default the model's own limit (`chunk_length` of its feature extractor)."""
+
     media_folder: str | None = None
-    """Folder where paths of images begin, and which they may not leave; by default the folder of the data file."""
+    """Folder where paths of images and audio begin, and which they may not leave; by default the folder of the data
+    file."""
 
     image_max_pixels: Annotated[Int, Field(ge=1)] | None = None
     """Scale larger images down to this many pixels (width × height) before the model's own processor."""
@@ -130,8 +159,18 @@ class DataSection(Section):
     image_min_pixels: Annotated[Int, Field(ge=1)] | None = None
     """Scale smaller images up to this many pixels."""
 
+    cache_features: Flag | Literal["auto"] = "auto"
+    """Compute a frozen vision tower once per image, and keep its features in the cache. `auto`: if images are seen more
+    than once and the disk has room."""
+
     on_bad_media: Literal["error", "drop"] = "error"
-    """A missing, broken or too large image stops the run (`error`), or its row is dropped and counted (`drop`)."""
+    """A missing, broken or too large image or sound stops the run (`error`), or its row is dropped and counted
+    (`drop`)."""
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """What is trained beside text: ``image``, ``audio``."""
+        return tuple(kind for kind, asked in (("image", self.images), ("audio", self.audio)) if asked)
 
     num_workers: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tokeniser processes; `auto`: one per core for large data sets, none for small ones."""

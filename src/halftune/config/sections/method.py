@@ -6,68 +6,17 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from halftune.config.sections import LISTED, TYPED, Flag, Int, Number, Section
+from halftune.config.sections import LISTED, TYPED, Flag, Int, Number
+from halftune.config.sections.method_base import (
+    AnswerMethod,
+    ConversationMethod,
+    Method,
+    PairMethod,
+    RecordName,
+    ReferenceMethod,
+)
 from halftune.config.sections.model import ModelSection, TeacherSection
-
-RecordName = Literal["conversation", "document", "preference", "rated", "prompt"]
-
-
-class Method(Section):
-    """Properties of a method for data, plan and memory estimate.
-
-    Attributes:
-        title: what the report calls it.
-        learns: what is trained on, as the plan says it.
-        records: what its rows say; the first name is what an error asks for.
-        segments: token sequences of an example; one forward pass holds all of them.
-        generates: whether the model answers prompts in training, and learns from its own answers.
-        needs_reference: whether it compares with the model as it was before training.
-        head: what the model ends in: logits of the vocabulary, or one score.
-    """
-
-    title: ClassVar[str]
-    learns: ClassVar[str]
-    records: ClassVar[tuple[RecordName, ...]]
-    segments: ClassVar[int] = 1
-    generates: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
-    head: ClassVar[Literal["tokens", "score"]] = "tokens"
-
-    @property
-    def teacher_model(self) -> ModelSection | None:
-        """The frozen model that the trained one learns from, if any."""
-        return None
-
-    @property
-    def rows(self) -> int:
-        """Rows of data in an example."""
-        return 1
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens of ``data.max_length`` that are kept free for an answer of the model."""
-        return 0
-
-    @property
-    def labelled_share(self) -> float:
-        """Share of the tokens whose log-probability is computed, which the memory of the loss grows with."""
-        return 0.5  # answers are about as long as what they answer
-
-
-class ConversationMethod(Method):
-    """A method on the labelled tokens of conversations."""
-
-    records: ClassVar[tuple[RecordName, ...]] = ("conversation",)
-
-    train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Labelled tokens: every assistant turn, the last assistant turn only, or the whole conversation."""
-
-    train_line_break: Flag = False
-    """Label what the chat template writes after an answer's end-of-turn token too, such as ChatML's line break."""
-
-    @property
-    def labelled_share(self) -> float:
-        return 1.0 if self.train_on == "all" else super().labelled_share
+from halftune.config.sections.rewards import RewardFunctionSection, ServerSection
 
 
 class SftMethod(ConversationMethod):
@@ -79,9 +28,18 @@ class SftMethod(ConversationMethod):
     type: Literal["sft"] = "sft"
     """Supervised fine-tuning."""
 
-    loss: Literal["nll", "dft"] = "nll"
-    """`dft` weights the loss of each token with its probability (dynamic fine-tuning, arXiv:2508.05629); the evaluation
-    loss is the plain one."""
+    loss: Literal["nll", "dft", "eaft"] = "nll"
+    """`dft` weights the loss of each token with its probability (dynamic fine-tuning, arXiv:2508.05629), `eaft` with
+    the entropy of the model's likeliest tokens (arXiv:2601.02151); the evaluation loss is the plain one."""
+
+    eaft_alpha: Annotated[Number, Field(gt=0)] = 1.0
+    """Exponent of the entropy, with `loss: eaft`."""
+
+    eaft_tokens: Annotated[Int, Field(ge=2)] = 20
+    """Number of most likely tokens for the entropy, with `loss: eaft`."""
+
+    eaft_scale: Annotated[Number, Field(gt=0)] = 3.0
+    """Divisor of the entropy in nats, with `loss: eaft`. LLaMA-Factory uses 3 (about ln 20), axolotl 1."""
 
 
 class PretrainMethod(Method):
@@ -99,29 +57,11 @@ class PretrainMethod(Method):
         return 1.0
 
 
-class ReferenceMethod(Method):
-    """A method that compares with the model before training."""
-
-    needs_reference: ClassVar[bool] = True
-
-    reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
-    """Where the log-probabilities of the reference model come from: the base model below the adapter in every step, or
-    one pass over all examples before training. `auto` is `adapter_off` where the adapter starts as the base model."""
-
-
-class PairMethod(Method):
-    """A method on pairs of answers."""
-
-    learns: ClassVar[str] = "pairs of a chosen and a rejected answer, both in one forward pass"
-    records: ClassVar[tuple[RecordName, ...]] = ("preference",)
-    segments: ClassVar[int] = 2
-
-
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
                   "apo_down", "sigmoid_norm"]  # fmt: skip
 
 
-class DpoMethod(PairMethod, ReferenceMethod):
+class DpoMethod(PairMethod, ReferenceMethod, AnswerMethod):
     """Direct preference optimisation (arXiv:2305.18290) on pairs of answers."""
 
     title: ClassVar[str] = "Preference optimisation (DPO)"
@@ -134,16 +74,16 @@ class DpoMethod(PairMethod, ReferenceMethod):
     """Strength of the constraint to the reference model; larger values keep the model closer to it."""
 
     loss: DpoLoss = "sigmoid"
-    """Loss of a pair. `sigmoid` is that of the paper; docs/how-to/preference.md has the formulas."""
+    """Loss of a pair. `sigmoid` is that of the paper; docs/reference/losses.md has the formulas."""
 
     label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
     """Assumed share of pairs in the wrong order, for the losses sigmoid, robust and exo_pair."""
 
     sft_weight: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the chosen answer's cross-entropy, averaged over its tokens, beside the loss of the pair."""
+    """Weight of the chosen answer's cross-entropy, averaged over its tokens, added to the loss of the pair."""
 
 
-class SimpoMethod(PairMethod):
+class SimpoMethod(PairMethod, AnswerMethod):
     """SimPO (arXiv:2405.14734) on pairs of answers: no reference model, log-probabilities per token."""
 
     title: ClassVar[str] = "Preference optimisation (SimPO)"
@@ -156,13 +96,13 @@ class SimpoMethod(PairMethod):
     """Factor of the log-probability per token."""
 
     gamma: Annotated[Number, Field(ge=0)] = 1.0
-    """Margin by which the chosen answer's reward is to exceed that of the rejected one."""
+    """Target margin between the rewards of the chosen and the rejected answer."""
 
     sft_weight: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the chosen answer's cross-entropy, averaged over its tokens, beside the loss of the pair."""
+    """Weight of the chosen answer's cross-entropy, averaged over its tokens, added to the loss of the pair."""
 
 
-class OrpoMethod(PairMethod):
+class OrpoMethod(PairMethod, AnswerMethod):
     """ORPO (arXiv:2403.07691) on pairs of answers: fine-tuning on the chosen answer, and its odds over the other."""
 
     title: ClassVar[str] = "Preference optimisation (ORPO)"
@@ -175,7 +115,7 @@ class OrpoMethod(PairMethod):
     """Weight of the odds ratio (λ in the paper)."""
 
 
-class CpoMethod(PairMethod):
+class CpoMethod(PairMethod, AnswerMethod):
     """CPO (arXiv:2401.08417) on pairs of answers: no reference model."""
 
     title: ClassVar[str] = "Preference optimisation (CPO)"
@@ -188,7 +128,7 @@ class CpoMethod(PairMethod):
     """Factor of the difference of the log-probabilities."""
 
     sft_weight: Annotated[Number, Field(ge=0)] = 1.0
-    """Weight of the chosen answer's cross-entropy, averaged over its tokens, beside the loss of the pair."""
+    """Weight of the chosen answer's cross-entropy, averaged over its tokens, added to the loss of the pair."""
 
 
 class RewardMethod(PairMethod):
@@ -210,7 +150,7 @@ class RewardMethod(PairMethod):
         return 0.0  # no logits of the vocabulary
 
 
-class KtoMethod(ReferenceMethod):
+class KtoMethod(ReferenceMethod, AnswerMethod):
     """Kahneman-Tversky optimisation (arXiv:2402.01306) on answers that are rated good or bad."""
 
     title: ClassVar[str] = "Preference optimisation (KTO)"
@@ -247,28 +187,6 @@ class KtoMethod(ReferenceMethod):
         return 2 * self.group_size if self.loss == "kto" else 1
 
 
-REWARDS = ("exact_answer", "matches")
-"""Reward functions that come with halftune."""
-
-
-class RewardFunctionSection(Section):
-    """A reward of an answer. A plain string is short for `{function: string}`."""
-
-    word: ClassVar[str | None] = "function"
-
-    function: str
-    """`exact_answer`, `matches`, or the name of a function in `file`."""
-
-    file: str | None = None
-    """A Python file with the function, relative to the recipe. It runs with your rights."""
-
-    pattern: str | None = None
-    """For `matches`: a regular expression that the whole answer has to match."""
-
-    weight: Number = 1.0
-    """Factor in the sum of all rewards."""
-
-
 class GrpoMethod(Method):
     """Group-relative policy optimisation (arXiv:2402.03300): the model answers prompts, and functions reward it."""
 
@@ -294,13 +212,13 @@ class GrpoMethod(Method):
     """Temperature of sampling, and of the log-probabilities in the loss."""
 
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens that together have this probability."""
+    """Top-p (nucleus) sampling."""
 
     top_k: Annotated[Int, Field(ge=0)] = 0
-    """Sample from this many of the most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: all tokens."""
 
     beta: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the KL divergence to the model below the adapter; 0 computes none."""
+    """Weight of the KL divergence to the model without its adapter; 0: not computed."""
 
     loss: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """Mean over tokens: `grpo` of each answer and then over answers; `dr_grpo` over `max_completion_length` tokens an
@@ -317,16 +235,23 @@ class GrpoMethod(Method):
     direction of the advantage, have no gradient."""
 
     epsilon_high: Annotated[Number, Field(gt=0)] | None = None
-    """Upper bound, if it is another than `epsilon` (0.28 in DAPO)."""
+    """Another upper bound (0.28 in DAPO); `epsilon` by default."""
 
     importance_sampling: Literal["token", "sequence"] = "token"
-    """Probability ratio of each token, or one for the answer, the geometric mean (GSPO, arXiv:2507.18071)."""
+    """`token`: a probability ratio for each token. `sequence`: their geometric mean (GSPO, arXiv:2507.18071)."""
 
     leave_one_out: Flag = False
-    """Compare an answer with the mean of the others of its group, as RLOO (arXiv:2402.14740)."""
+    """Subtract the mean reward of the other answers of the group, as RLOO (arXiv:2402.14740)."""
 
     mask_truncated: Flag = False
-    """Answers that reach `max_completion_length` have no labels."""
+    """Exclude answers that reach `max_completion_length` from the loss."""
+
+    dynamic_sampling: Annotated[Int, Field(ge=0)] = 0
+    """Where all answers to a prompt have the same reward, another prompt of the training data, drawn at random, takes
+    its place, at most this many times (DAPO). Groups that are still equal are left out of the loss."""
+
+    server: ServerSection | None = None
+    """A vLLM server that samples the answers; by default, the trained model samples them."""
 
     @property
     def segments(self) -> int:  # type: ignore[override]
@@ -347,7 +272,7 @@ class DistillMethod(ConversationMethod):
     """Distillation: at every labelled token, the model learns the probabilities that a teacher gives to all tokens."""
 
     teacher: TeacherSection
-    """The model that is learned from, or its name."""
+    """The teacher model, or its name."""
 
     beta: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """0: forward KL divergence KL(teacher ‖ model). 1: reverse, KL(model ‖ teacher). Between: the generalised
@@ -356,8 +281,32 @@ class DistillMethod(ConversationMethod):
     temperature: Annotated[Number, Field(gt=0)] = 1.0
     """Divides the logits of both models before the divergence."""
 
+    divergence_weight: Annotated[Number, Field(gt=0)] = 1.0
+    """Weight of the divergence in the loss."""
+
     sft_weight: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the labels' cross-entropy beside the divergence."""
+    """Weight of the labels' cross-entropy, added to the divergence."""
+
+    sft_loss: Literal["nll", "dft"] = "nll"
+    """With `sft_weight`: the cross-entropy, or each token's weighted with its probability. `dft` with the model itself
+    as teacher is anchored fine-tuning (ASFT, arXiv:2509.23753)."""
+
+    on_policy: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """Share of the examples whose last answer is replaced by the model's own in every step (λ in GKD)."""
+
+    max_completion_length: Annotated[Int, Field(ge=1)] = 256
+    """With `on_policy`: the longest answer of the model in tokens."""
+
+    sampling_temperature: Annotated[Number, Field(gt=0)] = 1.0
+    """With `on_policy`: the temperature of sampling."""
+
+    @property
+    def samples_answers(self) -> bool:
+        return self.on_policy > 0
+
+    @property
+    def growth(self) -> int:  # type: ignore[override]
+        return self.max_completion_length if self.on_policy else 0
 
     @property
     def teacher_model(self) -> ModelSection:

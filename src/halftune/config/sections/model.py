@@ -23,6 +23,10 @@ class NoAdapter(Section):
     train_layers: Int | None = None
     """Only the last n layers are trained; a negative number means the first n. `train_only` adds further parameters."""
 
+    spread_layers: Flag = False
+    """With `train_layers: n`: train the last layer of each of n groups of equal size instead, which are the layers that
+    LLaMA Pro's expansion adds (arXiv:2401.02415)."""
+
     @property
     def is_partial(self) -> bool:
         """Whether some parameters are frozen."""
@@ -77,6 +81,11 @@ class LoraAdapter(Section):
     def reduces_base(self) -> bool:
         """Whether `init` moves a part of the base weights to the adapter."""
         return self.init not in ("default", "gaussian")
+
+    @property
+    def saved_rank(self) -> int:
+        """Rank of the result, which also undoes what `init` took from the base weights."""
+        return 2 * self.rank if self.reduces_base else self.rank
 
 
 class PeftAdapter(Section):
@@ -166,6 +175,10 @@ class PrecisionSection(Section):
     compute: Request = "auto"
     """Dtype of matmuls and attention. `auto`: the best that the device runs at full speed."""
 
+    linear: Literal["auto", "fp8"] = "auto"
+    """Format of the frozen weights under LoRA adapters, and of what they are multiplied with. `auto`: as `compute`.
+    `fp8`: float8 (e4m3) with a scale per row, on CUDA from compute capability 8.9."""
+
     trainable: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the trained weights. `auto`: fp32 (master weights)."""
 
@@ -225,6 +238,26 @@ class TokensSection(Section):
     """Round the number of embedding rows up to a multiple, when tokens are added."""
 
 
+Trained = Literal["frozen", "lora", "full"]
+
+
+class TrainSection(Section):
+    """Which parts of a multimodal model are trained: by LoRA, in full, or not at all."""
+
+    language: Literal["auto", "lora", "full", "frozen"] = "auto"
+    """The language model with its output layer. `auto`: as `adapter` says."""
+
+    vision: Trained = "frozen"
+    """The image encoder, without its projector."""
+
+    audio: Trained = "frozen"
+    """The audio encoder, without its projector."""
+
+    projector: Trained = "frozen"
+    """What maps the encoders' features to the language model: `multi_modal_projector`, `visual.merger` and the like.
+    With LoRA on other parts, `full` saves it with the adapter."""
+
+
 class ModelSection(Section):
     """The base model and its tokenizer."""
 
@@ -238,9 +271,13 @@ class ModelSection(Section):
     """For a multimodal checkpoint: `all` keeps its towers (vision, audio), frozen and saved unchanged; `text` uses the
     text-only class, and the result has no towers."""
 
+    train: TrainSection = Field(default_factory=TrainSection)
+    """Parts of a multimodal model, e.g. `{vision: frozen, projector: full}`; needs `data.images` or `data.audio`."""
+
     quantization: OnLoad = "none"
-    """Quantise the frozen linear layers on load, by bitsandbytes: `nf4` (QLoRA: 4 bit, quantised scales) or `int8`
-    (LLM.int8). Embeddings, output layer and norms stay as they are. For a quantised checkpoint, leave it `none`."""
+    """Quantise the frozen linear layers on load, by bitsandbytes: `nf4` (QLoRA: 4 bit, quantised scales), `nf4_single`
+    (fp32 scales) or `int8` (LLM.int8). Embeddings, output layer and norms stay as they are. For a quantised checkpoint,
+    leave it `none`."""
 
     quantize_experts: Flag = False
     """With `quantization`: quantise fused experts too (3-D parameters, most weights of a mixture of experts)."""
@@ -263,7 +300,7 @@ class ModelSection(Section):
 
 
 class TeacherSection(Section):
-    """The frozen model that is learned from. A plain string is short for `{name_or_path: string}`."""
+    """The frozen teacher model. A plain string is short for `{name_or_path: string}`."""
 
     word: ClassVar[str | None] = "name_or_path"
 

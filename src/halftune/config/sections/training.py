@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from halftune.config.optimizers import Optim, Schedule
+from halftune.config.optimizers import PROJECTION_RANK, Optim, Schedule
 from halftune.config.sections import LISTED, Flag, Int, Number, Section
 
 
@@ -86,10 +86,13 @@ class DistributedSection(Section):
     """Options of fsdp2."""
 
 
+Logger = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+
+
 class LoggingSection(Section):
     """Loggers, in addition to `metrics.jsonl`, `loss.png` and `report.html`, which are always written."""
 
-    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...], LISTED] = ()
+    report_to: Annotated[tuple[Logger, ...], LISTED] = ()
     """Further loggers."""
 
     run_name: str | None = None
@@ -101,8 +104,24 @@ class LoggingSection(Section):
     sample_prompts: Annotated[tuple[str, ...], LISTED] = ()
     """Prompts answered before and after training; the report shows both answers."""
 
+    sample_media: Annotated[tuple[str, ...], LISTED] = ()
+    """Files of the images and sounds in `sample_prompts`: one for each `<image>` and `<audio>`, in their order."""
+
     profile: Annotated[Int, Field(ge=1, le=100)] | None = None
     """Number of steps to profile with torch.profiler, after three warm-up steps: a trace, and a table in the report."""
+
+
+class PartRatesSection(Section):
+    """Peak learning rates of the trained parts of `model.train`; unset: `learning_rate`."""
+
+    vision: Annotated[Number, Field(gt=0)] | None = None
+    """Of the image encoder."""
+
+    audio: Annotated[Number, Field(gt=0)] | None = None
+    """Of the audio encoder."""
+
+    projector: Annotated[Number, Field(gt=0)] | None = None
+    """Of the projectors."""
 
 
 Share = Annotated[Number, Field(gt=0, lt=1)]
@@ -131,10 +150,13 @@ class TrainingSection(Section):
     """Rows per device in evaluation; as in training by default (rows or tokens)."""
 
     gradient_accumulation_steps: Annotated[Int, Field(ge=1)] = 1
-    """Forward passes per optimizer step. The loss is that of the whole global batch, whatever its split."""
+    """Forward passes per optimizer step. The loss is a mean over the global batch, so its split does not change it."""
 
     learning_rate: Annotated[Number, Field(gt=0)] = 2.0e-4
     """Peak learning rate."""
+
+    part_learning_rates: PartRatesSection = PartRatesSection()
+    """Learning rates of the encoders and projectors of a multimodal model, e.g. `{vision: 2e-6}`."""
 
     lr_scheduler_type: Schedule = "cosine"
     """Learning-rate schedule, by its name in transformers. `rex` (arXiv:2107.04197) falls slowly at first and fast at
@@ -161,11 +183,16 @@ class TrainingSection(Section):
 
     optim: Optim = "adamw"
     """Optimizer. `muon` updates hidden matrices by Muon and all other weights by AdamW, with one learning rate.
+    `galore` and `apollo` update hidden matrices in a space of low rank, all other weights by AdamW.
+    `stable_adamw` clips updates as Adafactor. `adamw_schedule_free` averages weights in place of a schedule.
     `adamw_torch_8bit` and `adamw_torch_4bit` are torchao's. Others with `8bit`, `paged` or `lion` are those of
     bitsandbytes: 8-bit state, and state that may move to main memory if the device is full."""
 
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Weight decay, decoupled with adamw, lion and muon; biases and norms are exempt."""
+
+    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    """Weights that decay: `all` includes biases, norms and other vectors, as torch's optimizers do by themselves."""
 
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     """First-moment decay of Adam(W), and first beta of Lion."""
@@ -181,6 +208,15 @@ class TrainingSection(Section):
 
     muon_ns_steps: Annotated[Int, Field(ge=1, le=20)] = 5
     """Newton-Schulz iterations of Muon, which make an update nearly orthogonal."""
+
+    projection_rank: Annotated[Int, Field(ge=1)] = PROJECTION_RANK
+    """Rank of the space that `galore` and `apollo` project the gradients of hidden matrices to."""
+
+    projection_interval: Annotated[Int, Field(ge=1)] = 200
+    """Steps until `galore` and `apollo` choose other projections."""
+
+    projection_scale: Annotated[Number, Field(gt=0)] = 1.0
+    """Factor of updates by `galore` (0.25 in its paper), and square of the factor of those by `apollo`."""
 
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
@@ -201,12 +237,13 @@ class TrainingSection(Section):
     """Recompute activations in the backward pass; `auto`: if the memory estimate requires it."""
 
     fused_layers: Flag | Literal["auto"] = "auto"
-    """Compute adapted linear layers, gated feed-forward layers and norms with fused operators, after verifying each
-    kind of layer; `auto`: on CPUs. The log lists fused and unsupported layers."""
+    """Compute adapted linear layers, gated feed-forward layers, norms and, on GPUs, rotary embeddings with fused
+    operators, after verifying each kind of layer; `auto`: on CPUs, and on NVIDIA GPUs from compute capability 8.0. The
+    log lists fused and unsupported layers."""
 
     torch_compile: Flag = False
-    """Compile the model with torch.compile, which takes minutes before the first step. Attention over packed rows runs
-    outside of the graphs, which end at every layer."""
+    """Compile each decoder layer with torch.compile, which takes minutes before the first step. Fused operators, the
+    loss and attention over packed rows stay as they are; eager attention and its dropout end graphs in packed rows."""
 
     deterministic: Flag = False
     """Use deterministic operators, including flash-attn's: required on a GPU for bit-identical repetition and resume.
@@ -260,7 +297,18 @@ class TrainingSection(Section):
 
     allow_changes: Annotated[
         tuple[
-            Literal["model", "adapter", "tokenizer", "template", "train_data", "eval_data", "rewards", "teacher"], ...
+            Literal[
+                "model",
+                "adapter",
+                "tokenizer",
+                "template",
+                "processor",
+                "train_data",
+                "eval_data",
+                "rewards",
+                "teacher",
+            ],
+            ...,
         ],
         LISTED,
     ] = ()

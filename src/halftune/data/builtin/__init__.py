@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def builtin_fingerprint(name: str) -> str:
     """Return a key of a builtin set's content, without generating the content."""
     if name.startswith("python-"):
         return hashlib.sha256(QUESTIONS.read_bytes()).hexdigest() + ("" if name == "python-docs" else f" {name}")
-    if name.startswith("patterns"):
-        return hashlib.sha256((Path(__file__).parent / "patterns.py").read_bytes()).hexdigest() + f" {name}"
+    if (code := Path(__file__).parent / f"{name.removesuffix('-test')}.py").is_file():  # patterns, tones
+        return hashlib.sha256(code.read_bytes()).hexdigest() + f" {name}"
     if name.startswith("number-formats"):
         return hashlib.sha256(json.dumps(ROWS[name]()).encode()).hexdigest()
     return f"{name} v{FORMAT_VERSION} of Python {sys.version} in {sysconfig.get_paths()['stdlib']}"
@@ -64,6 +65,15 @@ def _python_pairs() -> list[dict[str, str]]:
     return [
         {"prompt": row["instruction"], "chosen": row["output"], "rejected": other["output"]}
         for row, other in zip(rows, others, strict=True)
+    ]
+
+
+def _python_rated() -> list[dict[str, Any]]:
+    """The answers of ``python-pairs`` in turns: right ones rated good, those to other questions bad."""
+    kinds = ("chosen", "rejected")
+    return [
+        {"prompt": row["prompt"], "completion": row[kinds[index % 2]], "label": not index % 2}
+        for index, row in enumerate(_python_pairs())
     ]
 
 
@@ -124,18 +134,19 @@ def _number_formats(part: str) -> list[dict[str, str]]:
     return number_formats.text() if part == "text" else number_formats.questions(held_out=part == "test")
 
 
-def _patterns(count: int, seed: int) -> Sequence[dict[str, Any]]:
-    from halftune.data.builtin import patterns  # few runs have images
-
-    return patterns.rows(count, seed)
+def _made(module: str, count: int, seed: int) -> Sequence[dict[str, Any]]:
+    return import_module(f"halftune.data.builtin.{module}").rows(count, seed)  # few runs have images or audio
 
 
 ROWS: dict[str, Callable[[], Sequence[dict[str, Any]]]] = {
     "stdlib-text": _stdlib_text,
     "python-docs": _python_docs,
     "python-pairs": _python_pairs,
-    "patterns": partial(_patterns, 960, 0),
-    "patterns-test": partial(_patterns, 96, 1),
+    "python-rated": _python_rated,
+    "patterns": partial(_made, "patterns", 960, 0),
+    "patterns-test": partial(_made, "patterns", 96, 1),
+    "tones": partial(_made, "tones", 1080, 0),
+    "tones-test": partial(_made, "tones", 108, 1),
     "number-formats": partial(_number_formats, "training"),
     "number-formats-test": partial(_number_formats, "test"),
     "number-formats-text": partial(_number_formats, "text"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from halftune.data.conversation import RowDropped, RowError
@@ -106,13 +106,14 @@ def is_missing(value: Any) -> bool:
 
 def holds_missing(value: Any) -> bool:
     """Whether a nested value contains NaN or an infinity."""
-    if isinstance(value, str):  # most values; an instance check of Mapping is slow
-        return False
     if isinstance(value, float):
         return not math.isfinite(value)
-    if isinstance(value, Mapping):
-        return any(map(holds_missing, value.values()))
-    return isinstance(value, list | tuple) and any(map(holds_missing, value))
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict) or (not isinstance(value, str | list) and isinstance(value, Mapping)):
+        parts = value.values()  # the check for other mappings is slow
+    elif isinstance(value, list | tuple):
+        parts = value
+    return any(type(part) is not str and holds_missing(part) for part in parts)  # most are texts
 
 
 def with_nulls(value: Any) -> Any:
@@ -125,6 +126,7 @@ def with_nulls(value: Any) -> Any:
 
 
 MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
+_MEDIA = frozenset(MEDIA_COLUMNS)
 
 
 def text(row: Mapping[str, Any], column: str) -> str:
@@ -221,7 +223,7 @@ def _tool(schema: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_media(row: Mapping[str, Any]) -> None:
     """Raise RowDropped if the row has images, audio or video: only text is trained."""
-    for column in MEDIA_COLUMNS:
+    for column in () if _MEDIA.isdisjoint(row) else MEDIA_COLUMNS:
         if row.get(column):
             raise RowDropped(f"row with {column}: only text is supported")
 

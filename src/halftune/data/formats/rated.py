@@ -17,12 +17,7 @@ _FLAGS = {True: True, False: False, "true": True, "false": False}  # True and Fa
 
 
 def _read(row: Mapping[str, Any]) -> Rated:
-    label = next((row[name] for name in LABELS if row.get(name) is not None), None)
-    if label is None:
-        raise RowError("row without a rating: label is missing", "add a column label with true or false")
-    good = _FLAGS.get(label.strip().lower() if isinstance(label, str) else label) if _is_plain(label) else None
-    if good is None:
-        raise RowError(f"label: expected true or false, got {label!r}")
+    good = _good(row)
     made = _conversation(row)
     last = max((i for i, one in enumerate(made.messages) if one["role"] == "assistant"), default=0)
     first = last
@@ -33,8 +28,14 @@ def _read(row: Mapping[str, Any]) -> Rated:
     return Rated(turns.train_from(made, first), good)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | str)
+def _good(row: Mapping[str, Any]) -> bool:
+    label = next((row[name] for name in LABELS if row.get(name) is not None), None)
+    if label is None:
+        raise RowError("row without a rating: label is missing", "add a column label with true or false")
+    flag = label.strip().lower() if isinstance(label, str) else label
+    if not isinstance(flag, bool | int | str) or flag not in _FLAGS:
+        raise RowError(f"label: expected true or false, got {label!r}")
+    return _FLAGS[flag]
 
 
 def _conversation(row: Mapping[str, Any]) -> Conversation:

@@ -59,6 +59,10 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversatio
     messages, train = [], []
     unknown: set[str] = set()
     for number, turn in enumerate(turns, start=1):
+        if plain := _plain(turn):
+            messages.append(plain)
+            train.append(None)
+            continue
         where = f"message {number}"
         if not isinstance(turn, Mapping):
             raise RowError(f"{where}: expected an object with role and content")
@@ -99,6 +103,16 @@ def _unknown_keys(turn: Mapping[str, Any], where: str) -> set[str]:
 def _listed(keys: set[str]) -> str:
     names = sorted(keys)
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _plain(turn: Any) -> dict[str, Any] | None:
+    """The message of a turn with a role and a text alone, as most are; None for other turns."""
+    if type(turn) is not dict or len(turn) != 2:
+        return None
+    role, content = (turn["role"], turn.get("content")) if "role" in turn else (turn.get("from"), turn.get("value"))
+    if type(role) is not str or type(content) is not str or role not in ROLES or ROLES[role] == "function_call":
+        return None
+    return {"role": ROLES[role], "content": content}
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch
-from halftune.data.media.processor import ImageProcessor
-from halftune.data.media.reference import BadImage, unpack
+from halftune.data.media.processor import MediaProcessor
+from halftune.data.media.reference import BadMedia, unpack
 from halftune.data.store import Segment
 
 
-def add_images(batch: Batch, segments: Sequence[Segment], images: ImageProcessor, where: str) -> Batch:
+def add_media(batch: Batch, segments: Sequence[Segment], images: MediaProcessor, where: str) -> Batch:
     """The batch with the images of its segments, decoded, as extras, and with the types of its tokens.
 
     Args:
@@ -31,16 +31,16 @@ def add_images(batch: Batch, segments: Sequence[Segment], images: ImageProcessor
     refs = [unpack(one.media) if one.media else () for one in segments]
     try:
         extras = images.inputs(refs) if any(refs) else {}
-    except BadImage as error:
+    except BadMedia as error:
         remedy = "correct or remove the row, or start the run again if the file is right"
         raise DataError(str(error), where=where, remedy=remedy, code="data.bad_media") from error
     if images.family.mrope and "seq_idx" in tokens:
-        types = tokens[images.family.token_types]
-        tokens["position_ids"] = image_positions(batch, types, extras.get("image_grid_thw"), images.merge)
+        places = images.image_tokens(batch.tokens["input_ids"])
+        tokens["position_ids"] = image_positions(batch, places, extras.get("image_grid_thw"), images.merge)
     return replace(batch, tokens=tokens, extras={**batch.extras, **extras})
 
 
-def image_positions(batch: Batch, types: Tensor, grids: Tensor | None, merge: int) -> Tensor:
+def image_positions(batch: Batch, image: Tensor, grids: Tensor | None, merge: int) -> Tensor:
     """Positions of a packed row: those of the text, which keep samples apart, then time, height and width (M-RoPE).
 
     In each sample, an image of h x w tokens begins at the next position p: its tokens have time p, height p + row and
@@ -48,7 +48,7 @@ def image_positions(batch: Batch, types: Tensor, grids: Tensor | None, merge: in
 
     Args:
         batch: packed.
-        types: int64 ``[1, T]``, 1 for image tokens.
+        image: bool ``[1, T]``, True for image tokens.
         grids: int64 ``[I, 3]``: 1, height and width of each image in patches; None: no images.
         merge: patches of a token, along each side.
 
@@ -58,9 +58,8 @@ def image_positions(batch: Batch, types: Tensor, grids: Tensor | None, merge: in
     text, owners = batch.tokens["position_ids"][0], batch.tokens["seq_idx"][0]
     bounds = batch.extras["cu_seq_lens_q"]
     assert isinstance(bounds, Tensor)
-    ends, places = bounds[1:].tolist(), types[0].nonzero().squeeze(1).tolist()
+    ends, places = bounds[1:].tolist(), image[0].nonzero().squeeze(1).tolist()
     axes, shift, used = text.expand(3, -1).clone(), torch.zeros_like(text), 0
-    image = types[0] != 0
     for _, height, width in [] if grids is None else grids.tolist():
         rows, columns = height // merge, width // merge
         start, count = places[used], rows * columns
@@ -70,5 +69,5 @@ def image_positions(batch: Batch, types: Tensor, grids: Tensor | None, merge: in
         axes[1, start:end] = first + torch.arange(rows).repeat_interleave(columns)
         axes[2, start:end] = first + torch.arange(columns).repeat(rows)
         shift[end : ends[int(owners[start])]] += max(rows, columns) - count
-    axes = torch.where(image, axes, text + shift)
+    axes = torch.where(image[0], axes, text + shift)
     return torch.cat([text[None], axes])[:, None]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,27 @@ from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import processor_class_from_name
 
-from halftune.config.facts.images import IMAGE_FAMILIES, ImageFamily
+from halftune.config.facts.folder import read_json
+from halftune.config.facts.media import IMAGE_FAMILIES, ImageFamily, check_processor
+from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.control_tokens import ControlTokens
 from halftune.data.locate import Turn
 from halftune.data.mask import Rendering
-from halftune.data.media.reference import BadImage, MediaRef, decode, images_same
+from halftune.data.media.audio import AudioProcessor
+from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
 from halftune.data.store import TokenStore
 
-_FILES = ("preprocessor_config.json", "processor_config.json")
+_NO_IMAGES = ImageFamily("", "count", ())
+# Of transformers, for a folder whose files do not fit together.
+_BUILD_ERRORS = (
+    OSError, ValueError, TypeError, AttributeError, ImportError, LookupError, ArithmeticError, RuntimeError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class ImageSettings:
+class MediaSettings:
     """How images become tokens; part of the cache key.
 
     Attributes:
@@ -44,6 +52,8 @@ class ImageSettings:
         min_pixels, max_pixels: images are scaled to between these; None: no bound.
         on_bad: ``error`` or ``drop``, as ``data.on_bad_media``.
         folder: where paths of a source begin; empty if it has no folder.
+        kinds: ``image``, ``audio``: what is trained.
+        max_seconds: the longest sound; None: the model's limit.
     """
 
     model: str
@@ -53,8 +63,10 @@ class ImageSettings:
     max_pixels: int | None = None
     on_bad: str = "error"
     folder: str = ""
+    kinds: tuple[str, ...] = ("image",)
+    max_seconds: float | None = None
 
-    def of_source(self, path: str, media_folder: str | None) -> ImageSettings:
+    def of_source(self, path: str, media_folder: str | None) -> MediaSettings:
         """The settings of one source: paths are relative to its file, or to ``media_folder``."""
         source = Path(path)
         beside = source if source.is_dir() else source.parent if source.is_file() else ""
@@ -62,7 +74,16 @@ class ImageSettings:
 
     def unchanged(self, store: TokenStore) -> bool:
         """Whether all images that a store refers to are as they were."""
-        return images_same(store)
+        return media_same(store)
+
+    def with_images(self, fingerprint: str, store: TokenStore) -> str:
+        """A source's fingerprint that also depends on the content of its images; itself for one without images."""
+        if not len(store.media_at):
+            return fingerprint
+        digest = hashlib.sha256(fingerprint.encode())
+        for index in range(len(store)):
+            digest.update(store.digests(index) + b"\n")
+        return digest.hexdigest()
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height within the bounds, in the same proportion."""
@@ -76,7 +97,7 @@ class ImageSettings:
         return max(1, int(width * factor)), max(1, int(height * factor))
 
 
-def image_settings(config: RunConfig, folder: Path) -> ImageSettings:
+def media_settings(config: RunConfig, folder: Path) -> MediaSettings:
     """The settings of a run.
 
     Args:
@@ -84,31 +105,18 @@ def image_settings(config: RunConfig, folder: Path) -> ImageSettings:
         folder: the model's folder.
 
     Raises:
-        DataError: it has no processor, or another one than its type has.
+        DataError, ModelError: as ``check_processor``.
     """
-    files = [folder / name for name in _FILES if (folder / name).is_file()]
-    if not files:
-        raise DataError(
-            "the model has no image processor (preprocessor_config.json)",
-            where=str(folder),
-            remedy="download the whole checkpoint",
-            code="model.no_image_processor",
-        )
-    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    named = {str(json.loads(path.read_text(encoding="utf-8")).get("processor_class") or "") for path in files} - {""}
-    if named - {IMAGE_FAMILIES[kind].processor}:
-        raise DataError(
-            f"model type {kind} with a {', '.join(sorted(named))} is not supported",
-            where=str(folder),
-            remedy=f"use a checkpoint with a {IMAGE_FAMILIES[kind].processor}",
-            code="model.no_image_processor",
-        )
+    files, kind = check_processor(folder), str(unwrapped(read_json(folder / "config.json"))["model_type"])
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
     data = config.data
-    return ImageSettings(str(folder), kind, digest, data.image_min_pixels, data.image_max_pixels, data.on_bad_media)
+    pixels = (data.image_min_pixels, data.image_max_pixels)
+    return MediaSettings(
+        str(folder), kind, digest, *pixels, data.on_bad_media, kinds=data.media, max_seconds=data.audio_max_seconds
+    )
 
 
-class ImageProcessor:
+class MediaProcessor:
     """The processor of a model type.
 
     Args:
@@ -119,13 +127,20 @@ class ImageProcessor:
         DataError: the processor cannot be built from its files.
     """
 
-    def __init__(self, settings: ImageSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.settings, self.family = settings, IMAGE_FAMILIES[settings.model_type]
+    def __init__(self, settings: MediaSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.settings = settings
+        self.family = IMAGE_FAMILIES.get(settings.model_type, _NO_IMAGES)
+        self.audio: AudioProcessor | None = None
+        self._own: Any = None
         try:
-            self._own: Any = _build(settings, self.family, tokenizer)
-        except (OSError, ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
+            if "audio" in settings.kinds:
+                self.audio = AudioProcessor(settings.model, settings.model_type, tokenizer, settings.max_seconds)
+            if self.family.processor:
+                self._own = _build(settings, self.family, tokenizer)
+        except _BUILD_ERRORS as error:
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise DataError(
-                f"the image processor cannot be built: {str(error).splitlines()[0] if str(error) else error!r}",
+                f"the image processor cannot be built: {reason}",
                 where=settings.model,
                 remedy="check preprocessor_config.json and the tokenizer's image tokens",
                 code="model.no_image_processor",
@@ -136,6 +151,10 @@ class ImageProcessor:
     def token(self) -> str:
         """What the chat template writes for an image."""
         return self._own.image_token
+
+    def token_of(self, ref: MediaRef) -> str:
+        """What the chat template writes for an image or a sound."""
+        return self.audio.token if ref.is_audio and self.audio is not None else self.token
 
     @property
     def merge(self) -> int:
@@ -149,26 +168,28 @@ class ImageProcessor:
         )["images_kwargs"]
 
     def text(self, ref: MediaRef) -> str:
-        """The text that stands for an image.
+        """The text that stands for an image or a sound.
 
         Raises:
-            BadImage: the processor refuses its size.
+            BadMedia: the processor refuses its size.
         """
+        if self.audio is not None and ref.is_audio:
+            return self.audio.text(ref)
         size = self.settings.fitted(ref.width, ref.height)
         fixed = self.family.expansion == "fixed" and not getattr(self._own.image_processor, "do_pan_and_scan", False)
         try:
             return self.expansion(*((1, 1) if fixed else size))
         except (ValueError, ZeroDivisionError) as error:
-            raise BadImage(f"{ref.path or 'the image in the row'}: {str(error).splitlines()[0]}") from error
+            raise BadMedia(f"{ref.path or 'the image in the row'}: {str(error).splitlines()[0]}") from error
 
     def write(self, text: str, refs: Sequence[MediaRef]) -> str | None:
-        """A rendered conversation with the texts of its images; None if it has not one placeholder for each.
+        """A rendered conversation with the texts of its media; None if it has not one placeholder for each.
 
         Raises:
-            BadImage: the processor refuses a size.
+            BadMedia: the processor refuses a size.
         """
-        pieces = text.split(self.token)
-        if len(pieces) != len(refs) + 1:
+        pieces = split_at(text, [self.token_of(ref) for ref in refs])
+        if pieces is None:
             return None
         texts = [self.text(ref) for ref in refs]
         return pieces[0] + "".join(one + piece for one, piece in zip(texts, pieces[1:], strict=True))
@@ -184,16 +205,25 @@ class ImageProcessor:
         """The forward pass's arguments for the images of each segment, in the order of their placeholders.
 
         Raises:
-            BadImage: an image is damaged or changed.
+            BadMedia: an image is damaged or changed.
         """
-        groups = [[self._resized(ref) for ref in group] for group in refs]
-        images = groups if self.family.nested else [image for group in groups for image in group]
+        heard = [ref for ref in chain.from_iterable(refs) if ref.is_audio]
+        audio = self.audio.inputs(heard) if self.audio is not None and heard else {}
+        groups = [self._images(group) for group in refs]
+        if not any(groups):
+            return audio
+        images = groups if self.family.nested else list(chain.from_iterable(groups))
         made = self._own.image_processor(images, **{**self._options, "return_tensors": "pt"})
-        return {name: made[name] for name in self.family.inputs if name in made}
+        return audio | {name: made[name] for name in self.family.inputs if name in made}
 
-    def _resized(self, ref: MediaRef) -> Image.Image:
-        image, size = decode(ref), self.settings.fitted(ref.width, ref.height)
-        return image if image.size == size else image.resize(size)
+    def _images(self, refs: Sequence[MediaRef]) -> list[Image.Image]:
+        """The images among the media of a segment, scaled to the bounds."""
+        pairs = [(decode(ref), self.settings.fitted(ref.width, ref.height)) for ref in refs if not ref.is_audio]
+        return [image if image.size == size else image.resize(size) for image, size in pairs]
+
+    def image_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """bool, of the shape of ``ids``: True for image tokens."""
+        return ids == self._own.image_token_id
 
     def token_types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """int64, of the shape of ``ids``: 1 for image tokens; empty where the forward pass takes none."""
@@ -203,7 +233,7 @@ class ImageProcessor:
         return {self.family.token_types: torch.tensor(values, dtype=torch.int64)}
 
 
-def _build(settings: ImageSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _build(settings: MediaSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:
     folder = Path(settings.model)
     base = processor_class_from_name(family.processor)
     if base is None:
@@ -211,11 +241,11 @@ def _build(settings: ImageSettings, family: ImageFamily, tokenizer: PreTrainedTo
     # its check of the arguments' classes needs torchvision, for the video processor
     own = type(family.processor, (base,), {"check_argument_for_proper_class": lambda *_: None})
     file = folder / "processor_config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    saved = read_json(file) if file.is_file() else {}
     known = set(inspect.signature(base.__init__).parameters) - {"kwargs", "chat_template"}
     options = {name: value for name, value in saved.items() if name in known and not isinstance(value, dict)}
     options |= dict.fromkeys(known & {"video_processor", "feature_extractor"})
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)  # unset, it asks
     module = sys.modules[base.__module__]
     if getattr(module, "num2words", module) is None:
         vars(module)["num2words"] = str  # SmolVLM's asks for this package, which only texts of videos need
@@ -223,27 +253,29 @@ def _build(settings: ImageSettings, family: ImageFamily, tokenizer: PreTrainedTo
 
 
 def expand(
-    rendering: Rendering, control: ControlTokens, token: str, texts: Sequence[str], media: bytes
+    rendering: Rendering, control: ControlTokens, tokens: Sequence[str], texts: Sequence[str], media: bytes
 ) -> Rendering | None:
-    """The rendering with each image's placeholder replaced by its text, which has no labels; turns move along.
+    """The rendering with each placeholder replaced by its text, which has no labels; turns move along.
 
-    None if the chat template did not write one placeholder for each image.
+    None if the chat template did not write one placeholder for each image and sound, in their order.
 
     Args:
         rendering: control tokens are aliases.
         control: the control tokens.
-        token: the placeholder that the chat template writes.
-        texts: one for each image, in order.
-        media: the references of the images.
+        tokens: the placeholders that the chat template writes, in order.
+        texts: one for each of them.
+        media: the references.
     """
-    alias = control.alias_of(token) if token in control.tokens else ""
-    pieces = rendering.text.split(alias) if alias else [rendering.text]
-    if len(pieces) != len(texts) + 1:
+    if any(token not in control.tokens for token in tokens):
+        return None
+    aliases = [control.alias_of(token) for token in tokens]
+    pieces = split_at(rendering.text, aliases)
+    if pieces is None:
         return None
     places, moved, inside, text = [], [0], [], pieces[0]
     for piece, inserted in zip(pieces[1:], (control.alias(one) for one in texts), strict=True):
         places.append(len(text) - moved[-1])  # in the rendering as it was
-        moved.append(moved[-1] + len(inserted) - len(alias))
+        moved.append(moved[-1] + len(inserted) - 1)  # an alias is one character
         inside.append((len(text), len(text) + len(inserted)))
         text += inserted + piece
 
@@ -252,8 +284,17 @@ def expand(
 
     turns = tuple(_moved(turn, now) for turn in rendering.turns)
     untrained = (*((now(start), now(end)) for start, end in rendering.untrained), *inside)
-    return replace(rendering, text=text, turns=turns, untrained=untrained, media=media)
+    return rendering._replace(text=text, turns=turns, untrained=untrained, media=media)
+
+
+def split_at(text: str, tokens: Sequence[str]) -> list[str] | None:
+    """The pieces of a text around its placeholders; None if they are not these, in this order."""
+    if not tokens:
+        return [text]
+    known = "|".join(re.escape(token) for token in dict.fromkeys(tokens))
+    pieces = re.split(f"({known})", text)
+    return pieces[::2] if pieces[1::2] == list(tokens) else None
 
 
 def _moved(turn: Turn, now: Any) -> Turn:
-    return replace(turn, start=now(turn.start), end=now(turn.end), full_end=now(turn.full_end))
+    return turn._replace(start=now(turn.start), end=now(turn.end), full_end=now(turn.full_end))

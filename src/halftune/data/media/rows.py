@@ -1,96 +1,139 @@
-"""Finds the images of a row: content parts, and an ``images`` column with ``<image>`` markers in the texts.
+"""Finds the images and sounds of a row: content parts, and columns with ``<image>`` or ``<audio>`` in the texts.
 
-Each image becomes the character ``IMAGE`` in its text, until the chat template writes the model's own placeholder.
+Each becomes a character of ``MEDIA`` in its text, until the chat template writes the model's own placeholder.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from halftune.data.control_tokens import IMAGE
+from halftune.data.control_tokens import AUDIO, IMAGE, MEDIA
 from halftune.data.conversation import Conversation, Record, RowDropped, RowError
 from halftune.data.detect import Reading
 
-MARKER = "<image>"
-_COLUMNS = ("images", "image")
-_OTHERS = ("audios", "audio", "videos", "video")
-_PARTS, _OTHER_PARTS = ("image", "image_url"), ("audio", "input_audio", "audio_url", "video", "video_url")
-_FREE = ("tools", "system")  # texts of a row that hold no images
+CHARACTERS = {kind: character for character, kind in MEDIA.items()}
+MARKERS = {"<image>": "image", "<audio>": "audio"}
+_COLUMNS = {"images": "image", "image": "image", "audios": "audio", "audio": "audio"}
+_PARTS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
+_VALUES = ("image", "image_url", "audio", "audio_url", "path", "url", "bytes", "base64")
+_OTHERS, _OTHER_PARTS = ("videos", "video"), ("video", "video_url")
+_FREE = ("tools", "system")  # texts of a row that hold no media
+
+Found = list[tuple[str, Any]]
 
 
-def read_row(reading: Reading, row: Mapping[str, Any]) -> Record:
+def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -> Record:
     """The record of a row whose columns have the format's names.
 
+    Args:
+        reading: the row's format.
+        row: the row.
+        kinds: what is trained: ``image``, ``audio``.
+
     Raises:
-        RowError: as many markers as images are expected, and none in an answer; or there is audio or video.
+        RowError: as many markers as images and sounds are expected, and none in an answer; or others are there.
         RowDropped: as the format does.
     """
-    for name in _OTHERS:
-        if row.get(name):
-            raise RowError(f"row with {name}: only text and images are supported", code="data.media_unsupported")
-    given = _listed(next((row[name] for name in _COLUMNS if row.get(name) is not None), None))
-    found: list[Any] = []
-    plain = {
-        name: value if name in _FREE else _without_images(value, found, marked=bool(given))
-        for name, value in row.items()
-        if name not in _COLUMNS
-    }
-    made = reading.format.read(plain)
-    if not isinstance(made, Conversation):
-        if given or found:
-            raise RowError(f"rows of format {reading.format.name} have no images", code="data.media_unsupported")
-        return made
-    images = _matched(found, given)
+    _check_columns(row, kinds)
+    given = {kind: _column(row, kind) for kind in kinds}
+    marked = frozenset(kind for kind, values in given.items() if values)
+    found: Found = []
+    texts = {name: value for name, value in row.items() if name not in _COLUMNS}
+    for name, value in texts.items():
+        if name not in _FREE:
+            texts[name] = _without_media(value, found, marked, kinds)
+    made = reading.format.read(texts)
+    if isinstance(made, Conversation):
+        return replace(made, media=_of_questions(made, _matched(found, given)))
+    if marked or found:
+        raise RowError(f"rows of format {reading.format.name} have no images", code="data.media_unsupported")
+    return made
+
+
+def _check_columns(row: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
+    for name in (*_OTHERS, *_COLUMNS):
+        if row.get(name) and _COLUMNS.get(name) not in kinds:
+            raise _unsupported(name, kinds)
+
+
+def _of_questions(made: Conversation, media: Found) -> tuple[tuple[str, Any], ...]:
+    """The media of a conversation.
+
+    Raises:
+        RowError: one of them is in an answer, or outside the messages.
+    """
     texts = [str(message["content"]) for message in made.messages if message["role"] != "assistant"]
-    if sum(text.count(IMAGE) for text in texts) != len(images):
-        raise RowError("an image stands in an answer, or outside the messages", code="data.image_count")
-    return replace(made, images=tuple(images))
+    if sum(text.count(IMAGE) + text.count(AUDIO) for text in texts) != len(media):
+        raise RowError("an image or a sound stands in an answer, or outside the messages", code="data.image_count")
+    return tuple(media)
+
+
+def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
+    known = " and ".join(("text", *(f"data.{'images' if kind == 'image' else kind}" for kind in kinds)))
+    return RowError(f"row with {name}: this run trains {known}", code="data.media_unsupported")
+
+
+def _column(row: Mapping[str, Any], kind: str) -> list[Any]:
+    names = [name for name, holds in _COLUMNS.items() if holds == kind]
+    return _listed(next((row[name] for name in names if row.get(name) is not None), None))
 
 
 def _listed(value: Any) -> list[Any]:
-    """The images of a column: a list, or one image."""
+    """The values of a column: a list, or one value."""
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _without_images(value: Any, found: list[Any], *, marked: bool) -> Any:
-    """A copy with ``IMAGE`` for each image; ``found`` gets its value, or None for a marker or a part without value."""
+def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tuple[str, ...]) -> Any:
+    """A copy with a character for each image and sound; ``found`` gets its kind and value, which is None for a marker
+    or a part without value."""
     if isinstance(value, str):
-        if IMAGE in value:
-            raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
-        if not marked:
-            return value
-        found += [None] * value.count(MARKER)
-        return value.replace(MARKER, IMAGE)
+        return _without_markers(value, found, marked)
     if isinstance(value, list | tuple):
-        return [_without_images(item, found, marked=marked) for item in value]
+        return [_without_media(item, found, marked, kinds) for item in value]
     if not isinstance(value, Mapping):
         return value
-    kind = value.get("type")
-    if kind in _OTHER_PARTS:
-        raise RowError(f"row with {kind} parts: only text and images are supported", code="data.media_unsupported")
-    if kind in _PARTS:
-        names = (kind, "image", "image_url", "path", "url", "bytes", "base64")
-        found.append(next((value[name] for name in names if value.get(name) is not None), None))
-        return {"type": "text", "text": IMAGE}
-    return {name: _without_images(item, found, marked=marked) for name, item in value.items()}
+    part = value.get("type")
+    if part in _OTHER_PARTS or part in _PARTS:
+        found.append(_medium(value, str(part), kinds))
+        return {"type": "text", "text": CHARACTERS[found[-1][0]]}
+    return {name: _without_media(item, found, marked, kinds) for name, item in value.items()}
 
 
-def _matched(found: list[Any], given: list[Any]) -> list[Any]:
-    """The images in the order of the texts: values of parts, and for markers the next of the column.
+def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tuple[str, Any]:
+    """Kind and value of a content part."""
+    kind = _PARTS.get(part, "")
+    if kind not in kinds:
+        raise _unsupported(f"{part} parts", kinds)
+    return kind, next((value[name] for name in (part, *_VALUES) if value.get(name) is not None), None)
+
+
+def _without_markers(text: str, found: Found, marked: frozenset[str]) -> str:
+    if any(character in text for character in MEDIA):
+        raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
+    known = [re.escape(marker) for marker, kind in MARKERS.items() if kind in marked]
+    return re.sub("|".join(known), lambda match: _noted(match[0], found), text) if known else text
+
+
+def _noted(marker: str, found: Found) -> str:
+    found.append((MARKERS[marker], None))
+    return CHARACTERS[MARKERS[marker]]
+
+
+def _matched(found: Found, given: dict[str, list[Any]]) -> Found:
+    """Images and sounds in the order of the texts: values of parts, and for markers the next of the column.
 
     Raises:
-        RowError: not as many images as markers.
+        RowError: not as many of them as markers.
     """
-    markers = sum(one is None for one in found)
-    if markers != len(given):
-        raise RowError(
-            f"{markers} image markers ({MARKER}, or parts without an image) for {len(given)} images in the column",
-            f"write one {MARKER} for each image",
-            "data.image_count",
-        )
-    waiting = iter(given)
-    return [next(waiting) if one is None else one for one in found]
+    for kind, values in given.items():
+        markers = sum(value is None for holds, value in found if holds == kind)
+        if markers != len(values):
+            what = f"{markers} markers (<{kind}>, or parts without a value) for {len(values)} in the column"
+            raise RowError(what, f"write one <{kind}> for each", "data.image_count")
+    waiting = {kind: iter(values) for kind, values in given.items()}
+    return [(kind, next(waiting[kind]) if value is None else value) for kind, value in found]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+from peft.import_utils import is_bnb_4bit_available, is_bnb_available, is_torchao_available
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
@@ -46,23 +47,27 @@ def _cast_embeddings(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 cast_output(copy, dtype)
 
 
+def _cast_weights(model: torch.nn.Module, trainable: torch.dtype, kept: Iterable[str]) -> None:
+    stay = kept_names(model, kept)
+    for name, parameter in model.named_parameters():
+        if not is_adapter_weight(name):
+            continue
+        stays = plain_name(name) in stay
+        parameter.data = parameter.data.to(torch.float32 if stays else trainable)
+        if stays:
+            mark_kept(parameter)  # peft's copy of a marked weight is not marked
+    for name, buffer in model.named_buffers():
+        if is_adapter_weight(name) and buffer.is_floating_point():  # VeRA's shared matrices
+            buffer.data = buffer.data.to(trainable)
+
+
 def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
     """Cast the adapter's weights to ``plan.precision.trainable``, parameter by parameter.
 
     Under autocast, peft's cast of inputs to the adapter's dtype (an fp32 copy of every activation) is disabled, since
     autocast casts the matmuls. DoRA keeps it: it computes weight norms in the input's dtype and divides by them.
     """
-    trainable = torch_dtype(plan.precision.trainable.value)
-    stay = kept_names(model, plan.precision.keep_fp32.value)
-    for name, parameter in model.named_parameters():
-        if is_adapter_weight(name):
-            kept = plain_name(name) in stay
-            parameter.data = parameter.data.to(torch.float32 if kept else trainable)
-            if kept:
-                mark_kept(parameter)  # peft's copy of a marked weight is not marked
-    for name, buffer in model.named_buffers():
-        if is_adapter_weight(name) and buffer.is_floating_point():  # VeRA's shared matrices
-            buffer.data = buffer.data.to(trainable)
+    _cast_weights(model, torch_dtype(plan.precision.trainable.value), plan.precision.keep_fp32.value)
     _cast_embeddings(model, torch_dtype(plan.precision.storage.value))
     if plan.precision.autocast.value:
         for module in model.modules():
@@ -114,13 +119,13 @@ def attach_adapter(
 
 @contextmanager
 def _without_unused_formats() -> Iterator[None]:
-    """Inside, peft does not import bitsandbytes (0.7 CPU-s) for a model without layers of it."""
+    """Inside, peft does not import bitsandbytes (0.7 CPU-s) and torchao (0.4) for a model without layers of them."""
     try:
-        with without("bitsandbytes"):
+        with without("bitsandbytes"), without("torchao"):
             yield
     finally:
-        is_bnb_available.cache_clear()
-        is_bnb_4bit_available.cache_clear()
+        for asked in (is_bnb_available, is_bnb_4bit_available, is_torchao_available):
+            asked.cache_clear()
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
@@ -139,6 +144,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
         config: Any = PeftConfig.from_pretrained(str(folder))
         ours = restore_targets(config, model)
         with ignore_peft_warnings(), _without_unused_formats(), unchanged_targets() if ours else nullcontext():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are checked below
             adapted = PeftModel.from_pretrained(
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
             )
@@ -146,8 +152,24 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
         what = f"cannot load the adapter: {first_line(error)}"
         raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
     check_whole(adapted, folder)
+    _load_left_out(adapted, folder)
     cast_adapter(adapted, plan)
     return adapted.eval()
+
+
+@torch.no_grad()
+def _load_left_out(adapted: PeftModel, folder: Path) -> None:
+    """Load what peft has left out: it renames weights by transformers' rules for checkpoints, which may match twice.
+
+    So ``language_model.layers`` became ``language_model.language_model.layers`` in unlimited_ocr, and with a warning
+    alone the adapter did nothing.
+    """
+    weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        for name, weight in weights.items():
+            stored = file.get_tensor(name).to(weight)
+            if stored.shape == weight.shape and not torch.equal(stored, weight):
+                weight.copy_(stored)
 
 
 def _remedy(model: torch.nn.Module) -> str:

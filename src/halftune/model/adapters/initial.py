@@ -1,7 +1,7 @@
-"""LoRA that begins with a part of the base weights (PiSSA, OLoRA), which are reduced by that part.
+"""LoRA initialised from the base weights (PiSSA, OLoRA): s·B·A is subtracted from them.
 
-A checkpoint holds the first A and B: a resumed run subtracts the same product. A result is converted to plain LoRA on
-the unchanged base model: rank 2r with A and the first A, B and the negative first B.
+A checkpoint holds the initial A and B, so a resumed run subtracts the same product. The result is converted to plain
+LoRA of rank 2r on the unchanged base model: A stacked on the initial A, B beside the negative initial B.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
 
 Initial = dict[str, torch.Tensor]
-"""The first A and B on the CPU, by the names of their parameters."""
+"""The initial A and B on the CPU, by parameter name."""
 _ATTRIBUTE = "initial_adapter"
 
 
 def initial_of(model: nn.Module) -> Initial:
-    """The first A and B of an adapter that began with a part of the base weights; empty for others."""
+    """Return the initial A and B of a PiSSA or OLoRA adapter; empty for other adapters."""
     return vars(model).get(_ATTRIBUTE, {})
 
 
@@ -44,7 +44,7 @@ def initialise(
         adapter: its ``init``.
         plan: gives the dtype of A and B.
         seed: of the fast SVD; the global random state does not change.
-        stored: the first A and B of the run that is resumed.
+        stored: the initial A and B of the resumed run.
 
     Raises:
         ConfigError: a target is not a linear layer with floating-point weights.
@@ -93,7 +93,7 @@ def _stored(stored: Mapping[str, torch.Tensor], name: str, layer: Any) -> tuple[
     for key in ("lora_A", "lora_B"):
         tensor, own = stored.get(f"{name}.{key}.default.weight"), getattr(layer, key)["default"].weight
         if tensor is None or tensor.shape != own.shape:
-            what = f"the checkpoint has no first {key} of {name} in shape {tuple(own.shape)}"
+            what = f"the checkpoint has no initial {key} of {name} with shape {tuple(own.shape)}"
             remedy = "resume with the config of the checkpoint"
             raise ModelError(what, remedy=remedy, code="train.checkpoint_mismatch")
         found.append(tensor)
@@ -105,8 +105,8 @@ def convert(adapter: Mapping[str, torch.Tensor], initial: Initial, config: Any) 
 
     Args:
         adapter: tensors by the names in an adapter's file.
-        initial: the first A and B.
-        config: peft's config, which is changed.
+        initial: the initial A and B.
+        config: peft's config; changed in place.
     """
     config.r, config.init_lora_weights = 2 * config.r, True
     config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2

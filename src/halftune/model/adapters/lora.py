@@ -31,25 +31,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     Raises:
         ConfigError: a target or a module to save does not exist in this model, or peft cannot load such an adapter.
     """
-    targets = without_routers(model) if adapter.target_modules == "all-linear" else find_targets(model, adapter)
-    towers = towers_of(model)
-    saved = find_modules_to_save(model, adapter, plan)
-    tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
-    config = LoraConfig(
-        task_type=task_type(plan),
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
-        lora_dropout=adapter.dropout,
-        target_modules=targets,
-        target_parameters=list(adapter.target_parameters) or None,
-        exclude_modules=None if towers is None else towers.pattern,
-        modules_to_save=saved,
-        use_rslora=adapter.use_rslora,
-        use_dora=adapter.use_dora,
-        init_lora_weights="gaussian" if adapter.init == "gaussian" else True,
-        bias="none",
-        ensure_weight_tying=tied,
-    )
+    config = _config(model, adapter, plan)
     with torch.random.fork_rng(devices=[]), ignore_peft_warnings(), unchanged_targets():
         torch.manual_seed(seed)
         try:
@@ -68,7 +50,41 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         from halftune.model.adapters.start import load_start  # few runs start from an adapter
 
         load_start(adapted, adapter)
+    if towers_of(model) is not None:
+        from halftune.model.parts import keep_in_graph  # few models have towers
+
+        keep_in_graph(adapted)
     return adapted
+
+
+def _config(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan) -> LoraConfig:
+    """The adapter as peft describes it."""
+    targets = without_routers(model) if adapter.target_modules == "all-linear" else find_targets(model, adapter)
+    saved = find_modules_to_save(model, adapter, plan)
+    tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
+    return LoraConfig(
+        task_type=task_type(plan),
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        target_parameters=list(adapter.target_parameters) or None,
+        exclude_modules=_left_out(model, plan),
+        modules_to_save=saved,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        init_lora_weights="gaussian" if adapter.init == "gaussian" else True,
+        bias="none",
+        ensure_weight_tying=tied,
+    )
+
+
+def _left_out(model: PreTrainedModel, plan: Plan) -> str | None:
+    if towers_of(model) is None:
+        return None
+    from halftune.model.parts import left_out
+
+    return left_out(model, plan)
 
 
 def _check_dora(adapted: PeftModel) -> None:
@@ -155,4 +171,8 @@ def find_modules_to_save(model: PreTrainedModel, adapter: LoraAdapter | PeftAdap
             raise ConfigError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
     more = vocabulary_modules(model) if plan.added_tokens is not None else []
     more += ["score"] if plan.method.head.value == "score" else []
+    if towers_of(model) is not None:
+        from halftune.model.parts import saved_parts
+
+        more += saved_parts(model, plan)
     return list(dict.fromkeys((*adapter.modules_to_save, *more))) or None

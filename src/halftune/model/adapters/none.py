@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from halftune.config.facts.media import part_of
 from halftune.config.sections.model import NoAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_output
+from halftune.model.parts import keep_in_graph, release
 from halftune.model.towers import towers_of
 from halftune.plan import Plan
 from halftune.precision.dtypes import matches, stays_fp32, torch_dtype
 
 
 def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) -> PreTrainedModel:
-    """Make all parameters except those of towers trainable, in the plan's trainable dtype; or those of ``train_only``.
+    """Make the planned parts trainable, in the plan's trainable dtype; or the parameters of ``train_only``.
 
     Casts parameters one by one: casting the module would also cast rotary tables.
 
@@ -26,18 +28,27 @@ def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) ->
     trainable, storage = (torch_dtype(one.value) for one in (plan.precision.trainable, plan.precision.storage))
     towers, chosen = towers_of(model), None if plan.train_only is None else _chosen(model, plan.train_only)
     for name, parameter in model.named_parameters():
-        if towers is not None and towers.own(name):
+        tower = towers is not None and towers.own(name)
+        if tower and plan.mode(part_of(name)) != "full":
             continue
-        if chosen is not None and id(parameter) not in chosen:
-            parameter.requires_grad_(False)
-            continue
-        kept = stays_fp32(name, parameter, plan.precision.keep_fp32.value)
-        parameter.data = parameter.data.to(torch.float32 if kept else trainable)
-        parameter.requires_grad_(True)
-    for module in model.modules() if storage != trainable else ():
+        train = chosen is None or id(parameter) in chosen
+        if train:
+            kept = stays_fp32(name, parameter, plan.precision.keep_fp32.value)
+            parameter.data = parameter.data.to(torch.float32 if kept else trainable)
+        parameter.requires_grad_(train)
+    if storage != trainable:
+        _cast_embeddings(model, storage)
+    keep_in_graph(model)
+    own = dict(model.named_parameters())
+    release(model, lambda name: own[name].requires_grad)
+    return model
+
+
+def _cast_embeddings(model: PreTrainedModel, storage: torch.dtype) -> None:
+    """Cast what trained embeddings return, so that the layers get the storage dtype."""
+    for module in model.modules():
         if isinstance(module, torch.nn.Embedding) and module.weight.requires_grad:
             cast_output(module, storage)
-    return model
 
 
 def _chosen(model: PreTrainedModel, patterns: Sequence[str]) -> set[int]:

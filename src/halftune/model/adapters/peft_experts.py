@@ -90,10 +90,12 @@ def restore_targets(config: LoraConfig, model: PreTrainedModel) -> bool:
     Returns:
         Whether there were any; if so, the adapter must be loaded under ``unchanged_targets``.
     """
-    parameters = list(config.target_parameters or ()) if isinstance(config, LoraConfig) else []
-    linear = {name + _WEIGHT: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    ours = [linear[name] for name in parameters if name in linear]
-    if not ours or isinstance(config.target_modules, str):
+    if not isinstance(config, LoraConfig) or isinstance(config.target_modules, str):
+        return False
+    linear = {name + _WEIGHT for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    parameters = config.target_parameters or []
+    ours = [name.removesuffix(_WEIGHT) for name in parameters if name in linear]
+    if not ours:
         return False
     config.target_modules = [*(config.target_modules or ()), *ours]
     config.target_parameters = [name for name in parameters if name not in linear] or None

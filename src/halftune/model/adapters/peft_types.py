@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import peft
@@ -52,15 +53,18 @@ def attach(model: PreTrainedModel, adapter: Any, plan: Plan, seed: int) -> PeftM
 
 def _names(model: PreTrainedModel, adapter: PeftAdapter) -> list[str]:
     """The full names of the linear layers to adapt: not those of towers; by default no routers and not the head."""
-    linear, routers, refused = linear_layers(model)
     if adapter.target_modules == "all-linear":
-        names = [name for name in linear if name not in routers and name not in refused]
+        linear, routers, refused = linear_layers(model)
+        names = [name for name in linear if name not in {*routers, *refused}]
     else:
-        asked = find_targets(model, adapter)
-        every = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-        if isinstance(asked, str):
-            names = [name for name in every if re.fullmatch(asked, name)]
-        else:
-            names = [name for name in every if f".{name}".endswith(tuple(f".{ending}" for ending in asked))]
+        names = _asked_for(model, find_targets(model, adapter))
     towers = towers_of(model)
     return [name for name in names if towers is None or not towers.own(f"{name}.weight")]
+
+
+def _asked_for(model: PreTrainedModel, asked: str | Sequence[str]) -> list[str]:
+    """The linear layers whose whole name matches a regular expression, or ends with one of some names."""
+    every = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    if isinstance(asked, str):
+        return [name for name in every if re.fullmatch(asked, name)]
+    return [name for name in every if f".{name}".endswith(tuple(f".{ending}" for ending in asked))]

@@ -34,7 +34,7 @@ def load_start(adapted: PeftModel, adapter: LoraAdapter) -> None:
     folder = locate_adapter(adapter.name_or_path)
     settings = settings_of(read_json(folder / CONFIG), where=str(folder))
     for key, asked, stored in differences(adapter.model_dump(), settings):
-        if key not in ("target_modules", "modules_to_save"):  # the names of the weights tell
+        if key not in ("target_modules", "modules_to_save"):  # compared by the names of the weights
             what = f"adapter.{key} is {asked!r}, but the adapter has {stored!r}"
             remedy = f"set adapter.{key}: {stored}"
             raise ModelError(what, where=str(folder), remedy=remedy, code="model.adapter_mismatch")
@@ -66,7 +66,7 @@ def locate_adapter(name: str) -> Path:
 
 
 def start_identity(name: str) -> dict[str, str]:
-    """sha256 of the files of the adapter that training starts from.
+    """Return the SHA-256 of each file of the adapter that training starts from.
 
     Raises:
         ModelError: the adapter is missing.
@@ -76,9 +76,9 @@ def start_identity(name: str) -> dict[str, str]:
 
 
 def check_start(config: RunConfig) -> None:
-    """Check that the adapter that training starts from was trained on this base model, as far as it is known.
+    """Check that the adapter that training starts from was trained on this base model.
 
-    A result of halftune has the base model's fingerprint; another adapter has its hub id.
+    A result of halftune is compared by the base model's fingerprint, another adapter by its hub id, if it has one.
 
     Raises:
         ModelError: the base model differs, and ``training.allow_changes`` does not permit it.

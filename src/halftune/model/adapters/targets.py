@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from halftune.config.facts.families import family_of
-from halftune.config.facts.model import EXPERTS
+from halftune.config.facts.sizes import EXPERTS
 from halftune.core.log import get_logger
 
 log = get_logger(__name__)

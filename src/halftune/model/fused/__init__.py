@@ -12,17 +12,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from halftune.model.fused import projections
-from halftune.model.fused.projections import SHARING, FusedProjection, Projections, adapted_weight
+from halftune.model.fused.projections import (
+    SHARING,
+    FusedProjection,
+    Projections,
+    adapted_weight,
+    is_lora_linear,
+    outside_autocast,
+)
 from halftune.precision.trace.recorder import copy_record, recorded
+from halftune_kernels.library import opaque
 from halftune_kernels.ops.rms_norm import rms_norm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -57,14 +67,15 @@ class FusedNorm:
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the layer's own forward returns."""
-        module = self.module
-        if args or kwargs or torch.compiler.is_compiling():
+        module, form = self.module, self.form
+        if args or kwargs:
             return type(module).forward(module, x, *args, **kwargs)
-        weight = module.get_parameter("weight")
-        dtype = torch.promote_types(x.dtype, weight.dtype) if self.form.promotes else x.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            out = rms_norm(x, weight, self.eps, offset=self.form.offset, dtype=dtype)
-        if recorded(module):
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
+        rounds = form.promotes and x.device.type != "cpu"  # on CPUs, where it costs time, rounded once
+        with outside_autocast(x):
+            out = rms_norm(x, weight, self.eps, offset=form.offset, dtype=dtype, rounds=rounds)
+        if not torch.compiler.is_compiling() and recorded(module):
             with torch.no_grad():
                 copy_record(out, type(module).forward(module, x))
         return out
@@ -99,6 +110,7 @@ class FusedLayers:
     left: Counter[str] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
+    rebound: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
 
     def set_forward(self, module: nn.Module, forward: Forward, kind: str) -> None:
         """Replace a module's forward."""
@@ -107,11 +119,14 @@ class FusedLayers:
         self.fused[kind] += 1
 
     def remove(self) -> None:
-        """Restore every module's forward."""
+        """Restore every module's forward, and rebound functions."""
         for module in self.modules:
             vars(module).pop("forward", None)
         for handle in self.handles:
             handle.remove()
+        for namespace, name, own in self.rebound:
+            namespace[name] = own
+        self.rebound.clear()
         self.modules.clear()
         self.handles.clear()
         self.fused.clear()
@@ -122,41 +137,93 @@ class FusedLayers:
         return done + left
 
 
-def fuse(model: nn.Module) -> FusedLayers:
-    """Fuse a model's norms, gated feed-forward layers and adapted linear layers.
+def fuse(model: nn.Module, like: nn.Module | None = None) -> FusedLayers:
+    """Fuse a model's norms, gated feed-forward layers and adapted linear layers; on GPUs its rotary embeddings, too.
 
     Unsupported layers, checked at every call, run their own code: DoRA, dropout, trained base weights, a merged,
-    disabled or second adapter, quantised weights, hooks, other activations. The global random state does not change.
+    disabled or second adapter, quantised weights other than those of 4 bits on GPUs, hooks, other activations. Of
+    unsupported feed-forward layers GPUs compute the activation. The global random state does not change.
 
     Args:
         model: with its adapter, in its final dtypes and on its device.
+        like: a small copy with numbers on the CPU, whose layers are compared instead of those of a model without.
     """
-    done = FusedLayers()
+    done, everything = FusedLayers(), any(map(opaque, model.parameters()))
+    twins = {} if like is None else {type(module): module for module in like.modules()}
     proven: dict[tuple[Any, ...], int | str] = {}
     inside: set[nn.Module] = set()  # layers inside a fused layer
-    for module in model.modules():
-        if "forward" in vars(module):
-            continue
-        if forms := norm_forms(module):
-            forwards = [FusedNorm(module, form).forward for form in forms]
-            _try(done, module, forwards, proven, "norms", module.get_parameter("weight"))
-        elif candidates := list(projections.mlp_candidates(module)):
-            if (weights := candidates[0].read()) is None:
-                done.left["feed-forward layers with trained or unsupported parts"] += 1
-                continue
-            forwards = [candidate.forward for candidate in candidates]
-            if _try(done, module, forwards, proven, "feed-forward layers", weights[0].weight):
-                inside.update(module.children())
+    for module in [module for module in model.modules() if "forward" not in vars(module)]:
+        twin = twins.get(type(module), module)
+        if norm_forms(module):
+            _try(done, module, twin, _norms, proven, "norms", "rms_norm")
+        elif candidates := list(projections.mlp_candidates(module, everything)):
+            inside |= _fuse_mlp(done, module, twin, proven, candidates[0], everything=everything)
     for parent in model.modules():
         _fuse_projections(done, parent, inside)
+    if everything:
+        _fuse_rotary(done, model)
     return done
+
+
+def _fuse_mlp(
+    done: FusedLayers,
+    module: nn.Module,
+    twin: nn.Module,
+    proven: dict[tuple[Any, ...], int | str],
+    first: projections.FusedMlp,
+    *,
+    everything: bool,
+) -> set[nn.Module]:
+    """Fuse a gated feed-forward layer; returns the layers that are computed inside."""
+    weights, kind = first.read(), "feed-forward layers"
+    if weights is None and not everything:
+        done.left[f"{kind} with trained or unsupported parts"] += 1
+        return set()
+    make = partial(_mlps, everything=everything)
+    fused = _try(done, module, twin, make, proven, kind, "gated_activation")
+    return set(module.children()) if fused and weights is not None else set()
+
+
+def _norms(module: nn.Module) -> tuple[list[Forward], torch.Tensor]:
+    """The candidates for a norm, and its weight."""
+    return [FusedNorm(module, form).forward for form in norm_forms(module)], module.get_parameter("weight")
+
+
+def _mlps(module: nn.Module, *, everything: bool) -> tuple[list[Forward], torch.Tensor]:
+    """The candidates for a gated feed-forward layer, and the weight that reads its input."""
+    candidates = list(projections.mlp_candidates(module, everything))
+    return [candidate.forward for candidate in candidates], candidates[0].first_weight()
+
+
+def _fuse_rotary(done: FusedLayers, model: nn.Module) -> None:
+    """Rebind the rotary embedding of a model's modeling files."""
+    kind = "rotary embeddings"
+    if why := without_kernel("rope", next(model.parameters())):
+        done.left[f"{kind} ({why})"] += 1
+        return
+    from halftune.model.fused import rotary  # for GPUs
+
+    for namespace, own in rotary.rebind(model):
+        if own is None:
+            done.left[f"{kind} that compute something else"] += 1
+        else:
+            done.rebound.append((namespace, rotary.NAME, own))
+            done.fused[kind] += 1
+
+
+def without_kernel(operator: str, weight: torch.Tensor) -> str:
+    """Why an operator has no kernel for weights on a GPU; empty if it has one, proven on this machine, and on CPUs."""
+    if weight.device.type != "cuda" or isinstance(weight, FakeTensor) or isinstance(weight.data, FakeTensor):
+        return ""
+    from halftune_kernels.dispatch import choose
+
+    backend = choose(operator, weight.device, weight.dtype)
+    return "" if backend.name == "triton" else backend.reason
 
 
 def _fuse_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Module]) -> None:
     """Fuse the adapted linear children of a module; query, key and value as one group."""
-    children = {
-        name: child for name, child in parent.named_children() if type(child) is LoraLinear and child not in inside
-    }
+    children = {name: child for name, child in parent.named_children() if is_lora_linear(child) and child not in inside}
     usual = {name: child for name, child in children.items() if adapted_weight(child) is not None}
     done.left["adapted linear layers with unsupported parts"] += len(children) - len(usual)
     done.left += Counter()  # drops zeros
@@ -168,7 +235,7 @@ def _fuse_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Modul
             done.set_forward(layer, FusedProjection(projections, index).forward, "adapted linear layers")
 
 
-def _groups(layers: dict[str, LoraLinear]) -> list[list[LoraLinear]]:
+def _groups(layers: dict[str, nn.Module]) -> list[list[nn.Module]]:
     """Layers that are computed together: query, key and value; every other one alone."""
     together = [layers[name] for name in SHARING if name in layers]
     alone = [[layer] for name, layer in layers.items() if name not in SHARING]
@@ -178,19 +245,24 @@ def _groups(layers: dict[str, LoraLinear]) -> list[list[LoraLinear]]:
 def _try(
     done: FusedLayers,
     module: nn.Module,
-    forwards: list[Forward],
+    twin: nn.Module,
+    make: Callable[[nn.Module], tuple[list[Forward], torch.Tensor]],
     proven: dict[tuple[Any, ...], int | str],
     kind: str,
-    weight: torch.Tensor,
+    operator: str,
 ) -> bool:
-    """Replace a module's forward by the first candidate with equal results; equal layers are compared once.
+    """Replace a module's forward by the first candidate whose results equal those of ``twin``, the module or its like.
 
-    A comparison that raises is reported separately, with its error.
+    Equal layers are compared once. A comparison that raises is reported separately, with its error.
     """
+    forwards, weight = make(module)
+    if why := without_kernel(operator, weight):
+        done.left[f"{kind} ({why})"] += 1
+        return False
     sizes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
     alike = (type(module), kind, sizes, _settings(module))
     if alike not in proven:
-        proven[alike] = _first(module, forwards, weight)
+        proven[alike] = _first(twin, *make(twin))
     found = proven[alike]
     if isinstance(found, str):
         done.left[f"{kind} that {found} ({type(module).__name__})"] += 1
@@ -200,7 +272,7 @@ def _try(
 
 
 def _first(module: nn.Module, forwards: list[Forward], weight: torch.Tensor) -> int | str:
-    """Index of the first candidate with equal results, or the reason why there is none."""
+    """Index of the first candidate with equal results, or the reason why no candidate matches."""
     errors, refusals = [], []
     for index, forward in enumerate(forwards):
         try:
@@ -238,7 +310,7 @@ def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[f
     gain = float(weight.double().norm()) / weight.shape[0] ** 0.5 if weight.ndim > 1 else 1.0
     half = _half_of_mixed(module)
     error, allowed = math.inf, 0.0
-    with _without_dropout(module), torch.autocast(weight.device.type, half, enabled=half is not None):
+    with _own_dropout_only(module, weight.device), torch.autocast(weight.device.type, half, enabled=half is not None):
         for dtype, size in product(sorted(dtypes, key=str), _SIZES):
             allowed = _TOLERANCE[half or dtype]
             x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
@@ -253,19 +325,25 @@ def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[f
 
 
 def _half_of_mixed(module: nn.Module) -> torch.dtype | None:
-    """The half format of a module with weights of several formats."""
+    """The half format of a module with weights of several formats; float8 weights compute in bf16."""
     formats = {parameter.dtype for parameter in module.parameters()}
+    formats |= {torch.bfloat16 for buffer in module.buffers() if buffer.dtype == torch.float8_e4m3fn}
     half = next((one for one in (torch.bfloat16, torch.float16) if one in formats), None)
     return half if len(formats) > 1 else None
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Inside, the module is in evaluation mode."""
+def _own_dropout_only(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the module trains, so that a layer with dropout of its own differs; adapters, whose is known, do not."""
     modes = {part: part.training for part in module.modules()}
-    module.eval()
+    module.train()
+    for part in module.modules():
+        if isinstance(part, BaseTunerLayer):
+            part.eval()
+    others = [device] if device.type in ("cuda", "xpu") else []
     try:
-        yield
+        with torch.random.fork_rng(others, device_type=others[0].type if others else "cuda"):
+            yield
     finally:
         for part, mode in modes.items():
             part.training = mode

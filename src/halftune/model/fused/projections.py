@@ -1,22 +1,36 @@
-"""Fused linear layers, plain or with LoRA: those with a common input (query, key, value) together, others alone.
+"""Fused linear layers, plain or with LoRA. Layers that share an input (query, key, value) are computed together.
 
-Gated feed-forward layers, ``down(silu(gate(x)) · up(x))``, are recognised by their results.
+Gated feed-forward layers, ``down(silu(gate(x)) · up(x))``, are recognised by comparing outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import permutations
 from typing import Any, TypeGuard
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
+from halftune.model.float8 import Float8Linear
 from halftune.precision.trace.recorder import only_records
-from halftune_kernels.ops.lora_linear import AdaptedWeight, lora_linear
+from halftune_kernels.library import opaque
+from halftune_kernels.ops.float8_linear import Float8Weight
+from halftune_kernels.ops.gated_activation import ACTIVATIONS, gated_activation
+from halftune_kernels.ops.gated_activation.reference import act
+from halftune_kernels.ops.lora_linear import AdaptedWeight, Packed, lora_linear
 from halftune_kernels.ops.lora_mlp import lora_mlp
+
+
+def outside_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast for the device of ``x``; the meta device has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
 
 Weights = tuple[AdaptedWeight, AdaptedWeight, AdaptedWeight]
 
@@ -28,10 +42,11 @@ class FusedMlp:
         module: the layer.
         names: of its children gate, up and down, or of gate_up and down. Children are looked up at every call, since
             adapters replace them.
+        activation: of the gate; on CPUs only ``silu`` is supported.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self.module, self.names = module, tuple(names)
+    def __init__(self, module: nn.Module, names: Sequence[str], activation: str = "silu") -> None:
+        self.module, self.names, self.activation = module, tuple(names), activation
 
     def read(self) -> Weights | None:
         """Gate, up and down in their current state; None if one is unsupported."""
@@ -40,36 +55,70 @@ class FusedMlp:
             return None
         *first, down = (layer for layer in layers if layer is not None)
         if len(first) == 1:
+            if isinstance(first[0].weight, Packed):
+                return None
             half = first[0].weight.shape[0] // 2
             first = [_rows(first[0], cut) for cut in (slice(0, half), slice(half, None))]
         return first[0], first[1], down
 
+    def first_weight(self) -> torch.Tensor:
+        """The base weight of the gate (or gate_up), ``[M, H]``."""
+        layer: Any = self.module.get_submodule(self.names[0])
+        layer = getattr(layer, "base_layer", layer)
+        weight = frozen_weight(layer)
+        return weight.make() if isinstance(weight, Packed) else layer.weight
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the layer's own forward returns."""
         module = self.module
-        if args or kwargs or torch.compiler.is_compiling():
+        if args or kwargs:
             return type(module).forward(module, x, *args, **kwargs)
         weights = self.read()
         dtype = None if weights is None else common_dtype(x, weights)
         if weights is None or dtype is None:
-            return type(module).forward(module, x)
-        with torch.autocast(x.device.type, enabled=False):
-            return lora_mlp(x.to(dtype), *weights)
+            return self._activation_only(x) if opaque(x) else type(module).forward(module, x)
+        with outside_autocast(x):
+            return lora_mlp(x.to(dtype), *weights, self.activation)
+
+    def _activation_only(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the children's own code, with the activation in one launch."""
+        *first, down = (self.module.get_submodule(name) for name in self.names)
+        gate, up = (part(x) for part in first) if len(first) == 2 else first[0](x).chunk(2, dim=-1)
+        return down(gated_activation(gate, up, self.activation))
 
 
-def mlp_candidates(module: nn.Module) -> Iterator[FusedMlp]:
+def mlp_candidates(module: nn.Module, everything: bool = False) -> Iterator[FusedMlp]:
     """Candidate assignments of gate, up and down of a module, to be verified by comparison; none for most modules.
 
-    Three linear children, two of them with equal sizes, or two, the first of which computes gate and up.
+    A candidate has three linear children, two of them with equal sizes, or two, where the first computes gate and up.
     """
     sizes: dict[str, tuple[int, int]] = {
         name: (child.in_features, child.out_features)  # type: ignore[misc]
         for name, child in module.named_children()
         if hasattr(child, "in_features") and hasattr(child, "out_features")
     }
+    activation = _activation(module) if everything and len(sizes) in (2, 3) else "silu"
     for order in permutations(sizes) if len(sizes) in (2, 3) else ():
         if _fits([sizes[name] for name in order]):
-            yield FusedMlp(module, order)
+            yield FusedMlp(module, order, activation)
+
+
+def _activation(module: nn.Module) -> str:
+    """The activation of a module, found by comparing outputs; ``silu`` if no part matches (verified later)."""
+    x = torch.linspace(-4, 4, 99)
+    parts = [*filter(callable, vars(module).values()), *module.children()]
+    for part in parts:
+        if isinstance(part, nn.Module) and next(part.parameters(), None) is not None:
+            continue
+        try:
+            y = part(x)
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+            continue
+        if isinstance(y, torch.Tensor) and y.shape == x.shape:
+            for name in ACTIVATIONS:
+                if torch.allclose(y, act(x, name), atol=1e-6):
+                    return name
+    return "silu"
 
 
 def _fits(sizes: Sequence[tuple[int, int]]) -> bool:
@@ -80,19 +129,49 @@ def _fits(sizes: Sequence[tuple[int, int]]) -> bool:
 
 
 def _rows(layer: AdaptedWeight, cut: slice) -> AdaptedWeight:
+    assert not isinstance(layer.weight, Packed), "packed weights have no rows"
+    weight = layer.weight.rows(cut) if isinstance(layer.weight, Float8Weight) else layer.weight[cut]
     bias = None if layer.bias is None else layer.bias[cut]
-    return layer._replace(weight=layer.weight[cut], bias=bias, b=None if layer.b is None else layer.b[cut])
+    return layer._replace(weight=weight, bias=bias, b=None if layer.b is None else layer.b[cut])
 
 
 def adapted_weight(module: nn.Module) -> AdaptedWeight | None:
     """The frozen weight and low-rank update of a linear layer, in their current state.
 
     None for unsupported layers: trained weights, DoRA and other variants, dropout, several adapters, a merged or
-    disabled adapter, quantised or otherwise replaced layers, hooks.
+    disabled adapter, quantised layers except 4-bit ones on GPUs, otherwise replaced layers, hooks.
     """
-    if type(module) is LoraLinear:
+    if is_lora_linear(module):
         return _lora_weight(module)
-    return AdaptedWeight(module.weight, _frozen(module.bias)) if _is_frozen_linear(module) else None
+    weight = frozen_weight(module)
+    return None if weight is None else AdaptedWeight(weight, _frozen(module.bias))  # type: ignore[arg-type]
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """Whether the module is peft's LoRA layer around a linear layer, plain or 4-bit."""
+    kind = type(module)
+    return kind is LoraLinear or (kind.__name__ == "Linear4bit" and kind.__module__ == "peft.tuners.lora.bnb")
+
+
+def frozen_weight(module: nn.Module) -> torch.Tensor | Packed | Float8Weight | None:
+    """The weight of an unmodified linear layer that is not trained; None for other layers."""
+    if _is_frozen_linear(module):
+        return module.weight
+    if isinstance(module, Float8Linear):  # on CPUs, which have no such products, the layer emulates them
+        return module.float8 if opaque(module.float8.values) and _has_no_hooks(module) else None
+    kind, weight = type(module), getattr(module, "weight", None)
+    if kind.__name__ != "Linear4bit" or kind.__module__ != "bitsandbytes.nn.modules" or not _has_no_hooks(module):
+        return None
+    state = getattr(weight, "quant_state", None)
+    if state is None or weight is None or weight.device.type == "cpu" or torch.compiler.is_compiling():
+        return None
+    return Packed(partial(_unpacked, weight, state), (int(module.out_features), int(module.in_features)))  # type: ignore[arg-type]
+
+
+def _unpacked(weight: torch.Tensor, state: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit  # few runs have 4-bit weights
+
+    return dequantize_4bit(weight.detach(), state)
 
 
 def _lora_weight(layer: Any) -> AdaptedWeight | None:
@@ -100,9 +179,10 @@ def _lora_weight(layer: Any) -> AdaptedWeight | None:
     if len(active) != 1 or not _is_low_rank_only(layer, active[0]):
         return None
     base, down, up = layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]]
-    if not _is_frozen_linear(base) or not all(_is_plain_linear(part) and part.bias is None for part in (down, up)):
+    weight = frozen_weight(base)
+    if weight is None or not all(_is_plain_linear(part) and part.bias is None for part in (down, up)):
         return None
-    return AdaptedWeight(base.weight, _frozen(base.bias), down.weight, up.weight, float(layer.scaling[active[0]]))
+    return AdaptedWeight(weight, _frozen(base.bias), down.weight, up.weight, float(layer.scaling[active[0]]))
 
 
 def _is_low_rank_only(layer: Any, name: str) -> bool:
@@ -121,15 +201,16 @@ def _is_frozen_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 def common_dtype(x: torch.Tensor, layers: Sequence[AdaptedWeight]) -> torch.dtype | None:
     """The dtype in which the layers' own code would compute on ``x``; None if dtypes would mix."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 else None
-    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias, layer.a, layer.b)]
-    return x.dtype if all(tensor is None or tensor.dtype == x.dtype for tensor in tensors) else None
+    given = [tensor for layer in layers for tensor in (layer.weight, layer.bias, layer.a, layer.b)]
+    tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    return x.dtype if all(tensor.dtype == x.dtype for tensor in tensors) else None
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is an unmodified ``nn.Linear`` with a plain weight."""
-    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, torch.Tensor)
+    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, torch.Tensor, FakeTensor)
     return plain and "forward" not in vars(module) and _has_no_hooks(module)
 
 
@@ -176,6 +257,8 @@ class Projections:
 
     def compute(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The result of the layer at ``index``; None if it is unsupported."""
+        if torch.compiler.is_compiling():  # a graph removes duplicate computations itself
+            return _first(_compute(x, self.layers[index : index + 1]))
         if index and (output := self._take(index, x)) is not None:
             return output
         # Inference tensors have no version counter: in-place changes would go unnoticed.
@@ -183,7 +266,7 @@ class Projections:
         outputs = _compute(x, self.layers if together else self.layers[index : index + 1])
         if outputs is not None and len(outputs) > 1:
             self._waiting = x, x._version, dict(enumerate(outputs[1:], 1))
-        return outputs[0] if outputs else None
+        return _first(outputs)
 
     def _take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The cached result of a layer for this very input."""
@@ -202,9 +285,12 @@ class FusedProjection:
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the layer's own forward returns."""
         layer = self.group.layers[self.index]
-        usual = not (args or kwargs or torch.compiler.is_compiling())
-        output = self.group.compute(self.index, x) if usual else None
+        output = None if args or kwargs else self.group.compute(self.index, x)
         return type(layer).forward(layer, x, *args, **kwargs) if output is None else output
+
+
+def _first(outputs: tuple[torch.Tensor, ...] | None) -> torch.Tensor | None:
+    return outputs[0] if outputs else None
 
 
 def _compute(x: torch.Tensor, layers: Sequence[nn.Module]) -> tuple[torch.Tensor, ...] | None:
@@ -217,5 +303,5 @@ def _compute(x: torch.Tensor, layers: Sequence[nn.Module]) -> tuple[torch.Tensor
     dtype = common_dtype(x, weights)
     if dtype is None:
         return None
-    with torch.autocast(x.device.type, enabled=False):
+    with outside_autocast(x):
         return lora_linear(x.to(dtype), weights)

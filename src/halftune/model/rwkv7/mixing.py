@@ -23,7 +23,7 @@ from halftune.model.rwkv7.row_context import CHANNEL, TIME, RowContext
 from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 
 SLOWEST_DECAY = -math.exp(-0.5)  # times a sigmoid: the log of a decay
-_KEY_EPSILON = 1e-6  # under the root of the keys' squares in checkpoints with fused norms; else a bound of the norm
+_KEY_EPSILON = 1e-6  # added to the squared norm of keys, in checkpoints with fused norms; else the norm is clamped
 _SMALLEST_NORM = 1e-12
 
 
@@ -158,7 +158,7 @@ class TimeMixing(nn.Module):
         v_BTHV: torch.Tensor,
         g_BTE: torch.Tensor,
     ) -> torch.Tensor:
-        """Norm per head, plus the token's own value weighted by r, k and ``r_k``, then gate and output projection."""
+        """Group norm per head, plus the token's value weighted by r, k and ``r_k``; then gate and output projection."""
         norm, size = self.g_norm, o_BTHV.shape
         with torch.autocast(o_BTHV.device.type, enabled=False):
             flat = wide(o_BTHV).reshape(-1, self.shape.value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -51,20 +51,27 @@ PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler ind
 # CUDA refuses it under autocast; unchanged here.
 BANNED = ("binary_cross_entropy",)
 
+_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
 
 @contextmanager
-def cuda_autocast_rules() -> Iterator[None]:
-    """Inside, ``torch.autocast("cpu", …)`` casts like ``torch.autocast("cuda", …)``, in the whole process."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+def cuda_autocast_rules(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[None]:
+    """Inside, ``torch.autocast(device, …)`` casts like ``torch.autocast("cuda", …)``, in the whole process.
+
+    Args:
+        device: ``cuda`` for fake CUDA tensors whose device torch's own rules cannot see.
+    """
+    key = _KEYS[device]
+    library = torch.library.Library("aten", "IMPL", key.name)
     listed = {*LOWER, *FP32, *FP32_RESULT, *FP32_NORMS, *PROMOTE, *BANNED}
     try:
         for names, make in ((LOWER, _lower), (FP32, _fp32), (FP32_RESULT, _fp32_result), (PROMOTE, _promote)):
             for name in names:
                 operator = _operator(name)
-                _register(library, operator, make(operator))
-        _register(library, _operator(FP32_NORMS[0]), _norm)
-        _register(library, _operator(FP32_NORMS[1]), _norm_of_dims)
-        for name in _known_to_cpu() - listed:
+                _register(library, operator, make(operator, device))
+        _register(library, _operator(FP32_NORMS[0]), _norm(device))
+        _register(library, _operator(FP32_NORMS[1]), _norm_of_dims(device))
+        for name in _known_to_cpu() - listed if device == "cpu" else ():
             _register(library, _operator(name), torch.library.fallthrough_kernel)
         yield
     finally:
@@ -87,67 +94,73 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+def _without_autocast(device: str) -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEYS[device]))
 
 
-def _eligible(value: Any) -> bool:
+def _eligible(value: Any, device: str) -> bool:
     """Whether autocast casts a tensor: floating, on its device, not fp64."""
     is_tensor = isinstance(value, torch.Tensor)
-    return is_tensor and value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == "cpu"
+    return is_tensor and value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == device
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(lambda value: value.to(dtype) if _eligible(value) else value, values)
+def _cast(values: Any, dtype: torch.dtype, device: str) -> Any:
+    return pytree.tree_map(lambda value: value.to(dtype) if _eligible(value, device) else value, values)
 
 
-def _lower(operator: Any) -> Callable[..., Any]:
+def _lower(operator: Any, device: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+        with _without_autocast(device):
+            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype(device), device)
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _fp32(operator: Any) -> Callable[..., Any]:
+def _fp32(operator: Any, device: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            args, kwargs = _cast((args, kwargs), torch.float32)
+        with _without_autocast(device):
+            args, kwargs = _cast((args, kwargs), torch.float32, device)
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _fp32_result(operator: Any) -> Callable[..., Any]:
+def _fp32_result(operator: Any, device: str) -> Callable[..., Any]:
     at = [argument.name for argument in operator._schema.arguments].index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
+        with _without_autocast(device):
             given = args[at] if len(args) > at else kwargs.get("dtype")
-            if given is None and _eligible(args[0]):
+            if given is None and _eligible(args[0], device):
                 args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _promote(operator: Any) -> Callable[..., Any]:
+def _promote(operator: Any, device: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _eligible(leaf)]
+        with _without_autocast(device):
+            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _eligible(leaf, device)]
             wide = any(operand.dtype is torch.float32 for operand in operands)
-            args, kwargs = _cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
+            args, kwargs = _cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype(device), device)
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _norm(self: torch.Tensor, p: Any = 2) -> torch.Tensor:
-    with _without_autocast():
-        return torch.ops.aten.norm.ScalarOpt_dtype(self, p, dtype=torch.float32)
+def _norm(device: str) -> Callable[..., torch.Tensor]:
+    def kernel(self: torch.Tensor, p: Any = 2) -> torch.Tensor:
+        with _without_autocast(device):
+            return torch.ops.aten.norm.ScalarOpt_dtype(self, p, dtype=torch.float32)
+
+    return kernel
 
 
-def _norm_of_dims(self: torch.Tensor, p: Any, dim: list[int], keepdim: bool = False) -> torch.Tensor:
-    with _without_autocast():
-        return torch.ops.aten.norm.ScalarOpt_dim_dtype(self, p, dim, keepdim, dtype=torch.float32)
+def _norm_of_dims(device: str) -> Callable[..., torch.Tensor]:
+    def kernel(self: torch.Tensor, p: Any, dim: list[int], keepdim: bool = False) -> torch.Tensor:
+        with _without_autocast(device):
+            return torch.ops.aten.norm.ScalarOpt_dim_dtype(self, p, dim, keepdim, dtype=torch.float32)
+
+    return kernel

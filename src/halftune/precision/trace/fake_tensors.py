@@ -31,6 +31,7 @@ class FakeTensors(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._replaced: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,14 +51,14 @@ class FakeTensors(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __enter__(self) -> FakeTensors:
-        self._apply = nn.Module._apply
+        self._replaced.append(nn.Module._apply)  # torch enters a mode again while it is entered
         nn.Module._apply = _converted
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        nn.Module._apply = self._apply
+        nn.Module._apply = self._replaced.pop()
 
     def strip(self, model: nn.Module) -> None:
         """Replace a model's floating parameters by tensors without data; small buffers keep theirs."""

@@ -108,25 +108,19 @@ def _finding(
     sites: dict[str, set[str]] = {}
     for each, _, _ in group:
         sites.setdefault(each.phase, set()).add(each.site)
-    trains = any(each.phase == training and stray.grad for each, stray, _ in group)
+    in_training = [(each, stray) for each, stray, _ in group if each.phase == training]
+    trains = any(stray.grad for _, stray in in_training)
     to_loss = arrival.target == "loss"
     harmless = to_loss or bool(arrival.settled)
-    written = sum(_cast_bytes(each, stray) for each, stray, _ in group if each.phase == training)
-    place = step.place if step is not None else None
+    written = sum(_cast_bytes(each, stray) for each, stray in in_training)
     return Finding(
         target=arrival.target,
         operand=operand.name,
         site=starred(arrival.site),
         arrives=shown(operand.dtype),
         computes="" if arrival.dtype is None else shown(arrival.dtype),
-        op=step.formula() if step is not None else operand.leaf or "made outside of torch's functions",
-        becomes=shown(step.dtype if step is not None else operand.dtype),
         cause=_cause(step, operand),
-        file=place.file if place else "",
-        line=place.line if place else 0,
-        function=place.function if place else "",
-        source=linecache.getline(place.file, place.line).strip() if place else "",
-        module=starred(step.module) if step is not None else "",
+        **_origin(step, operand),
         layers={phase: len(modules) for phase, modules in sites.items()},
         passes=("forward", "backward") if trains else ("forward",),
         breaks=not harmless,
@@ -134,6 +128,24 @@ def _finding(
         guard="nothing: the loss sums in fp32" if to_loss else _action(arrival, operand, mode),
         bytes_per_step=0 if to_loss or mode != "cast" or not arrival.guarded else round(written * scale),
     )
+
+
+def _origin(step: Step | None, operand: Operand) -> dict[str, Any]:
+    """The call that made an operand, and its line."""
+    if step is None:
+        made = operand.leaf or "made outside of torch's functions"
+        unknown = dict.fromkeys(("file", "function", "source", "module"), "")
+        return {"op": made, "becomes": shown(operand.dtype), **unknown, "line": 0}
+    place = step.place
+    return {
+        "op": step.formula(),
+        "becomes": shown(step.dtype),
+        "file": place.file,
+        "line": place.line,
+        "function": place.function,
+        "source": linecache.getline(place.file, place.line).strip(),
+        "module": starred(step.module),
+    }
 
 
 def _cause(step: Step | None, operand: Operand) -> str:

@@ -1,7 +1,6 @@
 """Stubs of flash_attn's functions and torch's flex attention with correct shapes, importable without the package.
 
-Made for tensors without numbers: those that come out are of attention over whole rows without masks, since a trace
-looks at dtypes.
+For fake tensors: the functions ignore masks and sample boundaries, since a trace only compares dtypes.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def flash_attn_with_kvcache(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Like ``q``; writes nothing."""
+    """Return a tensor like ``q``; the caches are not updated."""
     return q * 1.0
 
 
@@ -87,7 +86,7 @@ def flex_attention(
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Like ``x``."""
+    """Return a tensor like ``x``."""
     return x * 1.0
 
 
@@ -97,7 +96,7 @@ def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def unpad_input(hidden: torch.Tensor, mask: torch.Tensor, *args: Any) -> tuple[Any, ...]:
-    """``flash_attn.bert_padding``: ``[B, T, …]`` → tokens, indices, boundaries, the longest row, counts."""
+    """``flash_attn.bert_padding``: ``[B, T, …]`` → tokens, indices, cumulative lengths, longest length, lengths."""
     counts = mask.sum(-1, dtype=torch.int32)
     indices = mask.flatten().nonzero().flatten()
     cu = nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))

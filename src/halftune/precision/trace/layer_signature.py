@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -133,21 +133,24 @@ def _handed_to_a_cache(file: str) -> tuple[frozenset[str], frozenset[str]]:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return frozenset(), frozenset()
-    handed: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _asks_a_cache(node.func):
-            handed |= {id(given) for given in (*node.args, *(word.value for word in node.keywords))}
+    nodes = list(ast.walk(tree))
+    asked = [node for node in nodes if isinstance(node, ast.Call) and _asks_a_cache(node.func)]
+    handed = {id(given) for call in asked for given in (*call.args, *(word.value for word in call.keywords))}
     written: set[str] = set()
-    otherwise: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Call, ast.Subscript)):
-            looked_up = node.args if isinstance(node, ast.Call) else [node.slice]
-            strings = [word.value for word in looked_up if isinstance(word, ast.Constant)]
-            otherwise |= {word for word in strings if isinstance(word, str)}
+    otherwise = {word for node in nodes for word in _looked_up(node)}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             stored = isinstance(node.ctx, ast.Store)
             (written if stored or id(node) in handed else otherwise).add(node.attr)
     return frozenset(written - otherwise), frozenset(otherwise)
+
+
+def _looked_up(node: ast.AST) -> Iterator[str]:
+    """Strings that a call or a subscript may name an attribute by."""
+    given = node.args if isinstance(node, ast.Call) else [node.slice] if isinstance(node, ast.Subscript) else []
+    for word in given:
+        if isinstance(word, ast.Constant) and isinstance(word.value, str):
+            yield word.value
 
 
 def _asks_a_cache(function: ast.expr) -> bool:

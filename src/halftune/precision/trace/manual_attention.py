@@ -46,10 +46,10 @@ def find_manual_attention(step: Step) -> ManualAttention | None:
         softmax = _before(probabilities, lambda before: before.op in _SOFTMAX)
         scores = _before(softmax.sources[0], _is_product) if softmax is not None and softmax.sources else None
         data = [each for each in _factors(scores) if not _is_weight(each)] if scores is not None else []
-        values = [each for each in factors if each is not probabilities]
-        if len(data) >= 2:
+        if scores is not None and len(data) >= 2:
+            values = [each for each in factors if each is not probabilities]
             value = next((each for each in reversed(values) if not _is_weight(each)), values[-1])
-            by_elements = "sum" in (step.op, scores.op if scores is not None else "")
+            by_elements = "sum" in (step.op, scores.op)
             return ManualAttention({"query": data[0], "key": data[1], "value": value}, probabilities, by_elements)
     return None
 

@@ -77,7 +77,7 @@ class Tracer:
     Args:
         precision: the plan's compute dtype and autocast.
         cuda_rules: CUDA's casting rules; False keeps the CPU's own.
-        functions: functions of flash_attn that models call by hand; of its rotary helper; of linear layers.
+        functions: functions of flash_attn that models call directly; of its rotary helper; of linear layers.
     """
 
     precision: PrecisionPlan

@@ -20,6 +20,7 @@ CALLBACKS: dict[str, str] = {
     "environment": "halftune.train.callbacks.environment:Environment",
     "metrics": "halftune.train.callbacks.metrics:MetricsFile",
     "samples": "halftune.train.callbacks.samples:Samples",
+    "rollouts": "halftune.train.callbacks.rollouts:RolloutsFile",
     "tensorboard": "halftune.train.callbacks.tensorboard:TensorBoard",
     "wandb": "halftune.train.callbacks.wandb:WeightsAndBiases",
     "mlflow": "halftune.train.callbacks.trackers:MLflow",
@@ -51,6 +52,8 @@ def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
     names |= {"dtype_guard": {}, "environment": {}, "metrics": every}
     if logging.sample_prompts:
         names["samples"] = {}
+    if config.method.generates:
+        names["rollouts"] = every
     names |= dict.fromkeys(logging.report_to, every)
     if training.early_stopping_patience is not None:
         names["early_stopping"] = {"patience": training.early_stopping_patience}

@@ -163,3 +163,29 @@ class Callback:
 
     def on_end(self, run: TrainState, error: BaseException | None) -> None:
         """Once, at the end; ``error`` is what ended the run early, or None. Must not raise."""
+
+
+class Counter(Callback):
+    """Counts what ends a run that has enough of it; equal on every process, as the losses are.
+
+    Attributes:
+        since: the count, which checkpoints hold.
+    """
+
+    since = 0
+
+    def state(self) -> dict[str, Any]:
+        """The count."""
+        return {"since": self.since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on counting."""
+        self.since = state["since"]
+
+    def on_start(self, run: TrainState) -> None:
+        """A run that had stopped stays stopped, unless more is allowed now."""
+        self.look(run)
+
+    def look(self, run: TrainState) -> None:
+        """Sets ``run.stop`` where the count is too high."""
+        raise NotImplementedError

@@ -93,12 +93,10 @@ def _git(folder: Path, *arguments: str, **places: str) -> str | None:
     """What git says, without the space around it; None where it fails."""
     command = ["git", "-c", "core.fsmonitor=false", *arguments]
     try:
-        done = subprocess.run(
-            command, cwd=folder, env={**os.environ, **places}, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, cwd=folder, env={**os.environ, **places}, capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None  # names of folders may be any bytes
 
 
 log = get_logger(__name__)

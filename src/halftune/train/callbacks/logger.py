@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from halftune.core.log import get_logger
@@ -49,6 +51,16 @@ class Logger(Callback):
     def open(self, run: TrainState) -> None:
         """Starts logging a run."""
         raise NotImplementedError
+
+    def place(self, run: TrainState) -> Path:
+        """The run folder, where the package writes to a folder of its own name.
+
+        Raises:
+            OSError: that folder is a symbolic link.
+        """
+        if (own := run.folder / self.name).is_symlink():
+            raise OSError(errno.ELOOP, "is a symbolic link", str(own))
+        return run.folder
 
     def send(self, step: int, numbers: dict[str, float]) -> None:
         """Logs numbers under their names in the logger's tree."""

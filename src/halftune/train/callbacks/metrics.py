@@ -143,7 +143,7 @@ def _continues(path: Path, size: int, step: int) -> bool:
     """Whether the first ``size`` bytes of a file are what was there at ``step``: whole lines, none of a later step."""
     try:
         with open_file(path) as file:
-            known = file.read(size)
+            known = file.read(min(size, os.fstat(file.fileno()).st_size + 1))
     except OSError:
         return False
     if len(known) < size or (known and not known.endswith(b"\n")):

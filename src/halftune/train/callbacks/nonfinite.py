@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from halftune.core.errors import TrainingError
 from halftune.data.batch import Batch
 from halftune.model.save import trainable_state
 from halftune.train.callbacks.base import Callback, StepMetrics
-from halftune.train.checkpoint_list import checkpoints
+from halftune.train.checkpoint_list import intact
+from halftune.train.out_of_memory import out_of_memory
 from halftune.train.state import TrainState
 
 
@@ -165,7 +165,12 @@ def check_finite(
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-    cause, part = _cause(run, batches, forward)
+    try:
+        cause, part = _cause(run, batches, forward)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        cause, part = "memory ran out in the search for the module", slice(None)
     made_of = rows(part)
     raise NonFiniteStep(
         f"{what} in step {run.step + 1}: {cause}{f'; it was fed {made_of}' if made_of else ''}",
@@ -224,12 +229,6 @@ class NonFiniteWatch(Callback):
         )
 
 
-def intact(folder: Path) -> str:
-    """Which checkpoint of a run folder can be relied on, as a clause."""
-    done = checkpoints(folder)
-    return f"{done[-1]} is intact" if done else "there is no checkpoint yet"
-
-
 def _cause(run: TrainState, batches: Sequence[Batch], forward: Forward) -> tuple[str, slice]:
     """Runs the micro-batches again; where the first non-finite number came from, and which of them showed it."""
     everything = slice(None)
@@ -239,6 +238,20 @@ def _cause(run: TrainState, batches: Sequence[Batch], forward: Forward) -> tuple
         return "in which module is not looked for while the model is in shards", everything
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
+    if found := _in_a_module(run, batches, forward, parameters):
+        return found
+    bad = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if _bad(gradient)]
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    if bad and len(batches) > 1:
+        return f"the gradients of {names[id(bad[0])]} overflowed when micro-batches were added up", everything
+    what = "it did not come back when this process's batches were run again: dropout, or another process's batch"
+    return what, everything
+
+
+def _in_a_module(
+    run: TrainState, batches: Sequence[Batch], forward: Forward, parameters: Sequence[torch.nn.Parameter]
+) -> tuple[str, slice] | None:
+    """The first micro-batch in which a module, or the loss, is not finite again."""
     # Hooks and compiled code do not go together; eagerly the same numbers appear, to rounding.
     with torch.compiler.set_stance("force_eager"), watch(run.model) as watcher:
         for index, batch in enumerate(batches):
@@ -252,12 +265,7 @@ def _cause(run: TrainState, batches: Sequence[Batch], forward: Forward) -> tuple
             if not torch.isfinite(loss):
                 what = "every module's output is finite, the loss itself is not: look at labels and logits"
                 return what, slice(index, index + 1)
-    bad = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if _bad(gradient)]
-    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-    if bad and len(batches) > 1:
-        return f"the gradients of {names[id(bad[0])]} overflowed when micro-batches were added up", everything
-    what = "it did not come back when this process's batches were run again: dropout, or another process's batch"
-    return what, everything
+    return None
 
 
 def first_bad_weight(model: torch.nn.Module, *, frozen: bool = False) -> str | None:
@@ -272,6 +280,9 @@ def _bad(tensor: torch.Tensor | None) -> bool:
 
 def _remedy(run: TrainState) -> str:
     # a load in fp16 refuses numbers that its rounding would make infinite
+    teacher = getattr(run.reference, "policy", None) if run.config.method.teacher_model is not None else None
+    if teacher is not None and (name := first_bad_weight(teacher.model)) is not None:
+        return f"{name} of the teacher: its files hold that number; copy or download them again"
     if (frozen := first_bad_weight(run.model, frozen=True)) is not None:
         return f"{frozen} is frozen: the base model's files hold that number; copy or download them again"
     if run.plan.precision.compute.value == "fp16":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,14 @@ from halftune.core.atomic import write_text
 from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
 from halftune.model.generate import generate_reply
+from halftune.model.locate import media_of
 from halftune.train.callbacks.base import Callback, Phase
 from halftune.train.parallel.fsdp2 import reshard
 from halftune.train.state import TrainState
+
+if TYPE_CHECKING:
+    from halftune.data.media.processor import MediaProcessor
+    from halftune.data.media.prompts import Content
 
 log = get_logger(__name__)
 NAME = "samples.json"
@@ -28,27 +33,46 @@ class Samples(Callback):
     """
 
     watches = together = True
+    _media: MediaProcessor | None = None
 
     def on_start(self, run: TrainState) -> None:
         """Answers before the first step. A run that goes on keeps the stored ones."""
         if run.step == 0 and self._takes_part(run):
-            self._write(run, [{"prompt": p, "before": self._answer(run, p)} for p in run.config.logging.sample_prompts])
+            self._write(run, [{**shown, "before": self._answer(run, content)} for shown, content in self._asked(run)])
 
     def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Answers when training has finished, with the weights that are the result."""
         if phase != "finished" or not self._takes_part(run):
             return
-        before = _before(run.folder)
-        prompts = run.config.logging.sample_prompts
-        rows = [{"prompt": p, "before": before.get(p), "after": self._answer(run, p)} for p in prompts]
+        before, rows = _before(run.folder), []
+        for shown, content in self._asked(run):
+            early = next((before.pop(at) for at, row in enumerate(before) if row.get("prompt") == shown["prompt"]), {})
+            rows.append({**shown, "before": early.get("before"), "after": self._answer(run, content)})
         self._write(run, rows)
+
+    def _asked(self, run: TrainState) -> list[tuple[dict[str, Any], Content]]:
+        """What the report shows of each prompt, and the content of its message."""
+        prompts, settings = run.config.logging.sample_prompts, media_of(run.config)
+        if settings is None or not run.config.logging.sample_media:
+            return [({"prompt": prompt}, prompt) for prompt in prompts]
+        from halftune.data.media.preview import MediaPreview  # few runs have images
+        from halftune.data.media.processor import MediaProcessor
+        from halftune.data.media.prompts import prompt_contents
+
+        self._media = MediaProcessor(settings, run.tokenizer)
+        preview, asked = MediaPreview(settings, run.tokenizer), []
+        for prompt, content in zip(prompts, prompt_contents(run.config), strict=True):
+            refs = [part["ref"] for part in content if "ref" in part] if isinstance(content, list) else []
+            asked.append(({"prompt": prompt, "media": preview.as_data(refs)}, content))
+        return asked
 
     def _takes_part(self, run: TrainState) -> bool:
         return run.is_main or run.sharded
 
-    def _answer(self, run: TrainState, prompt: str) -> str:
-        messages = [{"role": "system", "content": run.config.data.system}] if run.config.data.system else []
-        messages.append({"role": "user", "content": prompt})
+    def _answer(self, run: TrainState, content: Content) -> str:
+        system = run.config.data.system
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": content})
         kind = run.device.type
         own = kind in ("cuda", "xpu")  # devices whose random stream can be set aside
         with torch.random.fork_rng([run.device] if own else [], device_type=kind if own else "cuda"):
@@ -62,6 +86,7 @@ class Samples(Callback):
                 on_text=lambda _: heartbeat.beat(),
                 template_variables=run.config.model.chat_template_kwargs,
                 sharded=run.device if run.sharded else None,
+                images=self._media,
             )
         if run.sharded:
             reshard(run.model)
@@ -76,13 +101,13 @@ class Samples(Callback):
             log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
 
 
-def _before(folder: Path) -> dict[str, Any]:
-    """Prompt → the answer before training, of those that were stored."""
+def _before(folder: Path) -> list[dict[str, Any]]:
+    """The rows that were stored before training."""
     path = folder / NAME
     try:
-        return {row["prompt"]: row.get("before") for row in read_json(path, MOST_JSON)["samples"]}
+        return [row for row in read_json(path, MOST_JSON)["samples"] if row.get("prompt")]
     except FileNotFoundError:
-        return {}
+        return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.warning("%s is not readable, the answers before training are lost: %s", path, error)
-        return {}
+        return []

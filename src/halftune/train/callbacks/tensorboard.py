@@ -25,7 +25,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.writer: SummaryWriter = SummaryWriter(
-            str(run.folder / "tensorboard"), purge_step=run.step + 1 if run.step else None
+            str(self.place(run) / self.name), purge_step=run.step + 1 if run.step else None
         )
         text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         self.writer.add_text("configuration", "    " + text.replace("\n", "\n    "), run.step)

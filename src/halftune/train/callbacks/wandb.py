@@ -26,7 +26,7 @@ class WeightsAndBiases(Logger):
             id=known,
             resume="allow" if known else None,
             name=run.config.logging.run_name or run.folder.name,
-            dir=str(run.folder),
+            dir=str(self.place(run)),
             config=run.config.model_dump(mode="json"),
         )
         write_text(kept, self.run.id)

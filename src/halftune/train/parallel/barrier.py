@@ -47,7 +47,7 @@ def barrier(processes: int) -> None:
 def _wait(processes: int, watch: Watchdog) -> None:
     global _passed
     rendezvous, key = join_rendezvous(), f"barrier/{_passed}"
-    watchdog.tick()
+    heartbeat.tick()
     if rendezvous.store.add(key, 1) == processes:
         rendezvous.store.set(f"{key}/all", "")
     others = _PeerMonitor(rendezvous, watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +31,7 @@ log = get_logger(__name__)
 
 
 class Fsdp2(Strategy):
-    """One code path for CPU and GPU: accelerate's FSDP is none on a CPU, without a word."""
+    """One code path for CPU and GPU: accelerate silently disables FSDP on a CPU."""
 
     name: ClassVar[str] = "fsdp2"
     sharded: ClassVar[bool] = True
@@ -62,6 +63,7 @@ class Fsdp2(Strategy):
             self._shard(layer, mesh, parallel, reshard=parallel.reshard)
         # generation calls the model below an adapter, so that one is the root whose forward pass gathers what is left
         root = model.get_base_model() if isinstance(model, PeftModel) else model
+        prefetch(layers)
         self._shard(root, mesh, parallel, reshard=None)
         assert isinstance(root, FSDPModule), "fully_shard has made it one"
         self.root, self.syncing = root, True
@@ -103,22 +105,35 @@ class Fsdp2(Strategy):
             self.root.set_requires_gradient_sync(sync)
         yield
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """See :class:`Strategy`."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.plan.parallel is not None and self.plan.parallel.offload:  # devices talk to each other, main memory not
+        if (
+            self.plan.parallel is not None and self.plan.parallel.offload
+        ):  # collectives run between devices, not in main memory
             own = float(nn.utils.get_total_norm([one.to_local() for one in gradients if isinstance(one, DTensor)]))
-            norm = torch.tensor(math.sqrt(sum_over_processes(self.accelerator, [own**2])[0]))
-        else:
-            norm = nn.utils.get_total_norm(gradients)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if limit > 0:
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return float(norm)
+            return torch.tensor(math.sqrt(sum_over_processes(self.accelerator, [own**2])[0]))
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def after_evaluation(self, wrapped: nn.Module) -> None:
         """See :func:`reshard`."""
         reshard(wrapped)
+
+    @contextmanager
+    def generating(self, model: nn.Module) -> Iterator[None]:
+        """See :class:`Strategy`. Each weight is gathered once, where the plan has room for all of them."""
+        assert self.plan.parallel is not None, "fsdp2 is planned for several processes only"
+        parts = [one for one in model.modules() if isinstance(one, FSDPModule) and one is not self.root]
+        once = self.plan.parallel.gather_once
+        kept = parts if once is not None and once.value and self.plan.parallel.reshard else []
+        for one in kept:
+            one.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for one in kept:
+                one.set_reshard_after_forward(True, recurse=False)
+            reshard(model)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Strategy`."""
@@ -150,6 +165,27 @@ class Fsdp2(Strategy):
             yield name, whole
 
 
+def prefetch(layers: Sequence[nn.Module]) -> None:
+    """Gather the next layer while one computes, in both directions; by itself, torch does so when a layer is reached.
+
+    Args:
+        layers: sharded modules in the order of the forward pass; a layer's own groups are gathered with it.
+    """
+    groups = [_groups(layer) for layer in layers]
+    for before, after in pairwise(groups):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before[::-1])
+
+
+def _groups(layer: nn.Module) -> list[FSDPModule]:
+    """The layer, and one module of each group of weights in it that is gathered apart."""
+    states = {}
+    for module in layer.modules():
+        if isinstance(module, FSDPModule):
+            states.setdefault(id(module._get_fsdp_state()), module)
+    return list(states.values())
+
+
 def reshard(model: nn.Module) -> None:
     """Frees the weights that forward passes have gathered; a backward pass does so by itself."""
     for module in model.modules():
@@ -163,20 +199,18 @@ def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     Raises:
         PlanError: there is no such module.
     """
-    classes = {type(module).__name__ for module in model.modules()}
-    if strangers := [name for name in names if name not in classes]:
-        what = f"this model has no module of the class {strangers[0]}"
-        raise PlanError(
-            what, where="distributed.fsdp.wrap", remedy=did_you_mean(strangers[0], classes), code="plan.bad_wrap"
-        )
+    every = [(type(module).__name__, module) for module in model.modules()]
+    for name in names:
+        if name not in (classes := dict(every)):
+            what, remedy = f"this model has no module of the class {name}", did_you_mean(name, classes)
+            raise PlanError(what, where="distributed.fsdp.wrap", remedy=remedy, code="plan.bad_wrap")
     if names:
-        return [module for module in model.modules() if type(module).__name__ in names]
-    listed = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        return [module for name, module in every if name in names]
+    listed = [module for _, module in every if isinstance(module, nn.ModuleList) and len(module)]
     if not listed:
         what = "the model has no list of layers"
         raise PlanError(what, remedy="name their class in distributed.fsdp.wrap", code="plan.bad_wrap")
-    layers = max(listed, key=lambda one: sum(parameter.numel() for parameter in one.parameters()))
-    return list(layers)
+    return list(max(listed, key=lambda one: sum(map(torch.numel, one.parameters()))))
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:

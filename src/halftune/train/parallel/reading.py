@@ -5,22 +5,15 @@ While peft creates adapters, meta weights are zeros without memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from halftune.config.run import RunConfig
 from halftune.core import heartbeat
-from halftune.core.log import get_logger
-from halftune.model.adapters import attach_adapter
-from halftune.model.lazy_weights import CPU, META, LazyWeights, why_not
-from halftune.model.load import load_model
-from halftune.model.policy import check_router_loss
-from halftune.plan import Plan
-from halftune.plan.distribution import needs_whole_weights
+from halftune.model.lazy_weights import CPU, META, LazyWeights
 from halftune.train.parallel.shards import own_rows
 
 
@@ -58,36 +51,6 @@ def remove_zero_weights(model: nn.Module, originals: dict[int, nn.Parameter], la
             if id(weight) in originals:
                 originals[id(weight)].requires_grad_(weight.requires_grad)
                 module._parameters[leaf] = originals[id(weight)]
-
-
-log = get_logger(__name__)
-
-
-def make_model(
-    config: RunConfig, plan: Plan, initial: Mapping[str, torch.Tensor] | None = None
-) -> tuple[nn.Module, LazyWeights | None]:
-    """The model with its adapter, ready for training; under fsdp2 its weights stay in their files where they can.
-
-    An adapter's own first weights are drawn as ever: they are the same however many processes there are; of a resumed
-    run whose adapter began with a part of the base weights, they are ``initial``.
-
-    Returns:
-        the model, and where its weights are if they have not been read.
-
-    Raises:
-        HalftuneError: as ``load_model`` and ``attach_adapter``.
-    """
-    heartbeat.beat(plan.memory.weights)
-    if plan.distribution.value == "fsdp2":
-        why = needs_whole_weights(config) or why_not()
-        if not why:
-            lazy = LazyWeights()
-            model = _attached(config, plan, lazy, initial)
-            if not (name := lazy.lacks(model)):
-                return model, lazy
-            why = f"{name} is not in its files under a name by which it could be read alone"
-        log.warning("each process reads the whole model into main memory before it keeps its share: %s", why)
-    return _attached(config, plan, None, initial), None
 
 
 def show(model: nn.Module, layers: Sequence[nn.Module], lazy: LazyWeights) -> None:
@@ -133,20 +96,6 @@ def fill(model: nn.Module, lazy: LazyWeights, device: torch.device) -> None:
             first, _ = own_rows(weight) or (None, 0)
             lazy.read(name, share.to_local(), first)
             _give(model, {id(weight): share})
-
-
-def _attached(
-    config: RunConfig, plan: Plan, lazy: LazyWeights | None, initial: Mapping[str, torch.Tensor] | None
-) -> nn.Module:
-    loaded = load_model(config.model, plan, lazy=lazy, seed=config.training.seed)
-    if config.training.router_aux_loss_coef:
-        check_router_loss(loaded)
-    there = insert_zero_weights(loaded) if lazy is not None and config.adapter.type != "none" else {}
-    seed, revision = config.training.seed, config.model.revision
-    model = attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
-    if lazy is not None and there:
-        remove_zero_weights(model, there, lazy)
-    return model
 
 
 def _named(model: nn.Module, lazy: LazyWeights) -> list[tuple[str, nn.Parameter]]:

@@ -143,7 +143,7 @@ def open_store(seconds: float = 300.0, *, server: bool = False) -> Store:
 
 
 def connect(host: str, port: int, seconds: float, **options: bool) -> TCPStore:
-    """A connection to a store; torch itself waits for ever where something listens that is none and does not answer.
+    """A connection to a store; torch itself waits forever if another program listens there and does not answer.
 
     Raises:
         dist.DistNetworkError: there is no answer, or no connection; or the port of one to be served is taken.

@@ -117,7 +117,7 @@ def _write_plain(strategy: Strategy, folder: Path, files: Files) -> None:
         heartbeat.beat(sum(tensor.nbytes for tensor in whole.values()))
         try:
             save_file(whole, folder / name)
-        except (OSError, SafetensorError) as error:  # told when all tensors have been gathered: the others wait
+        except (OSError, SafetensorError) as error:  # raised after all tensors are gathered: the others wait
             failure = failure or error
     if failure is not None:
         raise failure

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from halftune.model.lazy_weights import LazyWeights
 from halftune.plan import Plan
+
+if TYPE_CHECKING:
+    from halftune.model.lazy_weights import LazyWeights
 
 
 class Strategy:
@@ -51,14 +53,40 @@ class Strategy:
         """Around forward and backward pass of a micro-batch; gradients are complete after the ``last`` of a step."""
         yield
 
-    def gradient_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
-        """The norm of all gradients together, over whatever is shared; clips them to ``limit`` where that is not 0."""
+    def gradient_norm(
+        self, parameters: Sequence[nn.Parameter], limit: float, factor: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of all gradients together, over whatever is shared: a scalar on their device.
+
+        Args:
+            parameters: their gradients are clipped to ``limit`` where that is not 0.
+            limit: largest norm.
+            factor: a scalar on the device that the gradients are multiplied with first.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = self.total_norm(gradients)
+        if factor is None:
+            if limit > 0:
+                nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            return norm
+        norm = norm.to(factor) * factor
         if limit > 0:
-            return float(nn.utils.clip_grad_norm_(parameters, limit))
-        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)
+        # once through the gradients, as clipping alone would
+        torch._foreach_mul_(gradients, factor.float())  # pyright: ignore[reportPrivateImportUsage]
+        return norm
+
+    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of gradients, over whatever is shared: a scalar on their device."""
+        return nn.utils.get_total_norm(gradients)
 
     def after_evaluation(self, wrapped: nn.Module) -> None:
         """Called after forward passes without a backward pass."""
+
+    @contextmanager
+    def generating(self, model: nn.Module) -> Iterator[None]:
+        """Around many forward passes without a backward pass, one for each token; all processes enter together."""
+        yield
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the unsharded tensor on its device. A collective: all processes call it in the same order."""

@@ -37,18 +37,7 @@ _LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, accelerate and ours
 _T = TypeVar("_T")
 
 log = get_logger(__name__)
-_ticks = 0
 _current: Watchdog | None = None  # of this process, while it is in a job of several
-
-
-def tick() -> None:
-    """Count one unit of progress and send a heartbeat.
-
-    All ranks call this equally often. The rank with the fewest ticks is behind.
-    """
-    global _ticks
-    _ticks += 1
-    heartbeat.beat()
 
 
 def current() -> Watchdog | None:
@@ -83,7 +72,7 @@ class RankStatus:
     """The last status that a rank published.
 
     Attributes:
-        ticks: progress of the rank, see :func:`tick`.
+        ticks: progress of the rank, see ``heartbeat.tick``.
         beat: number of published statuses; a constant number means that the process exited or is stopped.
         host: machine name.
         where: source line of halftune that the main thread executes.
@@ -108,8 +97,7 @@ class Watchdog:
     """
 
     def __init__(self, rendezvous: Rendezvous, seconds: float) -> None:
-        global _ticks
-        _ticks = 0  # an earlier run in this process has ended
+        heartbeat.ticks = 0  # an earlier run in this process has ended
         self.rank, self.world_size, self.seconds = rendezvous.rank, rendezvous.world_size, seconds
         self.store, self.lock, self.beat = open_store(seconds), threading.Lock(), 0
         self.unreachable = False  # the store did not answer
@@ -128,6 +116,7 @@ class Watchdog:
         global _current
         _current = None
         self.over.set()
+        self.thread.join(BEAT)  # a process that exits inside the store's C++ code is aborted
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error of the rank that caused ``error``; report an error of this rank to the others."""
@@ -231,7 +220,7 @@ class Watchdog:
         host, listening = socket.gethostname(), True
         while True:
             self.beat += 1
-            status = RankStatus(_ticks, self.beat, host, self._where(), heartbeat.beats, heartbeat.extension)
+            status = RankStatus(heartbeat.ticks, self.beat, host, self._where(), heartbeat.beats, heartbeat.extension)
             try:
                 if listening:
                     text = json.dumps(asdict(status))
@@ -239,7 +228,7 @@ class Watchdog:
             except (RuntimeError, OSError):
                 listening = False  # the store is gone; only hangs of this process are still handled
             self._stop_without_launcher()
-            if _ticks and (silent := heartbeat.silent()) > self.seconds:
+            if heartbeat.ticks and (silent := heartbeat.silent()) > self.seconds:
                 self._exit_if_stuck(silent)
             if self.over.wait(BEAT):
                 return
@@ -263,8 +252,8 @@ class Watchdog:
             statuses = self.statuses()
         except (RuntimeError, OSError):
             statuses = {}
-        mine = all(status.ticks >= _ticks for status in statuses.values()) and any(
-            status.ticks > _ticks for status in statuses.values()
+        mine = all(status.ticks >= heartbeat.ticks for status in statuses.values()) and any(
+            status.ticks > heartbeat.ticks for status in statuses.values()
         )
         if not mine and seconds < self.seconds + _GRACE:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from markupsafe import Markup
@@ -128,6 +129,18 @@ def _step(batch: dict[str, Any]) -> Row:
     return "rows per step", micro * accumulation * world, f"{micro} rows × {split}, at most {most} tokens"
 
 
+def _memory_lines(memory: dict[str, Any], estimate: float, measured: float, available: float) -> Iterator[str]:
+    yield f"Estimated {size(estimate)}"
+    if measured:
+        yield f"measured {size(measured)} ({measured / estimate - 1:+.0%})".replace("-", "−")
+    if available:
+        yield f"{size(available)} on the device"
+    if isinstance(verdict := memory.get("verdict"), dict):
+        yield f"{verdict['value']}: {verdict['reason']}"
+    if memory.get("checkpoint_disk"):
+        yield f"{size(memory['checkpoint_disk'])} of disk per checkpoint"
+
+
 def _memory(record: Record) -> dict[str, Any] | None:
     """The parts of the estimate as shares of a bar, and what was measured; None where nothing was estimated."""
     memory = _tree(record.plan, "memory")
@@ -139,15 +152,7 @@ def _memory(record: Record) -> dict[str, Any] | None:
     available = float(memory.get("available") or 0)
     # a run that fills a small share of a big device would be a sliver
     whole = available if available and estimate > available / 4 else max(estimate, measured) * 1.15
-    lines = [f"Estimated {size(estimate)}"]
-    if measured:
-        lines.append(f"measured {size(measured)} ({measured / estimate - 1:+.0%})".replace("-", "−"))
-    if available:
-        lines.append(f"{size(available)} on the device")
-    if isinstance(verdict := memory.get("verdict"), dict):
-        lines.append(f"{verdict['value']}: {verdict['reason']}")
-    if memory.get("checkpoint_disk"):
-        lines.append(f"{size(memory['checkpoint_disk'])} of disk per checkpoint")
+    lines = list(_memory_lines(memory, estimate, measured, available))
     shares, start = [], 0.0
     for name, amount in parts:
         shares.append({"name": name, "bytes": amount, "start": start / whole, "share": amount / whole})

@@ -59,10 +59,16 @@ def answers(record: Record) -> Markup:
     return render(HERE, "samples", record=record) if record.samples else Markup()
 
 
+def rollouts(record: Record) -> Markup:
+    """The section of the answers that were rewarded in training."""
+    return render(HERE, "rollouts", record=record) if record.rollouts else Markup()
+
+
 # anchor, name in the navigation, title, content
 _SECTIONS: tuple[tuple[str, str, str, Callable[[Record], Markup]], ...] = (
     ("curves", "Curves", "Curves", curves),
     ("samples", "Answers", "Answers before and after", answers),
+    ("rollouts", "Rewards", "Rewarded answers", rollouts),
     ("data", "Data", "Data", dataset),
     ("plan", "Plan", "Plan", decisions),
     ("dtypes", "Dtypes", "Dtypes as they are", dtypes),

@@ -19,6 +19,7 @@ import yaml
 from markupsafe import Markup
 
 from halftune.core.files import MOST_JSON, read_json, read_text
+from halftune.core.packaged import read_written
 from halftune.core.templates import render
 from halftune.train.callbacks.base import EVAL_SET
 from halftune.train.callbacks.metrics import read_metrics
@@ -35,6 +36,7 @@ class Record:
         training, evaluations: lines of ``metrics.jsonl``.
         plan, environment, data, dtypes, guard, profile: the JSON files of those names.
         samples: rows of ``samples.json``.
+        rollouts: prompts of ``rollouts.json``.
         config: ``resolved.yaml`` as values; ``config_text`` as text, with the origin of each value.
         unreadable: files that are there and cannot be read.
     """
@@ -49,6 +51,7 @@ class Record:
     guard: dict[str, Any]
     profile: dict[str, Any]
     samples: list[dict[str, Any]]
+    rollouts: list[dict[str, Any]]
     config: dict[str, Any]
     config_text: str
     unreadable: list[str] = field(default_factory=list)
@@ -87,8 +90,8 @@ def read(folder: Path) -> Record:
     text, config = "", {}
     try:
         text = read_text(path) if path.exists() else ""
-        config = yaml.safe_load(text) or {}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        config = read_written(text) or {}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError):
         unreadable.append(path.name)  # yaml reads `!!bool x` as a missing key
     lines = list(read_metrics(folder))
     return Record(
@@ -102,6 +105,7 @@ def read(folder: Path) -> Record:
         guard=values("guard.json"),
         profile=values("profile.json"),
         samples=values("samples.json").get("samples", []),
+        rollouts=values("rollouts.json").get("rollouts", []),
         config=config if isinstance(config, dict) else {},
         config_text=text,
         unreadable=unreadable,
@@ -150,12 +154,13 @@ def curves(record: Record) -> Markup:
     charts = []
     every["loss"] = every["loss"] | found.eval_sets()
     for name, lines in every.items():
-        there = {line: series for line, series in lines.items() if found[series]}
-        drawn = [found.line(line, series, smooth=name == "loss") for line, series in there.items()]
-        charts += [{"name": name, "lines": drawn, "wide": name == "loss"}] if drawn else []
+        wide = name == "loss"
+        drawn = [found.line(line, series, smooth=wide) for line, series in lines.items() if found[series]]
+        charts += [{"name": name, "lines": drawn, "wide": wide}] if drawn else []
     if not charts:
         return Markup()
-    names = list(dict.fromkeys(line["run"] for chart in charts for line in chart["lines"]))
+    drawn = itertools.chain.from_iterable(chart["lines"] for chart in charts)
+    names = list(dict.fromkeys(line["run"] for line in drawn))
     value = {"runs": names, "charts": charts, "scales": dict.fromkeys(names, found.scale())}
     words = _WORDS | ({"loss": "Loss"} if own else {})
     data = json.dumps({"words": json.dumps(words), "value": json.dumps(value)}).replace("<", "\\u003c")
@@ -236,26 +241,30 @@ class Curves:
         """The losses of named evaluation sets: label → series, such as ``eval_loss_code``."""
         return {f"evaluation {name.removeprefix(EVAL_SET)}": name for name in self.series if name.startswith(EVAL_SET)}
 
+    def _known(self, name: str) -> bool:
+        return name in _COLUMNS or name in self.series or name.startswith(EVAL_SET)
+
     def take(self, line: dict[str, Any]) -> None:
         """Adds a line of ``metrics.jsonl``; one without a step is left out."""
         if not is_number(line.get("step")):
             return
         step = float(line["step"])
-        for name in line:
-            known = name in _COLUMNS or name in self.series or name.startswith(EVAL_SET)
-            if known or (name not in _COUNTS and (line[name] is None or is_number(line[name]))):
-                self._add(name, step, line[name])
-        if "loss" not in line:
-            return
+        for name, value in line.items():
+            if self._known(name) or (name not in _COUNTS and (value is None or is_number(value))):
+                self._add(name, step, value)
+        if "loss" in line:
+            self._take_step(step, line)
+
+    def _take_step(self, step: float, line: dict[str, Any]) -> None:
+        """Totals and speeds of a line of training."""
+        numbers = {name: value for name, value in line.items() if is_number(value)}
         for name, total in (("tokens", self.tokens), ("seconds", self.seconds)):
-            more = line[name] if is_number(line.get(name)) else 0
-            total.add(step, (total.values[-1] if total else 0) + more)
-        if is_number(line.get("memory_bytes")):
-            self._add("memory", step, line["memory_bytes"] / 2**30)
-        if is_number(line.get("seconds")) and line["seconds"] > 0:
-            for name in _SPEEDS:
-                if is_number(line.get(name)):
-                    self._add(f"{name}_per_second", step, line[name] / line["seconds"])
+            total.add(step, (total.values[-1] if total else 0) + numbers.get(name, 0))
+        if "memory_bytes" in numbers:
+            self._add("memory", step, numbers["memory_bytes"] / 2**30)
+        if numbers.get("seconds", 0) > 0:
+            for name in filter(numbers.__contains__, _SPEEDS):
+                self._add(f"{name}_per_second", step, numbers[name] / numbers["seconds"])
 
     def _add(self, name: str, step: float, value: Any) -> None:
         if name in self.series or len(self.series) < _MOST:

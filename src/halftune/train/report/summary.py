@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from markupsafe import Markup
@@ -170,13 +171,16 @@ def _evaluation(record: Record) -> Card:
     )
 
 
+def _total(lines: Iterable[dict[str, Any]], name: str) -> float:
+    return sum(line.get(name) or 0 for line in lines)
+
+
 def _work(record: Record) -> list[Card]:
     lines = record.training
     if not lines:
         return []
-    totals = {name: sum(line.get(name) or 0 for line in lines) for name in ("tokens", "tokens_real", "tokens_trained")}
-    seconds = sum(line.get("seconds") or 0 for line in lines)
-    evaluating = sum(line.get("eval_seconds") or 0 for line in record.evaluations)
+    totals = {name: _total(lines, name) for name in ("tokens", "tokens_real", "tokens_trained")}
+    seconds, evaluating = _total(lines, "seconds"), _total(record.evaluations, "eval_seconds")
     cards: list[Card] = [("steps", count(lines[-1]["step"]), f"{lines[-1].get('epoch', 0):.2f} epochs")]
     if totals["tokens"]:
         real, trained = (totals[name] / totals["tokens"] for name in ("tokens_real", "tokens_trained"))

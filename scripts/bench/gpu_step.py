@@ -1,0 +1,144 @@
+"""A training step at the sizes of published models on this GPU: ways of halftune, and transformers' Trainer with peft.
+
+  python scripts/bench/gpu_step.py                                every model and way, about 25 minutes
+  python scripts/bench/gpu_step.py --models qwen2.5-7b --ways fused trainer
+  python scripts/bench/gpu_step.py --layers 8                     of each model, for a small GPU or little time
+  python scripts/bench/gpu_step.py --dry-run                      tiny sizes in fp32 on a CPU: is the script right?
+
+LoRA of rank 16, bf16, random weights, 2 × 4,096 tokens packed from documents of Python's library, no checkpointing.
+Every case is a process of its own. ``--out FILE`` keeps each case as a line of JSON once it is measured; what the file
+holds is not measured again, so several calls may share the work. Beside the measured speed stands what the paper
+profiler predicts. Leaves with 1 if a way of halftune failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from beside_trainer import ours, plain, recipe
+from harness import case, fresh, head, planned, read_lines, row, tiny_model
+
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+MODELS: dict[str, dict[str, Any]] = {  # their config.json
+    "qwen2.5-0.5b": QWEN | dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)) | {"vocab_size": 151936},
+    "qwen2.5-1.5b": QWEN | dict(zip(NAMES, (1536, 8960, 28, 12, 2), strict=True)) | {"vocab_size": 151936},
+    "qwen2.5-7b": QWEN | dict(zip(NAMES, (3584, 18944, 28, 28, 4), strict=True)) | {"vocab_size": 152064},
+    "llama-3.1-8b": LLAMA | dict(zip(NAMES, (4096, 14336, 32, 32, 8), strict=True)) | {"vocab_size": 128256},
+}
+UNTIED = ("qwen2.5-7b", "llama-3.1-8b")
+TINY = QWEN | dict(zip(NAMES, (64, 128, 2, 4, 2), strict=True)) | {"vocab_size": 4096}
+WAYS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "plain": {"training": {"fused_layers": False}},
+    "compile": {"training": {"torch_compile": True}},
+    "fp8": {"precision": {"compute": "bf16", "linear": "fp8"}},
+    "trainer": {},
+}
+DRY = ("fused", "plain", "trainer")
+STEPS = 10
+
+
+def sizes(name: str, layers: int) -> dict[str, Any]:
+    """The config.json of a model, with all of its layers for 0."""
+    from halftune.config.builtin_models import BUILTIN_MODELS
+
+    raw = BUILTIN_MODELS["qwen2-tiny"] | MODELS[name] | {"tie_word_embeddings": name not in UNTIED}
+    return raw | {"max_position_embeddings": 32768, "num_hidden_layers": layers or raw["num_hidden_layers"]}
+
+
+def write_model(folder: Path, name: str, layers: int) -> None:
+    """A bf16 checkpoint of random weights in real sizes, made on the device; ``tiny``: fp32 on the CPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tiny_model(folder, **TINY)
+    if name == "tiny":
+        return
+    (folder / "model.safetensors").unlink()  # its tokenizer stays
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes(name, layers)), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def measured(folder: Path, name: str, way: str, layers: int) -> dict[str, Any]:
+    """One case, in this process."""
+    made, file = folder / "made", folder / way / "recipe.yaml"
+    if not made.exists():
+        write_model(folder / "model", name, layers)
+        made.touch()
+    tiny = name == "tiny"
+    file.parent.mkdir()
+    own: dict[str, Any] = {"model": {"name_or_path": str(folder / "model")}, "precision": "fp32" if tiny else "auto"}
+    tree = recipe(file.parent, 2, 128 if tiny else 4096, 16, **own | WAYS[way])
+    file.write_text(json.dumps(tree))
+    return plain(file, STEPS) if way == "trainer" else {**ours(file, STEPS), **predicted(tree, file, tiny)}
+
+
+def predicted(tree: dict[str, Any], file: Path, tiny: bool) -> dict[str, Any]:
+    """Tokens per second by the paper profiler on this machine; the tiny model on an H200."""
+    from halftune.bench.paper.report import profile
+    from halftune.core.errors import PlanError
+    from halftune.hardware.catalogue import lookup
+    from halftune.hardware.probe import probe
+
+    hardware = lookup("h200") if tiny else probe()
+    loaded, plan = planned(tree, file, "h200" if tiny else "")
+    try:
+        return {"predicted": profile(loaded.run, plan, hardware).tokens_per_second}
+    except PlanError as error:  # a GPU without rates
+        return {"unpredicted": str(error)}
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Every case as a row: tokens per second, measured and predicted, over those of the Trainer, and memory."""
+    lines = [head("model, way", "tokens / s", "predicted", "of the Trainer's", "peak GiB", "plan expects GiB", "MFU")]
+    plainly = {one["model"]: one.get("wall") for one in found if one["way"] == "trainer"}
+    for one in found:
+        speed, other, mfu = one.get("wall"), plainly.get(one["model"]), one.get("mfu")
+        memory = [f"{one[key] / 2**30:.1f}" if one.get(key) else "–" for key in ("peak", "expected")]
+        ahead = f"{speed / other:.2f}" if speed and other and one["way"] != "trainer" else "–"
+        rates = [f"{one[key]:,.0f}" if one.get(key) else "–" for key in ("wall", "predicted")]
+        rates[0] = one.get("note", rates[0])
+        name = f"{one['model']}{', ' + str(one['layers']) + ' layers' if one['layers'] else ''}, {one['way']}"
+        lines.append(row(name, *rates, ahead, *memory, f"{mfu:.0%}" if mfu else "–"))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measures, or is one case."""
+    if (words := case()) is not None:
+        folder, model, way, layers = words
+        print(json.dumps(measured(Path(folder), model, way, int(layers))))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--layers", type=int, default=0, help="of each model (default: all)")
+    parser.add_argument("--out", type=Path, help="JSON lines; what it holds is not measured again")
+    parser.add_argument("--dry-run", action="store_true")
+    asked = parser.parse_args()
+    models, ways = (["tiny"], DRY) if asked.dry_run else (asked.models, asked.ways)
+    found = read_lines(asked.out) if asked.out and asked.out.is_file() else []
+    for model in models:
+        folder = Path(tempfile.mkdtemp())
+        known = {one["way"] for one in found if (one["model"], one["layers"]) == (model, asked.layers)}
+        for way in (one for one in ways if one not in known):
+            found.append({"model": model, "way": way, "layers": asked.layers} | fresh(folder, model, way, asked.layers))
+            if asked.out:
+                with asked.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found[-1]) + "\n")
+        shutil.rmtree(folder)
+    print(table(found))
+    return int(any("note" in one for one in found if one["way"] != "trainer"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

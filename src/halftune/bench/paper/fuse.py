@@ -1,0 +1,43 @@
+"""Fuses layers of a model without numbers, which are compared with their operators on a small copy with numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from halftune.model.fused import fuse
+from halftune.plan import Plan
+
+_SHRINK = 64  # sizes of the copy: one of so many
+
+
+@contextmanager
+def fused_on_paper(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Fuse the layers that the plan would fuse, until the context ends; gives what was done."""
+    if not plan.batch.fused_layers.value:
+        yield f"none, {plan.batch.fused_layers.reason}"
+        return
+    with _disable_current_modes(), unset_fake_temporarily():
+        done = fuse(model, like=_small(model))
+    try:
+        yield str(done)
+    finally:
+        done.remove()
+
+
+def _small(module: nn.Module) -> nn.Module:
+    """A copy on the CPU with random weights, every size divided by ``_SHRINK``; equal sizes stay equal."""
+    memo: dict[int, Any] = {}
+    for parameter in [*module.parameters(), *module.buffers()]:
+        shape = [size if size == 1 else max(2, size // _SHRINK) for size in parameter.shape]
+        real = torch.randn(shape, dtype=torch.float32).to(parameter.dtype)
+        kept = nn.Parameter(real, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = kept if isinstance(parameter, nn.Parameter) else real
+    return copy.deepcopy(module, memo)

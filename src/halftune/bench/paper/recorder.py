@@ -1,0 +1,234 @@
+"""Records every kernel of a step on fake CUDA tensors, and every place where the host waits for the GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halftune.bench.paper.attention import is_attention
+from halftune.bench.paper.costs import Cost, cost_of, distinct, is_free, tensors_in, touched
+from halftune.bench.paper.kinds import Context, around, kind_of
+from halftune.bench.paper.syncs import answer, by_positions, on_gpu, sync_of
+from halftune.bench.paper.values import Values
+from halftune.precision.dtypes import plain_name
+
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
+_forward_calls: Callable[[], int] = vars(torch._C)["_autograd"]._get_sequence_nr
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_PACKAGES = re.compile(r".*/(?=(halftune|halftune_kernels|transformers|peft|accelerate)/)")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call that launches kernels.
+
+    Attributes:
+        op: the operator, or ``triton::kernel``.
+        kind: what it belongs to (``kinds``).
+        module: path of the module that called it, forward; empty outside of the model.
+        layer: index of the decoder layer, or None.
+        backward: whether it ran in the backward pass.
+        cost: its traffic and arithmetic.
+        calls: operators before it that launched nothing.
+    """
+
+    op: str
+    kind: str
+    module: str
+    layer: int | None
+    backward: bool
+    cost: Cost
+    calls: int
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A wait of the host for the GPU.
+
+    Attributes:
+        what: the operation that waits.
+        line: the line of halftune, transformers … that asked.
+        after: number of launches before it.
+        until: number of launches that it waits for; 0 for those of earlier steps.
+    """
+
+    what: str
+    line: str
+    after: int
+    until: int
+
+
+class Recorder(TorchDispatchMode):
+    """A mode around a step, above the fake tensors' own.
+
+    Args:
+        ranks: sizes that mark a product as a side product of an adapter.
+    """
+
+    def __init__(self, ranks: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.values = Values()
+        self.device_asked = False  # by Python code; torch's own code sees a CPU, whose autograd needs no streams
+        self.moves = False  # a copy to another device, which Python code asked for
+        self.on_gpu = False  # the model is there
+        self.by_python = False  # Python code makes a tensor and says where
+        self.launches: list[Launch] = []
+        self.syncs: list[Sync] = []
+        self.on = False
+        self.session = 0  # counts recordings
+        self._names: dict[nn.Module, Context] = {}
+        self._stack: list[Context] = []
+        self._made: dict[int, Context] = {}  # by autograd's number of the forward call
+        self._calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if self.device_asked else torch.device("cpu")
+        if kwargs.get("device") == _CPU:
+            kwargs = {**kwargs, "device": self._meant(func, args)}
+        if waits := sync_of(func, args, kwargs):
+            self.sync(waits, sys._getframe(1))
+        func, args = by_positions(func, args, self.values)
+        own = answer(func, kwargs, self.values) if any(map(is_fake, args)) else None
+        out = (own or func)(*args, **kwargs)
+        self.values.follow(func, args, kwargs, out)
+        self._note(func, args, kwargs, out, sys._getframe(1))
+        return out
+
+    @property
+    def calls(self) -> int:
+        """Operators after the last launch that launched nothing."""
+        return self._calls
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, calls are attributed to the model's modules."""
+        self.on_gpu = True
+        self._names = {module: _context(name, module) for name, module in model.named_modules()}
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, kernels and waits are recorded; earlier records are dropped."""
+        self.launches, self.syncs, self._calls, self.on = [], [], 0, True
+        self.session += 1
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def sync(self, what: str, frame: FrameType | None, until: int | None = None) -> None:
+        """Record a wait of the host, for the first ``until`` launches or all so far."""
+        if self.on:
+            now = len(self.launches)
+            self.syncs.append(Sync(what, line_of(frame), now, now if until is None else until))
+
+    def triton(self, name: str, args: Any, seconds: Callable[[str, Any], float]) -> None:
+        """Record the launch of a Triton kernel: every operand is read or written once."""
+        if not self.on:
+            return
+        operands = distinct(tensors_in(args))
+        moved = sum(map(touched, operands))
+        dtype = max(operands, key=lambda one: one.numel()).dtype if operands else torch.float32
+        self._add(f"triton::{name}", Cost(moved, 0, dtype=dtype, hopper=seconds(name, args)), sys._getframe(1))
+
+    def _meant(self, func: Any, args: Any) -> torch.device:
+        """The device that torch's own code means by the CPU, which it takes every tensor to be on."""
+        operands = tensors_in(args)
+        if operands:
+            return operands[0].fake_device if isinstance(operands[0], FakeTensor) and not self.moves else _CPU
+        made = self.on_gpu and not self.by_python and func is not torch.ops.aten.scalar_tensor.default
+        return _CUDA if made else _CPU
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType | None) -> None:
+        context = self._context(frame)
+        if not torch._C._current_autograd_node() or self._stack:
+            self._made.setdefault(_forward_calls() - 1, context)  # later calls may make no node
+        if not self.on:
+            return
+        if is_free(func) or not any(map(on_gpu, tensors_in((args, kwargs, out)))):
+            self._calls += 1
+            return
+        cost = cost_of(func, args, kwargs, out, self._lengths)
+        self._add(func._schema.name, cost, frame, context, self._low_rank(args, cost))
+
+    def _add(
+        self, name: str, cost: Cost, frame: FrameType | None, context: Context | None = None, low_rank: bool = False
+    ) -> None:
+        context = context or self._context(frame)
+        kind = kind_of(
+            name,
+            context,
+            fused_attention=is_attention(name),
+            low_rank=low_rank,
+            product=cost.flops > 0,
+        )
+        layer = _LAYER.search(context.module)
+        backward = torch._C._current_autograd_node() is not None
+        at = int(layer.group(1)) if layer else None
+        self.launches.append(Launch(name, kind, context.module, at, backward, cost, self._calls))
+        self._calls = 0
+
+    def _context(self, frame: FrameType | None) -> Context:
+        """Where a call is made; in the backward pass, where its forward call was made."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not self._stack:
+            return self._made.get(node._sequence_nr()) or Context(around=around(frame))
+        inner = self._stack[-1] if self._stack else Context()
+        return Context(inner.module, inner.type, around(frame))
+
+    def _low_rank(self, args: Any, cost: Cost) -> bool:
+        sides = {size for tensor in tensors_in(args) if tensor.ndim >= 2 for size in tensor.shape[-2:]}
+        return cost.flops > 0 and bool(self.ranks & sides)
+
+    def _lengths(self, vector: torch.Tensor) -> list[int] | None:
+        known = self.values.of(vector)
+        return None if known is None else known.tolist()
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self._stack.append(self._names.get(module) or (self._stack[-1] if self._stack else Context()))
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+def _context(name: str, module: nn.Module) -> Context:
+    package = type(module).__module__.partition(".")[0]
+    return Context(plain_name(name), f"peft.{type(module).__name__}" if package == "peft" else type(module).__name__)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """``package/file.py:line function`` of the innermost line outside of torch and this package."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    file = _PACKAGES.sub("", frame.f_code.co_filename)
+    return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor."""
+    return isinstance(value, FakeTensor)

@@ -1,0 +1,144 @@
+"""The result of the paper profiler: for JSON, and as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halftune.bench.paper.step import Recorded, record_step
+from halftune.bench.paper.timeline import Sum, Timeline, timeline
+from halftune.config.run import RunConfig
+from halftune.core.errors import PlanError
+from halftune.core.table import did_you_mean
+from halftune.hardware import Hardware
+from halftune.hardware.roofline import ROOFLINES, Roofline, roofline_of
+from halftune.plan import Plan
+
+
+@dataclass(frozen=True)
+class PaperReport:
+    """A step on paper.
+
+    Attributes:
+        model, machine: what was profiled.
+        attention: softmax backend, provider and method for packed rows.
+        recorded: the step.
+        time: on the machine's roofline.
+        roofline: its rates.
+    """
+
+    model: str
+    machine: str
+    attention: str
+    recorded: Recorded
+    time: Timeline
+    roofline: Roofline
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step over its time."""
+        return self.recorded.tokens / self.time.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; sums are of a whole step, seconds of one GPU."""
+        time, made = self.time, self.recorded
+        return {
+            "measured": False,
+            "model": self.model,
+            "machine": self.machine,
+            "attention": self.attention,
+            "fused_layers": made.fused,
+            "tokens_per_step": made.tokens,
+            "sample_tokens": made.sample,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": time.seconds,
+            "gpu_seconds": time.gpu,
+            "host_seconds": time.host,
+            "gpu_waits_seconds": time.waiting,
+            "bound_by": time.bound,
+            "kinds": {kind: asdict(one) for kind, one in time.kinds.items()},
+            "layers": {str(layer): asdict(one) for layer, one in sorted(time.layers.items())},
+            "layer": {kind: asdict(one) for kind, one in time.layer_kinds.items()},
+            "syncs": [{"what": what, "line": line, "count": many} for (what, line), many in self._syncs().items()],
+            "roofline": asdict(self.roofline),
+        }
+
+    def _syncs(self) -> Counter[tuple[str, str]]:
+        return Counter((sync.what, sync.line) for sync in self.recorded.syncs)
+
+    def text(self) -> str:
+        """The tables."""
+        made, time = self.recorded, self.time
+        gigaflops = sum(one.flops for one in time.kinds.values()) / made.tokens / 1e9
+        lines = [
+            f"{self.model} on {self.machine}: predicted on paper, nothing was measured",
+            f"{made.tokens:,} tokens a step in samples of {made.sample:,}; attention {self.attention}; "
+            f"fused layers: {made.fused}",
+            "",
+            _row("kind", "launches", "MB/token", "GFLOP/token", "µs/token", "share"),
+            *(_kind(kind, one, made.tokens, time.gpu) for kind, one in time.kinds.items() if one.launches),
+            _kind("all", _total(time), made.tokens, time.gpu),
+            "",
+            _row(f"one layer of {made.layers}", "launches", "MB/token", "GFLOP/token", "µs/token", "share"),
+            *(
+                _kind(kind, one, made.tokens, sum(each.seconds for each in time.layer_kinds.values()))
+                for kind, one in time.layer_kinds.items()
+                if one.launches
+            ),
+            "",
+            f"host syncs a step: {len(made.syncs)}",
+            *(f"  {many} × {what}: {line}" for (what, line), many in self._syncs().items()),
+            "",
+            f"step {time.seconds * 1e3:,.1f} ms: GPU {time.gpu * 1e3:,.1f} ms, host {time.host * 1e3:,.1f} ms, "
+            f"the GPU waits {time.waiting * 1e3:,.1f} ms",
+            f"{self.tokens_per_second:,.0f} tokens/s ({1e6 / self.tokens_per_second:.1f} µs a token, "
+            f"{gigaflops:.1f} GFLOP a token); bound by: {time.bound}",
+        ]
+        return "\n".join(lines)
+
+
+def profile(
+    config: RunConfig, plan: Plan, hardware: Hardware, *, sample: int | None = None, recorded: Recorded | None = None
+) -> PaperReport:
+    """Profile a training step of a recipe on paper.
+
+    Args:
+        config, plan: the recipe and its plan for ``hardware``.
+        hardware: a machine with one GPU of ``ROOFLINES``.
+        sample: tokens of every sample; by default ``data.max_length``.
+        recorded: a step that was recorded before with the same plan.
+
+    Raises:
+        PlanError: there are no rates of this GPU, or a step of this kind is not supported.
+    """
+    device = hardware.devices[0]
+    roofline = roofline_of(device.name)
+    if roofline is None:
+        known = [row.name for row in ROOFLINES]
+        what = f"no rates of {device.name} are known"
+        raise PlanError(what, where="--hardware", remedy=did_you_mean(device.name, known), code="bench.no_roofline")
+    made = recorded or record_step(config, plan, device, sample=sample)
+    time = timeline(made.launches, made.syncs, made.calls, roofline, tf32=plan.precision.tf32.value)
+    attention = f"{plan.attention.softmax.value} ({plan.attention.provider.value}, {plan.attention.varlen.value})"
+    return PaperReport(plan.model, device.name, attention, made, time, roofline)
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"{name:<22}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _kind(name: str, one: Sum, tokens: int, of: float) -> str:
+    return _row(
+        name,
+        f"{one.launches:,.0f}",
+        f"{one.bytes / tokens / 1e6:,.3f}",
+        f"{one.flops / tokens / 1e9:,.3f}",
+        f"{one.seconds / tokens * 1e6:,.2f}",
+        f"{one.seconds / of if of else 0:.1%}",
+    )
+
+
+def _total(time: Timeline) -> Sum:
+    names = ("launches", "bytes", "flops", "seconds")
+    return Sum(**{name: sum(getattr(one, name) for one in time.kinds.values()) for name in names})

@@ -1,0 +1,181 @@
+"""A training step of a recipe on fake CUDA tensors, by the code that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from halftune.bench.paper.fake_cuda import CUDA, fake_cuda, move
+from halftune.bench.paper.fuse import fused_on_paper
+from halftune.bench.paper.recorder import Launch, Recorder, Sync
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import LoraAdapter
+from halftune.core.errors import PlanError
+from halftune.data.batch import LABEL_POSITIONS, Batch, collate
+from halftune.data.store import NO_LABEL, Example, Segment
+from halftune.hardware import Device
+from halftune.methods import make_method
+from halftune.model.load import recompute_activations
+from halftune.model.patch import registered_attention
+from halftune.model.without_weights import build, prepare, read_config
+from halftune.optim import make_optimizer
+from halftune.plan import Plan
+from halftune.train.parallel.strategy import Strategy
+from halftune.train.run_inputs import UNCHANGED
+from halftune.train.schedule import make_schedule
+from halftune.train.state import TrainState
+from halftune.train.step import finish_step, start_step
+from halftune.train.stepper import runs_late
+
+_STEPS = 100  # of the schedule
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step: its launches and waits, tokens, samples per row, and what was fused."""
+
+    launches: list[Launch]
+    syncs: list[Sync]
+    calls: int
+    tokens: int
+    sample: int
+    layers: int
+    fused: str
+
+
+def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | None = None) -> Recorded:
+    """Record the second step of a run: the first creates the optimizer's state and checks the model's head.
+
+    Args:
+        config, plan: as trained.
+        device: the planned GPU.
+        sample: tokens of every sample; by default ``data.max_length``, one sample in a row.
+
+    Raises:
+        PlanError: a step of this kind cannot be run without data, or on this device.
+        HalftuneError: the model cannot be built.
+    """
+    check_supported(config, plan, device)
+    recorder = Recorder(_ranks(config))
+    length = min(sample or config.data.max_length, config.data.max_length)
+    with (
+        torch.random.fork_rng(devices=[]),
+        fake_cuda(recorder, device) as mode,
+        registered_attention(plan) as attention,
+    ):
+        model = _model(config, plan, attention, mode)
+        run = _state(config, plan, model)
+        batches = [_batch(run, length) for _ in range(plan.batch.accumulation)]
+        with fused_on_paper(model, plan) as fused, recorder.watching(model):
+            before = start_step(run, _to_gpu(batches))
+            if not run.late:
+                finish_step(run, before)
+            with recorder.recording():
+                now = start_step(run, _to_gpu(batches))
+                finish_step(run, before if run.late else now)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    tokens = sum(batch.fed for batch in batches)
+    return Recorded(recorder.launches, recorder.syncs, recorder.calls, tokens, length, layers, fused)
+
+
+def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
+    """Refuse what has no step without data or a GPU that is not described.
+
+    Raises:
+        PlanError: says what.
+    """
+    refused = {
+        f"{device.kind} devices": device.kind != "cuda",
+        f"method: {config.method.type}": config.method.type not in _METHODS,
+        "frozen weights that are quantised": plan.weights.format.value not in (None, "none"),
+        "images and audio": bool(config.data.media),
+        "several processes": plan.batch.world_size > 1,
+    }
+    for what, found in refused.items():
+        if found:
+            raise PlanError(f"bench --paper does not support {what}", code="bench.paper_unsupported")
+
+
+_METHODS = ("sft", "pretrain")
+
+
+def _to_gpu(batches: list[Batch]) -> list[Batch]:
+    return [batch.to(CUDA) for batch in batches]
+
+
+def _ranks(config: RunConfig) -> frozenset[int]:
+    """Sizes of an adapter's inner dimension, alone and stacked for query, key and value."""
+    adapter = config.adapter
+    return frozenset(adapter.rank * many for many in (1, 2, 3)) if isinstance(adapter, LoraAdapter) else frozenset()
+
+
+def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:
+    built = build(read_config(config.model), config.model, plan, attention)
+    if plan.attention.linear.value != "none":
+        from halftune.model.patch_linear import route_linear_layers  # imports the operators
+
+        route_linear_layers(built, plan)
+    if plan.batch.gradient_checkpointing.value:
+        recompute_activations(built)
+    model = prepare(built, config, plan, mode)
+    move(model)
+    return model
+
+
+def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
+    accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=CUDA)
+    optimizer = make_optimizer(model, config.training, plan.precision, config.adapter)
+    absent: Any = None
+    run = TrainState(
+        config=config,
+        plan=plan,
+        folder=Path(config.training.output_dir),
+        resume_from=None,
+        changes=UNCHANGED,
+        inputs={},
+        accelerator=accelerator,
+        strategy=Strategy(accelerator, plan),
+        device=CUDA,
+        is_main=True,
+        model=model,
+        wrapped=model,
+        tokenizer=absent,
+        method=make_method(config.method),
+        optimizer=optimizer,
+        schedule=make_schedule(config.training, optimizer, _STEPS),
+        scaler=torch.amp.GradScaler("cuda", enabled=plan.precision.grad_scaler.value),
+        data=absent,
+        feed=absent,
+        eval_feed=None,
+        position={},
+        micro_batch=plan.batch.micro_batch,
+        total_steps=_STEPS,
+        steps_per_epoch=_STEPS,
+    )
+    run.late = runs_late(run)
+    return run
+
+
+def _batch(run: TrainState, length: int) -> Batch:
+    """A micro-batch of full rows, every token labelled."""
+    rows, packed = run.plan.batch.micro_batch, run.plan.batch.packing.value
+    total = rows * run.config.data.max_length
+    lengths = [length] * (total // length if packed else rows)
+    if packed and total % length:
+        lengths.append(total % length)
+    examples = [Example((Segment(np.arange(n, dtype=np.int32) % 100, np.ones(n, dtype=bool)),)) for n in lengths]
+    with unset_fake_temporarily():  # as the data's
+        made = collate(examples, 0, packed=packed)
+        predicted = made.tokens["labels"][:, 1:] != NO_LABEL
+        positions = predicted.any(dim=0).nonzero().squeeze(1)
+    labelled = int(predicted.sum())
+    weight = float(sum(run.method.weight(example) for example in examples))
+    fed = made.tokens["input_ids"].numel()
+    extras = {**made.extras, LABEL_POSITIONS: positions}
+    return replace(made, extras=extras, weight=weight, fed=fed, real=sum(lengths), trained=labelled)

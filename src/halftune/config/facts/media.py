@@ -1,0 +1,174 @@
+"""Model types that are trained on images or audio, one row each, and the parts of such a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from halftune.config.facts.folder import read_json
+from halftune.config.facts.wrapped import unwrapped
+from halftune.core.errors import DataError
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_LONGEST = 1 << 14  # pixels of a side that images are scaled to
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How a model type takes images.
+
+    Attributes:
+        processor: name of its class in transformers.
+        expansion: how the text represents an image. ``count``: its token, repeated as the processor counts for the
+            size; ``fixed``: one text for all sizes; ``size``: the text that the processor gives for a blank image.
+        inputs: results of the image processor that the forward pass takes.
+        token_types: argument of the forward pass that marks image tokens; empty if there is none.
+        nested: the image processor takes a list of images for each sample.
+        two_way: tokens of an image attend to later ones too, which neither packed rows nor attention backends without a
+            mask can compute.
+    """
+
+    processor: str
+    expansion: Literal["count", "fixed", "size"]
+    inputs: tuple[str, ...]
+    token_types: str = ""
+    nested: bool = False
+    two_way: bool = False
+
+    @property
+    def mrope(self) -> bool:
+        """Positions have three axes (time, height, width), which packed rows state for each sample."""
+        return "image_grid_thw" in self.inputs
+
+
+_QWEN = ("pixel_values", "image_grid_thw")
+IMAGE_FAMILIES = {
+    "qwen2_vl": ImageFamily("Qwen2VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "qwen2_5_vl": ImageFamily("Qwen2_5_VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        ImageFamily("Qwen3VLProcessor", "count", _QWEN, "mm_token_type_ids"),
+    ),
+    "glm4v": ImageFamily("Glm4vProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "glm46v": ImageFamily("Glm46VProcessor", "count", _QWEN, "mm_token_type_ids"),
+    "qwen2_5_omni_thinker": ImageFamily("Qwen2_5OmniProcessor", "count", _QWEN),
+    "paddleocr_vl": ImageFamily("PaddleOCRVLProcessor", "size", _QWEN, "mm_token_type_ids"),
+    "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids", two_way=True),
+    "gemma4": ImageFamily(
+        "Gemma4Processor", "size", ("pixel_values", "image_position_ids"), "mm_token_type_ids",
+        nested=True, two_way=True,
+    ),
+    "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
+    "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),
+    **{
+        kind: ImageFamily(processor, "size", ("pixel_values", "pixel_attention_mask"), nested=True)
+        for kind, processor in (("idefics3", "Idefics3Processor"), ("smolvlm", "SmolVLMProcessor"))
+    },
+    "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
+}  # fmt: skip
+# Types whose towers pass cu_seqlens, the bounds of images and sounds, to attention, as FlashAttention takes them.
+TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope)
+
+
+@dataclass(frozen=True)
+class AudioFamily:
+    """How a model type takes audio. All take log-mel features and their mask, and two strided convolutions follow.
+
+    Attributes:
+        processor: name of its class in transformers.
+        padded: the encoder takes features of the extractor's full length only; else of the longest sound.
+    """
+
+    processor: str
+    padded: bool = False
+
+
+INPUTS = ("input_features", "feature_attention_mask")
+AUDIO_FAMILIES = {
+    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor"),
+    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", padded=True),
+}
+# Why a model type that hears is not in the table.
+REFUSED = {
+    "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
+    "voxtral_realtime": "it is fed a stream of audio, not questions with audio",
+}
+# The most that a feature extractor of speech may say: memory grows with each.
+_MOST = {"chunk_length": 3600, "sampling_rate": 400_000, "hop_length": 1 << 16, "n_fft": 1 << 16, "feature_size": 1024}
+
+
+def wrong_extractor(content: dict[str, Any]) -> str:
+    """The first value of a feature extractor that no model needs, in a processor's file; empty if there is none."""
+    for name, most in _MOST.items():
+        value = content.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            return f"{name}: {value!r:.40}; more than 0 and at most {most:,}"
+    inner = content.get("feature_extractor")
+    return wrong_extractor(inner) if isinstance(inner, dict) else ""
+
+
+def check_processor(folder: Path) -> list[Path]:
+    """The files of a model's image processor.
+
+    Raises:
+        DataError: there are none, they name another processor than the model type has, or sides that no image needs.
+        ModelError: one is not a JSON object.
+    """
+    files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    if not files:
+        what = f"the model has no image processor ({PROCESSOR_FILES[0]})"
+        remedy = "download the whole checkpoint"
+        raise DataError(what, where=str(folder), remedy=remedy, code="model.no_image_processor")
+    kind = str(unwrapped(read_json(folder / "config.json"))["model_type"])
+    for what, remedy in _problems(kind, [read_json(path) for path in files]):
+        raise DataError(what, where=str(folder), remedy=remedy, code="model.no_image_processor")
+    return files
+
+
+def _problems(kind: str, contents: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What is wrong with the processor of a model type, and the remedies."""
+    family, correct = IMAGE_FAMILIES.get(kind), f"correct {PROCESSOR_FILES[0]}"
+    expected = AUDIO_FAMILIES[kind].processor if family is None else family.processor
+    if named := {str(one.get("processor_class") or "") for one in contents} - {"", expected}:
+        what = f"model type {kind} with a {', '.join(sorted(named))} is not supported"
+        yield what, f"use a checkpoint with a {expected}"
+    if kind in AUDIO_FAMILIES:
+        yield from (
+            (f"the feature extractor has {wrong}", correct) for wrong in map(wrong_extractor, contents) if wrong
+        )
+    if family is not None and family.mrope:
+        return
+    for name, value in (side for one in contents for side in _sides(one)):
+        if value > _LONGEST:
+            what = f"the image processor scales images to {value:,} pixels ({name}); the maximum is {_LONGEST:,}"
+            yield what, correct
+
+
+def _sides(content: dict[str, Any]) -> list[tuple[str, float]]:
+    """Name and pixels of the sides in ``size``, ``crop_size`` and the like, also in the image processor's section."""
+    found = []
+    for name, value in content.items():
+        if isinstance(value, dict):
+            found += [(f"{name}.{inner}", pixels) for inner, pixels in _sides(value)]
+        elif isinstance(value, int | float) and name in ("height", "width", "shortest_edge", "longest_edge"):
+            found.append((name, value))
+    return found
+
+
+Tower = Literal["vision", "audio", "projector"]
+TOWERS: tuple[Tower, ...] = ("vision", "audio", "projector")
+_PROJECTOR = re.compile(
+    r"(^|\.)(multi_modal_projector|connector|projector|embed_vision|embed_audio|image_newline|merger"
+    r"|deepstack_merger_list|audio_tower\.proj)(\.|$)"
+)
+_AUDIO = re.compile(r"(^|\.)audio")
+
+
+def part_of(name: str) -> Tower:
+    """The part that a weight or module of a tower belongs to, by its name in the model."""
+    if _PROJECTOR.search(name):
+        return "projector"
+    return "audio" if _AUDIO.search(name) else "vision"

@@ -1,0 +1,72 @@
+"""The thinker of a Qwen2.5-Omni checkpoint trains; its talker and vocoder stay as they came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_images import ROWS, write_rows
+from tiny_omni import AROUND, omni_model
+from transformers import Qwen2_5OmniForConditionalGeneration
+
+from halftune.config.facts.model import read_model_facts
+from halftune.config.load import load_config
+from halftune.export.merged import export_run
+from halftune.hardware.catalogue import lookup
+from halftune.model.completed_run import open_run
+from halftune.plan import Plan, resolve
+from halftune.train.trainer import train
+
+
+def recipe(folder: Path, **changes: Any) -> tuple[Any, Plan]:
+    model = folder / "model"
+    if not model.exists():
+        omni_model(model, torch.bfloat16)
+        write_rows(folder, ROWS)
+    tree = {
+        "model": {"name_or_path": str(model)},
+        "precision": "bf16",
+        "adapter": "none",
+        "data": {"train": str(folder / "rows.jsonl"), "images": True, "max_length": 128},
+        "training": {"output_dir": str(folder / "run"), "max_steps": 2, "learning_rate": 0.01},
+        "logging": {"progress": False},
+        **changes,
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(tree))
+    loaded = load_config(folder / "recipe.yaml")
+    return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+
+
+def test_the_plan_counts_the_thinker_alone(tmp_path: Path) -> None:
+    _, plan = recipe(tmp_path)
+    language = {
+        name: one for name, one in load_file(tmp_path / "model" / "model.safetensors").items()
+        if name.startswith(("thinker.model.", "thinker.lm_head."))
+    }  # fmt: skip
+    assert plan.num_parameters.value == sum(one.numel() for one in language.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_result_is_the_whole_checkpoint(adapter: str, tmp_path: Path) -> None:
+    loaded, plan = recipe(tmp_path, adapter=adapter)
+    train(loaded, plan)
+    out = tmp_path / "run" / "final"
+    if adapter == "lora":
+        out = tmp_path / "exported"
+        export_run(open_run(str(tmp_path / "run")), out)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", out))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.startswith(("thinker.model.", "thinker.lm_head.")) for name in changed)
+    assert {name: after[name].dtype for name in AROUND} == dict.fromkeys(AROUND, torch.float32)
+    assert (out / "spk_dict.pt").read_bytes() == (tmp_path / "model" / "spk_dict.pt").read_bytes()
+    assert read_model_facts(loaded.run.model.model_copy(update={"name_or_path": str(out)})).num_parameters
+    whole = Qwen2_5OmniForConditionalGeneration.from_pretrained(out, dtype=torch.bfloat16)
+    read = whole.thinker.state_dict()["model.language_model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(read, after["thinker.model.layers.1.mlp.up_proj.weight"])
