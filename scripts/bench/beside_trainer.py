@@ -144,6 +144,9 @@ def packed_rows(file: Path) -> list[dict[str, list[int]]]:
             made["labels"] += [-100, *part.labels.tolist()[1:]]
             made["position_ids"] += range(len(part.input_ids))
         rows.append(made)
+    if max(one["position_ids"].count(0) for one in rows) == 1:
+        for one in rows:  # one sample each: without positions the Trainer needs no mask
+            del one["position_ids"]
     return rows
 
 
@@ -153,10 +156,7 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
     longest = max(len(one["input_ids"]) for one in rows)
     fill = {"input_ids": 0, "labels": -100, "position_ids": 0}
-    return {
-        key: torch.tensor([one[key] + [value] * (longest - len(one[key])) for one in rows])
-        for key, value in fill.items()
-    }
+    return {key: torch.tensor([one[key] + [fill[key]] * (longest - len(one[key])) for one in rows]) for key in rows[0]}
 
 
 def growth(asked: argparse.Namespace) -> None:
