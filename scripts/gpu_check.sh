@@ -98,6 +98,7 @@ collected=()
 short="data.max_length=128 training.max_steps=3 training.logging_steps=1 logging.progress=false"
 tiny="$short depends_on=[] model.name_or_path=builtin:qwen2-tiny logging.sample_prompts=[] data.eval=[]
     training.warmup_ratio=0"
+twenty="${tiny/max_steps=3/max_steps=20}"
 hybrids="qwen3_5 kimi_linear mamba2 rwkv7"
 
 part plan 100 "$all" python3 -m halftune plan --config configs/quickstart.yaml
@@ -132,17 +133,17 @@ else
         trains "$model" 100 "${model}_tiny.yaml" &
     done
     trains quickstart 120 quickstart.yaml &
-    trains profile 100 quickstart.yaml $tiny precision=bf16 training.max_steps=20 --profile &
-    if python3 -m halftune plan --config configs/quickstart.yaml $tiny precision=bf16 attention=fa2 >"$out/fa2.txt" 2>&1
+    trains profile 100 quickstart.yaml $twenty precision=bf16 --profile &
+    if python3 -m halftune plan --config configs/quickstart.yaml $twenty precision=bf16 attention=fa2 >"$out/fa2.txt" 2>&1
     then
-        trains fa2 100 quickstart.yaml $tiny precision=bf16 attention=fa2 training.max_steps=20 &
+        trains fa2 100 quickstart.yaml $twenty precision=bf16 attention=fa2 &
     else
         say "left    train_fa2: $(tail -n 1 "$out/fa2.txt")"
     fi
     wait
     # Cuts of the scans with two and three stages are among those that it tries.
     part tune 90 "torch triton" python3 scripts/tune_kernels.py --operators gated_delta_rule --sizes 128 --heads 16 32
-    tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 14")
+    tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 14 --dist worksteal")
     if [ -n "$only" ]; then
         part steps "$limit" "$all" python3 scripts/bench/gpu_step.py --out "$out/steps.jsonl"
     else

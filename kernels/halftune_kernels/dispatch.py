@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal, get_args
@@ -73,7 +74,24 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, requested: s
             return _asked(operator, device, source, value)
     if device.type == "cpu":
         return Backend("cpu", "the tensors are on the CPU")
-    return _on_gpu(operator, device, dtype)
+    return _on_gpu(operator, numbered(device), dtype)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device with its index: ``cuda`` and ``cuda:0`` share a verdict."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def prove(operators: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Run the outstanding self-checks of operators on a GPU side by side, before anything waits for one of them."""
+    if device.type != "cuda" or torch.version.hip:
+        return
+    device = numbered(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    version = triton_version()
+    open_ones = [name for name in operators if expected(name, 10 * major + minor, version, dtype).needs_check]
+    for name, found in selfcheck.verdicts(open_ones, device).items():
+        _verdicts[name, device] = found
 
 
 def _asked(operator: str, device: torch.device, source: str, value: str) -> Backend:
@@ -101,10 +119,14 @@ def _on_gpu(operator: str, device: torch.device, dtype: torch.dtype) -> Backend:
     return Backend("torch", f"self-check of the Triton kernel failed on this machine: {verdict.detail}")
 
 
-@functools.cache
+_verdicts: dict[tuple[str, torch.device], selfcheck.Verdict] = {}
+
+
 def _verdict(operator: str, device: torch.device) -> selfcheck.Verdict:
     """The self-check's verdict, once per process for all dtypes, so that no check runs during a training step."""
-    return selfcheck.verdict(operator, device)
+    if (operator, device) not in _verdicts:
+        _verdicts[operator, device] = selfcheck.verdict(operator, device)
+    return _verdicts[operator, device]
 
 
 def expected(operator: str, capability: int, version: tuple[int, ...] | None, dtype: torch.dtype) -> Backend:

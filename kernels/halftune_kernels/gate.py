@@ -51,13 +51,12 @@ ROWS: tuple[Row, ...] = (
         "Triton 3.6 to 3.9 emit no tensor-core instructions for sm_70 and sm_75; torch's matmuls use them",
     ),
     Row((70, 89), _ALL, ("float8_rows",), "refuse", "Triton rounds to float8 from sm_89 on"),
-    Row((80, 999), _ALL, DENSE, "prove", "layers of every model depend on it"),
     Row(
         (90, 100),
         ((3, 4, 0), (3, 7, 1)),
         ("ssd", *DELTA),
         "prove",
-        "on Hopper, Triton 3.4.0 to 3.7.0 gave wrong gradients of linear attention for some tile shapes",
+        "on Hopper, Triton 3.4.0 to 3.7.0 gave wrong results of linear attention for some tile shapes",
     ),
     Row(
         (90, 100),
@@ -73,6 +72,8 @@ ROWS: tuple[Row, ...] = (
         "prove",
         "on Blackwell, chains of dots raced before Triton 3.8 and gave NaN or changing gradients",
     ),
+    # last: where a known problem has no row, this machine's results still decide
+    Row((80, 999), _ALL, (), "prove", "a kernel is used where its results are right on this machine"),
 )
 
 

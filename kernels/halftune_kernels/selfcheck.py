@@ -1,7 +1,11 @@
 """Self-check of operators on this machine: compares outputs and all gradients with the reference.
 
 A compiler can produce wrong gradients with a correct forward pass, and no version table lists every case, so the check
-runs on the training machine. Its verdict is cached by machine, versions and kernel source.
+runs on the training machine. Its verdict is cached by machine, versions and kernel source. On a GPU it runs in a
+process of its own: a miscompiled kernel may access memory that is not its own, after which the process that started it
+can use the GPU no more (seen on an H200 with Triton 3.6.0).
+
+    python -m halftune_kernels.selfcheck OPERATOR BACKEND DEVICE        prints the verdict as JSON
 """
 
 from __future__ import annotations
@@ -14,11 +18,16 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from halftune_kernels import cases
 
@@ -26,6 +35,8 @@ from halftune_kernels import cases
 BOUNDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 SIZES = (64, 128)
 _ENOUGH = 1e-6  # a reference this small has no relative error
+_AT_A_TIME = 8  # processes that check side by side: each compiles on one core and holds half a GiB of the GPU
+_LIMIT = 900.0  # seconds of one check, which compiles for up to two minutes on one core
 
 
 @dataclass(frozen=True)
@@ -50,24 +61,78 @@ class Verdict:
 
 
 def verdict(operator: str, device: torch.device, backend: str = "triton") -> Verdict:
-    """Return the cached verdict, else run `check` and cache its verdict."""
+    """Return the cached verdict, else run the check and cache its verdict.
+
+    The processes of one machine check once: the others wait for the first one's verdict.
+    """
     path = cache_dir() / "selfcheck" / f"{fingerprint(operator, device, backend)}.json"
+    with ExitStack() as stack:
+        if (known := _cached(path)) is not None:
+            return known
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(path.with_suffix(".lock"), timeout=2 * _LIMIT))
+        except OSError:
+            pass  # a cache that cannot be written: each process checks for itself
+        if (known := _cached(path)) is not None:
+            return known
+        found = _check_apart(operator, device, backend) if device.type == "cuda" else check(operator, device, backend)
+        if found.lasting:
+            _keep(path, found)
+    return found
+
+
+def verdicts(operators: Sequence[str], device: torch.device) -> dict[str, Verdict]:
+    """Return the verdicts of several operators' Triton kernels; outstanding checks run side by side."""
+    with ThreadPoolExecutor(min(len(operators), os.cpu_count() or 1, _AT_A_TIME) or 1) as pool:
+        return dict(zip(operators, pool.map(lambda name: verdict(name, device), operators), strict=True))
+
+
+def _cached(path: Path) -> Verdict | None:
     try:
         return Verdict(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or corrupt: check again
-        found = check(operator, device, backend)
-    if not found.lasting:
-        return found
+        return None
+
+
+def _keep(path: Path, found: Verdict) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(asdict(found)))
         part.replace(path)
     except OSError:
         pass  # not cached: the next process checks again
-    return found
 
 
+def _check_apart(operator: str, device: torch.device, backend: str) -> Verdict:
+    """`check` in a process of its own; one that gives no verdict fails, and that is not cached."""
+    begun = time.perf_counter()
+    # -P: what lies in the current folder is not imported
+    command = [sys.executable, "-P", "-m", __name__, operator, backend, str(device)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=environment, check=False)
+        return Verdict(**json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError) as error:
+        why = f"{type(error).__name__}: {error}"
+    except (ValueError, TypeError, IndexError):
+        why = f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}"  # type: ignore[possibly-unbound]
+    seconds = round(time.perf_counter() - begun, 2)
+    return Verdict(operator, backend, False, f"the check did not finish: {why}", seconds, lasting=False)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Inside, torch's own fp32 products do not round their operands to TF32, as the plan of a run may allow."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@_exact_products()
 def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
     """Compare ``backend`` of an operator, forward and backward in every dtype, with the fp64 reference on the CPU."""
     start, worst = time.perf_counter(), (0.0, "")
@@ -165,3 +230,7 @@ def _lacks_bfloat16(device: torch.device) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(check(sys.argv[1], torch.device(sys.argv[3]), sys.argv[2]))))

@@ -83,7 +83,28 @@ def test_what_does_not_run_is_a_verdict_and_a_full_memory_is_not_kept(
     found = selfcheck.verdict("ssd", CPU, "triton")
     assert not found.passed
     assert type(error).__name__ in found.detail
-    assert (tmp_path / "kernels").exists() == lasting
+    assert bool([*tmp_path.rglob("*.json")]) == lasting
+
+
+def test_a_check_of_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What lies in the current folder is not imported; a process that dies is a failure, and not kept."""
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert selfcheck._check_apart("gated_rms_norm", CPU, "cpu").passed
+    found = selfcheck._check_apart("gated_rms_norm", CPU, "no such backend")
+    assert (found.passed, found.lasting) == (False, False)
+
+
+def test_the_references_products_are_exact_where_a_run_allows_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(selfcheck, "_errors", lambda *_: seen.append(torch.get_float32_matmul_precision()) or {})
+    torch.set_float32_matmul_precision("high")
+    try:
+        selfcheck.check("ssd", CPU, "cpu", (16,))
+        assert set(seen) == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_the_first_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

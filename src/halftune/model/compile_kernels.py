@@ -18,7 +18,7 @@ from halftune.model.patch import registered_attention
 from halftune.model.patch_linear import routed_linear_layers
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast, stays_fp32, torch_dtype
-from halftune_kernels.dispatch import choose
+from halftune_kernels.dispatch import choose, prove
 from halftune_kernels.selfcheck import failures
 
 log = get_logger(__name__)
@@ -34,7 +34,9 @@ def kernels_to_compile(model_config: PretrainedConfig, plan: Plan, device: torch
     if plan.attention.linear.value != "halftune":
         return ()
     dtype, found = torch_dtype(plan.precision.compute.value), []
-    for operator in family_of(model_config.get_text_config(decoder=True).model_type).operators:
+    operators = family_of(model_config.get_text_config(decoder=True).model_type).operators
+    prove(operators, device, dtype)
+    for operator in operators:
         backend = choose(operator, device, dtype)
         if backend.name == "triton":
             found.append(operator)

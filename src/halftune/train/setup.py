@@ -35,6 +35,7 @@ from halftune.optim import make_optimizer
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.plan.finalise import Evidence, finalise
+from halftune.precision.dtypes import torch_dtype
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
 from halftune.train.checkpoint import first_weights
@@ -84,6 +85,7 @@ def build(
         changes = check_same_inputs(inputs, config.training.allow_changes, resume_from)
     plan = finalise(plan, evidence(config, plan, resume_from))
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
+    prove_kernels(plan, accelerator.device, phase)
     compile_ahead(config, plan, accelerator.device, phase)
     teacher = place_teacher(config, plan, accelerator.device, tokenizer, data)
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
@@ -341,6 +343,27 @@ def evidence(config: RunConfig, plan: Plan, resume_from: Path | None) -> Evidenc
     if packing is not None and packing.value and teacher is not None and plan.teacher is not None:
         packing = check_packing(teacher, plan.teacher)
     return Evidence(packing, packing_asked=asked, resumed=None if resume_from is None else resumed_batch(resume_from))
+
+
+def prove_kernels(plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
+    """Compares the kernels of dense layers with their references on this GPU, side by side, unless it was done before.
+
+    What is wrong here is computed by torch, and the log says so.
+    """
+    if device.type != "cuda":
+        return
+    from halftune_kernels.dispatch import choose, prove  # imports the operators
+    from halftune_kernels.gate import DENSE
+
+    phase("compiling")
+    dtype = torch_dtype(plan.precision.compute.value)
+    dense = DENSE if plan.batch.fused_layers.value else ("linear_cross_entropy",)
+    operators = [name for name in dense if name != "float8_rows" or plan.precision.linear is not None]
+    prove(operators, device, dtype)
+    for name in operators:
+        if (backend := choose(name, device, dtype)).name != "triton":
+            log.warning("%s runs on backend %s: %s", name, backend.name, backend.reason)
+    phase("loading")
 
 
 def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:

@@ -23,14 +23,17 @@ def quantise_row(x, columns, values, scales, width, stride, S: tl.constexpr):
             v *= tl.load(columns + column, mask=column < width, other=0.0)
         top = tl.maximum(top, tl.abs(v))
     most = tl.max(top, 0)
-    scale = tl.where(most > 0.0, tl.div_rn(most, 448.0), 1.0)
-    tl.store(scales + row, scale)
+    # One exact division a row: one for each value took three quarters of the time on an H200. A row of subnormal
+    # numbers, whose factor would be infinite, becomes zeros.
+    some = most > 1e-30
+    tl.store(scales + row, tl.where(some, tl.div_rn(most, 448.0), 1.0))
+    factor = tl.where(some, tl.div_rn(448.0, most), 1.0)
     for first in range(0, width, S):
         column = first + tl.arange(0, S)
         v = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
         if columns is not None:
             v *= tl.load(columns + column, mask=column < width, other=0.0)
-        q = tl.minimum(tl.maximum(tl.div_rn(v, scale), -448.0), 448.0)
+        q = tl.minimum(tl.maximum(v * factor, -448.0), 448.0)
         q = tl.where(v == v, q, v)  # a NaN stays one
         tl.store(values + row * width + column, q.to(values.dtype.element_ty), mask=column < width)
 
