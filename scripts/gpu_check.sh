@@ -12,7 +12,8 @@
 # recipes of hybrids, FlashAttention-2 and a profile, other cuts of the operators, every operator, dtype and head size.
 # Only by name, since it takes several calls: steps, the whole sizes of four models in every way of a step. It goes on
 # where an earlier call with the same folder ended; FOLDER/steps.jsonl is all that it needs.
-# A machine without a network needs what pip would install: PYTHONPATH may name a folder of unpacked wheels.
+# A machine without a network needs what pip would install: PYTHONPATH may name a folder of unpacked wheels, of which
+# scripts/gpu_wheels.txt names those that a usual image lacks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${GPU_CHECK_OUT:-gpu_check}"

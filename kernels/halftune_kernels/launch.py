@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -73,11 +74,41 @@ def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **cons
     if 0 in grid:
         return
     options = {**constants, "num_warps": config.warps, "num_stages": config.stages}
-    stand = _stand.get()
-    if stand is not None:
-        stand.start(kernel, grid, args, options)
-    else:
-        kernel[grid](*args, **options)
+    with _compiled_safely(kernel, args):
+        stand = _stand.get()
+        if stand is not None:
+            stand.start(kernel, grid, args, options)
+        else:
+            kernel[grid](*args, **options)
+
+
+# Modules whose kernels form products one after the other, each from the last one's result.
+_CHAINED = frozenset(
+    f"halftune_kernels.{name}"
+    for name in ("delta_kernels", *(f"ops.{one}.kernels" for one in ("gated_delta_rule", "kda", "rwkv7", "ssd")))
+)
+_SYNCHRONOUS = {90: "DISABLE_MMA_V3"}
+
+
+@contextlib.contextmanager
+def _compiled_safely(kernel: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, Triton compiles chained products to a warp's own instructions, not to asynchronous ones.
+
+    Hopper's asynchronous products (wgmma), as Triton 3.6.0 compiles such chains, read shared memory beyond the kernel's
+    own: results were off by 10 to 80 % or the process lost its GPU (H200, November 2026). All that were tried were
+    right with the warp's own. The variable is part of the key of Triton's cache.
+    """
+    first = next((x for x in args if isinstance(x, torch.Tensor)), None)
+    chained = first is not None and getattr(getattr(kernel, "fn", None), "__module__", "") in _CHAINED
+    name = _SYNCHRONOUS.get(capability(first.device)) if chained and first is not None else None
+    if name is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def capability(device: torch.device) -> int:

@@ -78,7 +78,7 @@ def dense(folder: Path) -> None:
     print(
         "\nOn a T4 in fp16, with torch's own attention. It and the RTX 4090 lack the memory for this model: their rows"
     )
-    print("compare speeds. `linear: fp8` takes 1,200 TFLOP/s on Hopper, which row-wise kernels may miss.")
+    print("compare speeds. Measured on an H200 at these sizes: [a GPU step](gpu.md).")
     print(f"For comparison: {GOAL:,} tokens/s is 1.3 times the speed that NeMo AutoModel publishes for an H100.")
     for title, found in (("transformers' layers", before), ("fused layers", after), ("fused layers in float8", float8)):
         print(f"\n### H200, {title}\n\n```\n{found.text().partition(chr(10))[2]}\n```")
@@ -96,7 +96,7 @@ def hybrid(folder: Path) -> None:
 
 def main() -> None:
     """Print the page."""
-    print("# A predicted GPU step\n\n**Nothing on this page was measured on a GPU.** One training step ran on")
+    print("# A predicted GPU step\n\n**These are predictions.** One training step ran on")
     print("meta tensors on a CPU. Each kernel takes the time of its bytes or FLOPs at the rates of")
     print("`src/halftune/hardware/roofline.py`. LoRA of rank 16, bf16, two samples of 4,096 tokens in a packed row,")
     print("no checkpointing. Made by `python scripts/bench/gpu_on_paper.py`.\n\n## Sizes of Qwen2.5-7B\n")
