@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -78,8 +77,8 @@ def build(settings: Settings, *, sign_out: bool = False) -> gr.Blocks:
 
 def script(language: str) -> str:
     """What the page runs once it is there."""
-    text = files("halftune_webui").joinpath("assets", "page.js").read_text(encoding="utf-8")
-    return text[text.index("() =>") :].replace("LANGUAGE", json.dumps(language))
+    text = asset("page", LANGUAGE=language)
+    return text[text.index("() =>") :]
 
 
 # The accent of assets/page.css in every strength that Gradio asks for.

@@ -1,7 +1,7 @@
 // A conversation with a run's result, and with its base beside it. Runs once, when the component appears; `element`, `trigger`,
 // `props` and `watch` are Gradio's. What is said stays in this browser tab, by run; the server answers one question at a time.
 // Everything that a model or a person wrote is set as text, never as HTML.
-const words = JSON.parse(props.words), SIDES = ['trained', 'base'], STORE = 'halftune-chat';
+const words = WORDS, SIDES = ['trained', 'base'], STORE = 'halftune-chat';  // tabs/chat.py puts in the words
 const root = element.querySelector('.ht-chat');
 const read = () => { try { return JSON.parse(sessionStorage.getItem(STORE)) || {}; } catch (error) { return {}; } };
 const LARGE = 1 << 20, SIDE = 1536;  // larger files are sent as JPEG of at most this many pixels a side

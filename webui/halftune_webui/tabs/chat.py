@@ -72,9 +72,8 @@ def build(context: Context) -> None:
         run = chooser(context, "chat")
     chat = gr.HTML(
         html_template='<div class="ht-chat ht-live"></div>',
-        js_on_load=script("chat"),
+        js_on_load=script("chat", WORDS=words.below("chat")),
         elem_id="chat",
-        words=json.dumps(words.below("chat")),
         chosen="",
     )
     with gr.Accordion(words("chat.settings"), open=False, elem_id="chat-settings"):

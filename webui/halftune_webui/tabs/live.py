@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -12,9 +14,30 @@ from halftune_webui.calls import told
 from halftune_webui.context import Context
 
 
-def script(name: str) -> str:
-    """The text of ``assets/<name>.js``."""
-    return files("halftune_webui").joinpath("assets", f"{name}.js").read_text(encoding="utf-8")
+def script(name: str, **constants: Any) -> str:
+    """The text of ``assets/<name>.js`` with its :func:`filled_in` constants."""
+    text = files("halftune_webui").joinpath("assets", f"{name}.js").read_text(encoding="utf-8")
+    return filled_in(text, **constants)
+
+
+def filled_in(text: str, **constants: Any) -> str:
+    """A script in which the value of each constant stands for its name, as JSON.
+
+    Gradio may run a component's script before it has given the component its properties; only ``value`` and what
+    changes while the page is open may come that way.
+
+    Args:
+        text: the script; a constant's name is a word of it in capitals.
+        constants: by name; all are put in at once, so that a value may contain another one's name.
+
+    Raises:
+        KeyError: the script has no such word.
+    """
+    values = {name: json.dumps(value).replace("<", "\\u003c") for name, value in constants.items()}
+    for name in values:
+        if not re.search(rf"\b{name}\b", text):
+            raise KeyError(name)
+    return re.sub("|".join(rf"\b{name}\b" for name in values), lambda found: values[found[0]], text) if values else text
 
 
 def live(elem_id: str, value: str = "") -> gr.HTML:

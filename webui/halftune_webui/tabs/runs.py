@@ -17,7 +17,7 @@ from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
 from halftune_webui.runs.controller import FILTERS, Done, RunsController, View, act, refresh, start
 from halftune_webui.tabs.choose import chosen
-from halftune_webui.tabs.live import live, only_while_shown
+from halftune_webui.tabs.live import live, only_while_shown, script
 
 EVERY = 2.0  # seconds between two looks at the disk
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -112,7 +112,6 @@ def _charts(words: Words) -> gr.HTML:
     labels = {**words.below("curves"), "axes": words.below("curves.axes")}
     return gr.HTML(
         html_template='<div class="ht-charts"></div>',
-        js_on_load=chart_script(),
+        js_on_load=script("charts", WORDS=json.dumps(labels)).replace("/* charts */", chart_script()),
         elem_id="curves",
-        words=json.dumps(labels),
     )

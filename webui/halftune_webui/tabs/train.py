@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -118,13 +117,11 @@ def _form(context: Context) -> gr.HTML:
         "help": words.below("help"),
         "files": words.below("files"),
     }
+    drawing = script("form", GROUPS=as_json(form()), WORDS=labels, HINTS=hints(context.settings))
     return gr.HTML(
         html_template='<div class="ht-form"></div>',
-        js_on_load=script("files") + script("form"),
+        js_on_load=script("files") + drawing,
         elem_id="form",
-        schema=json.dumps(as_json(form())),
-        words=json.dumps(labels),
-        hints=json.dumps(hints(context.settings)),
     )
 
 
@@ -176,10 +173,7 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
     # a run may have taken or left the folder meanwhile, or brought its recipe
     tab.select(opened, [recipe, machine], [pick, *reactions], **quiet)
     machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
-    ask = script("pick_recipe")
-    question = context.words("train.replace")
-    for name, value in (("SHIPPED", json.dumps(list(known))), ("QUESTION", json.dumps(question)), ("OWN", OWN)):
-        ask = ask.replace(name, value)
+    ask = script("pick_recipe", SHIPPED=list(known), QUESTION=context.words("train.replace"), OWN=OWN)
     pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
     context.blocks.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=script("restore_recipe"), **quiet)
 
