@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from patience import LIMIT
 from torch._C._distributed_c10d import TCPStore
 
 from halftune.train.callbacks.loss_plot import LossPlot
@@ -22,7 +23,7 @@ from halftune.train.trainer import train
 Recipe = tuple[Any, Any]  # a loaded config and its plan
 
 
-def in_processes(world_size: int, work: Callable[[int], None], timeout: float = 1200.0) -> list[int]:
+def in_processes(world_size: int, work: Callable[[int], None]) -> list[int]:
     """Runs ``work(rank)`` in so many processes that can meet; returns their exit codes.
 
     As a launcher does, the test's own process serves the store at which they meet, so that its port is free for sure;
@@ -39,7 +40,7 @@ def in_processes(world_size: int, work: Callable[[int], None], timeout: float = 
     for _, end in pipes:
         end.send(store.port)
     for child in children:
-        child.join(timeout)
+        child.join(2 * LIMIT)  # some train many runs
         if child.is_alive():
             child.kill()
             child.join()

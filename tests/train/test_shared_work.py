@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import LIMIT, until
 from process_group import apart, curve, in_processes, train_all
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from halftune.core import heartbeat, manifest
+from halftune.core import manifest
 from halftune.model import save as save_shards
-from halftune.train import processes
 from halftune.train.callbacks import CALLBACKS, chosen
+from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.parallel.watchdog import Watchdog
 
@@ -52,7 +53,7 @@ def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str
 
     loaded, plan = run("everything", *EVERYTHING)
     assert CALLBACKS.keys() - NEED_MORE <= chosen(loaded.run, plan).keys()
-    assert in_processes(2, train_all([(loaded, plan), run("without")]), timeout=300) == [0, 0]
+    assert in_processes(2, train_all([(loaded, plan), run("without")])) == [0, 0]
 
     folder = tmp_path / "everything"
     samples = json.loads((folder / "samples.json").read_text())["samples"]
@@ -66,13 +67,12 @@ def test_two_processes_with_every_callback(recipe, tmp_path: Path, strategy: str
 
 
 @pytest.mark.slow
-def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe, tmp_path: Path) -> None:
-    """Checksums and the final files, each for longer than torch lets processes wait for each other."""
-    limit, grace = 5.0, 1.0
+def test_for_what_the_main_process_does_alone_nobody_waits_in_a_collective(recipe, tmp_path: Path) -> None:
+    """Checksums and the final files: the other process waits at a barrier, which has no fixed limit."""
     loaded, plan = recipe(
         "adapter=none",
         "distributed.strategy=fsdp2",
-        f"distributed.timeout_seconds={limit}",
+        f"distributed.timeout_seconds={LIMIT}",
         "training.max_steps=2",
         "training.per_device_train_batch_size=2",
         "training.save_steps=2",
@@ -81,30 +81,35 @@ def test_what_the_main_process_does_alone_may_take_longer_than_the_limit(recipe,
         "training.load_best=true",
         world_size=2,
     )
-    checksum, write = manifest._sha256, save_shards.save_file
+    checksum, write, wait = manifest._sha256, save_shards.save_file, barriers._wait
+    waiting, alone = multiprocessing.Value("i", 0), [multiprocessing.Value("i", 0) for _ in range(2)]
 
-    def slowly() -> None:
-        for _ in range(10):
-            time.sleep((limit + grace) / 8)
-            heartbeat.beat()
+    def waits(*arguments: Any) -> None:
+        waiting.value = 1
+        wait(*arguments)
+        waiting.value = 0
 
-    def slow_checksum(path: Path) -> str:
+    def noted_checksum(path: Path) -> str:
         if path.name.startswith("trainable"):
-            slowly()
+            alone[0].value += 1
+            until(lambda: waiting.value, "rank 1 waits at a barrier for a checksum")
         return checksum(path)
 
-    def slow_write(*arguments: Any, **options: Any) -> None:
-        slowly()
+    def noted_write(*arguments: Any, **options: Any) -> None:
+        alone[1].value += 1
+        until(lambda: waiting.value, "rank 1 waits at a barrier for the final files")
         write(*arguments, **options)
 
     def work(rank: int) -> None:
-        processes.GRACE = grace
         if rank == 0:
-            manifest._sha256, save_shards.save_file = slow_checksum, slow_write
-        with Watchdog(join_rendezvous(), limit):
+            manifest._sha256, save_shards.save_file = noted_checksum, noted_write
+        else:
+            barriers._wait = waits  # pyright: ignore[reportAttributeAccessIssue]
+        with Watchdog(join_rendezvous(), LIMIT):
             train_all([(loaded, plan)])(rank)
 
-    assert in_processes(2, work, timeout=300) == [0, 0]
+    assert in_processes(2, work) == [0, 0]
+    assert all(count.value for count in alone), "both were seen"
     assert (tmp_path / "run" / "finished.json").exists()
 
 
@@ -126,7 +131,7 @@ def test_processes_share_the_checksums_of_a_checkpoint(tmp_path: Path, monkeypat
 def test_processes_share_the_checksums_when_a_run_goes_on(recipe, tmp_path: Path) -> None:
     """Of a damaged checkpoint, which is ignored, and of the one before it."""
     made = [recipe("training.save_steps=1", f"training.max_steps={steps}", world_size=2) for steps in (2, 3)]
-    assert in_processes(2, train_all(made[:1]), timeout=120) == [0, 0]
+    assert in_processes(2, train_all(made[:1])) == [0, 0]
     newest = tmp_path / "run" / "checkpoint-2"
     data = bytearray((newest / "optimizer.safetensors").read_bytes())
     data[-1] ^= 1
@@ -141,7 +146,7 @@ def test_processes_share_the_checksums_when_a_run_goes_on(recipe, tmp_path: Path
         finally:
             (tmp_path / f"read-{rank}").write_text("\n".join(read))
 
-    assert in_processes(2, work, timeout=120) == [0, 0]
+    assert in_processes(2, work) == [0, 0]
     read = [(tmp_path / f"read-{rank}").read_text().splitlines() for rank in (0, 1)]
     for name in ("checkpoint-1", "checkpoint-2"):
         shares = [{one for one in names if one.startswith(f"{name}/")} for names in read]
@@ -165,4 +170,4 @@ def test_gradients_are_summed_once_a_step(recipe, tmp_path: Path, asked: str, su
         train_all([made])(rank)
         assert len(counted) == 3 * sums
 
-    assert in_processes(2, work, timeout=120) == [0, 0]
+    assert in_processes(2, work) == [0, 0]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from patience import LIMIT, until
 from process_group import in_processes
 from torch._C._distributed_c10d import TCPStore
 
@@ -26,26 +30,23 @@ from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.rendezvous import join, join_rendezvous, open_store
 from halftune.train.parallel.watchdog import Watchdog, is_peer_failure
 
-LIMIT = 5.0  # seconds without a step that are no hang, however busy the machine
-LONG = 600.0  # seconds: nobody comes to their end
-
 
 def told(folder: Path, rank: int) -> dict:
     return json.loads((folder / f"{rank}.json").read_text())["message"]
 
 
-def waits(folder: Path, rank: int, trouble, limit: float) -> None:
+def waits(folder: Path, rank: int, trouble) -> None:
     """Steps three times with the other process; in the fourth, rank 1 is in trouble."""
     os.environ[FILE] = str(folder / f"{rank}.json")
     os.environ["TORCHELASTIC_RUN_ID"] = "started by a launcher"
     watchdog.BEAT = 0.5
-    watch = Watchdog(join_rendezvous(), limit)
-    join("cpu", LONG)  # so that one which hangs says so first, as in a run
+    watch = Watchdog(join_rendezvous(), LIMIT)
+    join("cpu", LIMIT)  # so that one which hangs says so first, as in a run
     try:
         for step in range(4):
             heartbeat.tick()
             if step == 3 and rank == 1:
-                trouble()
+                trouble(watch)
             heartbeat.tick()
             dist.all_reduce(torch.ones(1))
     except OSError as error:
@@ -57,21 +58,25 @@ def waits(folder: Path, rank: int, trouble, limit: float) -> None:
         (folder / f"{rank}.json").write_text(json.dumps({"message": str(watch.find_culprit(error))}))
 
 
-def hangs_in_python() -> None:
-    time.sleep(LONG)
+def hangs_in_python(watch: Watchdog) -> None:
+    """The limit counts only here: no step of a busy machine is taken for a hang."""
+    other = 1 - watch.rank
+    until(lambda: watch.statuses()[other].ticks > heartbeat.ticks, "the other one waits")
+    watch.seconds = 0.5
+    time.sleep(LIMIT)
 
 
-def runs_out_of_disk() -> None:
+def runs_out_of_disk(_: Watchdog) -> None:
     raise OSError("the disk is full")
 
 
-def is_killed() -> None:
+def is_killed(_: Watchdog) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loses_its_launcher() -> None:
+def loses_its_launcher(_: Watchdog) -> None:
     watchdog.os.getppid = lambda: 1  # as whoever adopts orphans
-    time.sleep(LONG)
+    time.sleep(LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +89,7 @@ def loses_its_launcher() -> None:
     ],
 )
 def test_the_one_to_blame_is_named(tmp_path: Path, trouble, code: int, said: str) -> None:
-    limit = LIMIT if trouble is hangs_in_python else LONG
-    codes = in_processes(2, lambda rank: waits(tmp_path, rank, trouble, limit))
+    codes = in_processes(2, lambda rank: waits(tmp_path, rank, trouble))
     assert codes == [0, code]
     assert told(tmp_path, 0).startswith("rank 1 on ")
     assert said in told(tmp_path, 0)
@@ -106,35 +110,78 @@ def test_a_stop_of_another_rank_is_no_lost_peer() -> None:
     assert (lost.code, lost.exit_code, NAMED.match(str(lost))) == ("train.interrupted", 128 + signal.SIGTERM, None)
 
 
-def works_alone(folder: Path, rank: int, limit: float, announced: int) -> None:
+PAUSE = 50.0  # seconds of the processes' own clock that one may be silent for
+
+
+def _use(clock: Any) -> None:
+    """A clock that a test moves, instead of the machine's."""
+    own = SimpleNamespace(monotonic=lambda: clock.value, sleep=time.sleep)
+    heartbeat.time = barriers.time = own  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def works_alone(rank: int, clock: Any, looked: Any, announced: int) -> None:
     """Rank 0 works for twice the limit; with nothing announced, it gives signs of life meanwhile."""
-    watchdog.BEAT = 0.2
-    join("cpu", limit)
-    with Watchdog(join_rendezvous(), limit):
+    _use(clock)
+    watchdog.BEAT = 0.05
+    look = barriers._PeerMonitor.check
+
+    def noted(monitor: barriers._PeerMonitor) -> None:
+        look(monitor)
+        looked.value = max(looked.value, monitor.looked)
+
+    barriers._PeerMonitor.check = noted  # pyright: ignore[reportAttributeAccessIssue]
+    join("cpu", LIMIT)
+    with Watchdog(join_rendezvous(), PAUSE) as watch:
         barrier(2)
-        if rank == 0 and announced:
+        dist.barrier = lambda: pytest.fail("a collective waits for a fixed time only")
+        if rank == 0:
             heartbeat.beat(announced)
-            time.sleep(2 * limit)
-        elif rank == 0:
             for _ in range(20):
-                time.sleep(limit / 10)
-                heartbeat.beat()
+                if not announced:
+                    heartbeat.beat()
+                sent = watch.beat + 2
+                until(lambda sent=sent: watch.beat >= sent, "the sign of life is published")
+                clock.value += PAUSE / 10
+                until(lambda: looked.value >= clock.value, "the other one has looked at it")
         barrier(2)
         dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("announced", [0, 10 * heartbeat.SLOWEST])
-def test_the_others_wait_as_long_as_one_works(tmp_path: Path, announced: int) -> None:
-    assert in_processes(2, lambda rank: works_alone(tmp_path, rank, 2.0, announced)) == [0, 0]
+@pytest.mark.parametrize("announced", [0, int(3 * PAUSE * heartbeat.SLOWEST)])
+def test_the_others_wait_as_long_as_one_works(announced: int) -> None:
+    clock, looked = multiprocessing.Value("d", 0.0), multiprocessing.Value("d", 0.0)
+    assert in_processes(2, lambda rank: works_alone(rank, clock, looked, announced)) == [0, 0]
+    assert clock.value == 2 * PAUSE
 
 
-def hangs_alone(folder: Path, rank: int, limit: float) -> None:
+def test_a_wait_for_one_that_gives_no_sign_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, beat = SimpleNamespace(value=0.0), iter(range(1, 99))
+    monkeypatch.setattr(barriers, "time", SimpleNamespace(monotonic=lambda: clock.value))
+
+    def statuses() -> dict[int, watchdog.RankStatus]:
+        return {0: watchdog.RankStatus(1, next(beat), "here", "there", main_beats=7, extra=extra)}
+
+    def culprit(error: BaseException) -> PeerLost:
+        return PeerLost(str(error), code="launch.peer_lost")
+
+    for extra in (0.0, PAUSE):
+        clock.value = 0.0
+        watch = cast(Watchdog, SimpleNamespace(seconds=PAUSE, statuses=statuses, find_culprit=culprit))
+        monitor = barriers._PeerMonitor(cast(Any, SimpleNamespace(store=dist.HashStore())), watch)
+        for clock.value in (2.0, PAUSE + extra + 1.0):
+            monitor.check()
+        clock.value = PAUSE + extra + 4.0
+        with pytest.raises(PeerLost, match="waited"):
+            monitor.check()
+
+
+def hangs_alone(folder: Path, rank: int) -> None:
     os.environ[FILE] = str(folder / f"{rank}.json")
     watchdog.BEAT = 0.2
-    with Watchdog(join_rendezvous(), limit):
+    with Watchdog(join_rendezvous(), LIMIT) as watch:
         barrier(2)
         if rank == 0:
-            time.sleep(LONG)
+            hangs_in_python(watch)
         try:
             barrier(2)
         except PeerLost as error:
@@ -142,43 +189,47 @@ def hangs_alone(folder: Path, rank: int, limit: float) -> None:
 
 
 def test_who_is_awaited_and_gives_no_sign_is_named(tmp_path: Path) -> None:
-    assert in_processes(2, lambda rank: hangs_alone(tmp_path, rank, 2.0)) == [5, 0]
+    assert in_processes(2, lambda rank: hangs_alone(tmp_path, rank)) == [5, 0]
     assert told(tmp_path, 1).startswith("rank 0 on ")
     assert "no progress" in told(tmp_path, 0)["message"]
 
 
-def loses_the_store(rank: int) -> None:
+def loses_the_store(rank: int, waiting: Any, arrived: Any) -> None:
     def gone(*_: object) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    join("cpu", LONG)
-    with Watchdog(join_rendezvous(), LONG):
+    join("cpu", LIMIT)
+    with Watchdog(join_rendezvous(), LIMIT):
         barrier(2)
         barriers._wait = gone  # pyright: ignore[reportAttributeAccessIssue]
         if rank == 0:
-            time.sleep(1.0)
-        began = time.monotonic()
+            assert waiting.wait(LIMIT)
+            time.sleep(0.5)  # time for one that does not wait to pass
+            arrived.set()
+        waiting.set()
         barrier(2)
-        assert rank == 0 or time.monotonic() - began > 0.5, "it has waited"
+        assert arrived.is_set(), "it has waited"
 
 
 def test_processes_meet_without_the_store_which_ends_with_the_launcher() -> None:
-    assert in_processes(2, loses_the_store) == [0, 0]
+    waiting, arrived = multiprocessing.Event(), multiprocessing.Event()
+    assert in_processes(2, lambda rank: loses_the_store(rank, waiting, arrived)) == [0, 0]
 
 
 def passes_and_fails(rank: int) -> None:
     """Rank 0 looks for failures while rank 1 comes to the barrier, passes and fails."""
-    join("cpu", LONG)
+    watchdog.BEAT = LIMIT  # the end waits so long for the thread
+    join("cpu", LIMIT)
     store = join_rendezvous().store
     looks = barriers._PeerMonitor.check
 
     def looks_late(monitor: barriers._PeerMonitor) -> None:
         store.set("rank 0 waits", "")
         store.wait([watchdog.FAILED])
-        monitor.asked = 0.0
+        monitor.asked = float("-inf")
         looks(monitor)
 
-    with Watchdog(join_rendezvous(), LONG) as watch:
+    with Watchdog(join_rendezvous(), LIMIT) as watch:
         if rank == 0:
             barriers._PeerMonitor.check = looks_late  # pyright: ignore[reportAttributeAccessIssue]
             barrier(2)
@@ -195,7 +246,7 @@ def test_who_fails_behind_a_barrier_has_passed_it() -> None:
 
 def test_a_process_takes_its_group_apart_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "load_from", lambda _: None)
-    monkeypatch.setattr(cli, "in_order", lambda _: join("cpu", LONG) or [])
+    monkeypatch.setattr(cli, "in_order", lambda _: join("cpu", LIMIT) or [])
 
     def work(rank: int) -> None:
         assert cli.run(Namespace(profile=False, print_config=False, sweep=None)) == 0
