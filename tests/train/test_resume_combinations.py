@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import exit_code
 from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
@@ -75,7 +76,7 @@ def killed_before(number: int, loaded: Any, plan: Any) -> None:
             train(loaded, plan)
         finally:
             os._exit(99)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert exit_code(process) == -signal.SIGKILL
 
 
 @pytest.mark.slow

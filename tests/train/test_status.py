@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import LIMIT, until
 
 from halftune.core.errors import TrainingError
 from halftune.core.process import identity, send
@@ -94,7 +94,7 @@ def test_a_file_that_is_no_status_is_refused(tmp_path: Path) -> None:
 
 
 def test_unurgent_news_waits(tmp_path: Path) -> None:
-    file = StatusFile(tmp_path / NAME, pause=60)
+    file = StatusFile(tmp_path / NAME, pause=LIMIT)
     file.tell(phase="training")
     file.tell(urgent=False, step=7)
     first = read_status(file.path)
@@ -106,7 +106,7 @@ def test_unurgent_news_waits(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({2 * LIMIT})"])
     try:
         known = identity(process.pid)
         assert known is not None
@@ -114,10 +114,7 @@ def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
         assert not send(process.pid, known + "0", signal.SIGTERM)  # the number went to another process
         assert process.poll() is None
         assert send(process.pid, known, signal.SIGTERM)
-        deadline = time.monotonic() + 120
-        while identity(process.pid) is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert identity(process.pid) is None  # a zombie, which nobody has asked yet
+        until(lambda: identity(process.pid) is None, "a zombie, which nobody has asked yet")
         assert not send(process.pid, known, signal.SIGTERM)
     finally:
         process.kill()

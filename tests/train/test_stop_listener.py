@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import LIMIT, exit_code, until
 from process_group import in_processes, train_all
 
+from halftune.core import heartbeat
 from halftune.core.failures import FILE, read
 from halftune.train import stepper
 from halftune.train.interrupt import Interrupts
 from halftune.train.parallel.rendezvous import join_rendezvous
 from halftune.train.state import TrainState
 from halftune.train.stop_listener import StopListener
-
-LONG = 600.0  # seconds: nobody comes to their end
 
 
 def hangs_in_a_library() -> None:
@@ -43,22 +43,36 @@ def code_of(action: Callable[[], Any]) -> int:
             action()
         finally:
             os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return exit_code(process)
 
 
-def told(number: signal.Signals, *moments: float) -> None:
-    for seconds in moments:
-        threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+class Noted(StopListener):
+    """Says when it has heard of the first signal."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        super().__init__(folder, seconds)
+        self.heard = threading.Event()
+
+    def _look(self, number: signal.Signals, heard: float) -> None:
+        self.heard.set()
+        super()._look(number, heard)
 
 
-@pytest.mark.parametrize(("seconds", "moments"), [(0.5, (0.1,)), (LONG, (0.1, 0.6))], ids=["grace", "second signal"])
-def test_one_that_hangs_in_a_library_ends(tmp_path: Path, monkeypatch, seconds: float, moments) -> None:
+@pytest.mark.parametrize(("seconds", "times"), [(0.5, 1), (LIMIT, 2)], ids=["grace", "second signal"])
+def test_one_that_hangs_in_a_library_ends(tmp_path: Path, monkeypatch, seconds: float, times: int) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def hangs() -> None:
-        with Interrupts(StopListener(tmp_path, seconds)) as interrupts:
+        listener = Noted(tmp_path, seconds)
+
+        def told() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if times == 2 and listener.heard.wait(LIMIT):  # two at once would be one
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with Interrupts(listener) as interrupts:
             interrupts.defer_signals()
-            told(signal.SIGTERM, *moments)
+            threading.Timer(0.1, told).start()
             hangs_in_a_library()
 
     assert code_of(hangs) == 128 + signal.SIGTERM
@@ -66,15 +80,18 @@ def test_one_that_hangs_in_a_library_ends(tmp_path: Path, monkeypatch, seconds: 
 
 def test_what_a_forked_helper_is_told_is_not_for_us(tmp_path: Path) -> None:
     def has_a_helper() -> None:
-        with Interrupts(StopListener(tmp_path, 0.2)) as interrupts:
+        listener = Noted(tmp_path, LIMIT)
+        with Interrupts(listener) as interrupts:
             interrupts.defer_signals()
             helper = os.fork()
             if helper == 0:
-                time.sleep(LONG)
+                time.sleep(LIMIT)
             os.kill(helper, signal.SIGTERM)
-            os.waitpid(helper, 0)
-            time.sleep(1.0)
-            os._exit(7 if interrupts.received is None else 8)
+            assert exit_code(helper) == 128 + signal.SIGTERM
+        for thread in threading.enumerate():
+            if thread.name == "stop listener":
+                thread.join(LIMIT)  # it has read all that was written for it
+        os._exit(7 if interrupts.received is None and not listener.heard.is_set() else 8)
 
     assert code_of(has_a_helper) == 7
 
@@ -85,27 +102,41 @@ def test_two_processes_that_wait_for_each_other_end_and_name_the_checkpoint(reci
     made = recipe(*settings, world_size=2)
     step, taken = stepper.start_step, list[int]()
 
+    def status() -> dict[str, Any]:
+        return json.loads((tmp_path / "run" / "status.json").read_text())
+
     def hanging(run: TrainState, batches: Any, **options: Any) -> Any:
         taken.append(1)
-        if len(taken) == 4 and os.environ["RANK"] == "1":
-            time.sleep(2.0)  # until the other one waits in a sum
-            for pid in join_rendezvous().ask("pid", LONG):
-                os.kill(pid, signal.SIGTERM)
-            time.sleep(LONG)
+        if len(taken) == 4:
+            heartbeat.forget()  # a slow step before this one would give more time
+            join_rendezvous().tell("last step", True)
+            if os.environ["RANK"] == "1":
+                join_rendezvous().ask("last step", LIMIT)
+                for pid in join_rendezvous().ask("pid", LIMIT):
+                    os.kill(pid, signal.SIGTERM)
+                time.sleep(LIMIT)
         return step(run, batches, **options)
+
+    end = StopListener._end
+
+    def ends_second(*arguments: Any) -> None:
+        """As with its head start on a machine that is quick."""
+        until(lambda: status()["state"] == "stopped", "the main process has said why it ends")
+        end(*arguments)
 
     def work(rank: int) -> None:
         os.environ[FILE] = str(tmp_path / f"{rank}.json")
         stepper.start_step = hanging
+        if rank == 1:
+            StopListener._end = ends_second  # pyright: ignore[reportAttributeAccessIssue]
         join_rendezvous().tell("pid", os.getpid())
         train_all([made])(rank)
 
-    assert in_processes(2, work, timeout=120) == [143, 143]
+    assert in_processes(2, work) == [143, 143]
     for rank in range(2):
         record = read(tmp_path / f"{rank}.json")
         assert record is not None
         assert record.stopped
         assert "checkpoint-2" in record.text
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "stopped"
-    assert "checkpoint-2" in status["error"]
+    assert status()["state"] == "stopped"
+    assert "checkpoint-2" in status()["error"]
