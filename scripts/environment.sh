@@ -12,9 +12,13 @@ if [ ! -e "$_stamp" ]; then
     fi
     [ -x .venv/bin/python ] || "$_python" -m venv .venv
     echo "installing halftune into .venv (a few minutes the first time)"
-    # torch first and alone: its pinned line decides between the CPU and the CUDA build that this machine gets.
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${_extras:+[$_extras]}"
+    # One resolve; torch's pinned line decides between the CPU and the CUDA build. What is imported compiles itself.
+    if command -v uv >/dev/null; then
+        uv pip install --quiet --python .venv/bin/python -c constraints.txt -e ".${_extras:+[$_extras]}"
+    else
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+            -e ".${_extras:+[$_extras]}"
+    fi
     touch "$_stamp"
 fi
 export PATH="$PWD/.venv/bin:$PATH"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv with the development tools and runs every check and test that can run on this machine.
-#   bash scripts/test.sh           everything (what CI runs)
-#   bash scripts/test.sh fast      without the tests marked slow
+# Makes .venv with the development tools and runs checks and tests. On two cores:
+#   bash scripts/test.sh fast      three minutes: no browser, no training in processes of its own
+#   bash scripts/test.sh           ten minutes: what CI runs before a change lands
+#   bash scripts/test.sh all       an hour: also what is marked nightly, of which each kind has one test in CI
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh dev,docs
@@ -27,8 +28,12 @@ trap 'kill "$checking" 2>/dev/null || true; rm -f "$types"' EXIT
 pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
 checking=$!
 jobs="$(python -c 'import os; print(min(8, os.cpu_count() or 1))')"
-marks="slow or not slow"
-[ "${1:-}" = fast ] && marks="not slow"
+case "${1:-}" in
+    fast) marks="not slow and not nightly" ;;
+    all) marks="slow or not slow" ;;
+    "") marks="not nightly" ;;
+    *) echo "sets of tests: fast, all, or none of both for what CI runs; not $1" >&2 && exit 2 ;;
+esac
 failed=0
 pytest -q -n "$jobs" -m "$marks" --durations=25 --durations-min=20 || failed=$?
 wait "$checking" || failed=$?

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import gc
 import importlib.metadata
 import logging
 import os
 import random
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTHONSAFEPATH", "")  # off: a verb called here would switch it on for children of later tests
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -101,6 +104,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 LONG = {"webui", "launch", "test_additions", "test_quickstart", "test_sweep"}  # folders and files that take a minute
+SETS = yaml.safe_load((Path(__file__).parent / "sets.yaml").read_text(encoding="utf-8"))
+
+
+def mark_sets(items: list[pytest.Item]) -> None:
+    """Marks tests as ``tests/sets.yaml`` says: the first pattern that matches counts."""
+    patterns = [(re.compile(fnmatch.translate(one)), entry["set"]) for entry in SETS for one in entry["tests"]]
+    for item in items:
+        # patterns may be written without brackets, which fnmatch reads as sets of characters
+        name = item.nodeid.replace("[", "::").replace("]", "")
+        chosen = next((chosen for pattern, chosen in patterns if pattern.match(name)), None)
+        if chosen in ("slow", "nightly"):
+            item.add_marker(chosen)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,6 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests marked ``gpu`` skip without a CUDA device; nothing else asks torch for one.
     """
+    mark_sets(items)
 
     def late(item: pytest.Item) -> tuple[bool, bool]:
         return item.get_closest_marker("slow") is None, LONG.isdisjoint((item.path.parent.name, item.path.stem))

@@ -108,6 +108,7 @@ def timeline(
             found.layers.setdefault(launch.layer, Sum()).add(launch, taken)
             by_layer[launch.layer][launch.kind].add(launch, taken)
     found.seconds = max(free, host + calls * HOST_CALL)
+    found.waiting += found.seconds - free  # the next step's first kernel
     found.layer_kinds = {kind: _median([sums[kind] for sums in by_layer.values()]) for kind in KINDS if by_layer}
     return found
 
