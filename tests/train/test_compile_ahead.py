@@ -21,7 +21,8 @@ from halftune.hardware.catalogue import lookup
 from halftune.model import compile_kernels as ahead
 from halftune.model.patch_linear import route_linear_layers
 from halftune.plan import Plan, resolve
-from halftune.train.setup import compile_ahead, make_model
+from halftune.train.compile_ahead import compile_ahead
+from halftune.train.setup import make_model
 from halftune_kernels.launch import standing_in
 
 Started = tuple[Any, ...]

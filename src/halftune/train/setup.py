@@ -35,10 +35,10 @@ from halftune.optim import make_optimizer
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.plan.finalise import Evidence, finalise
-from halftune.precision.dtypes import torch_dtype
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
 from halftune.train.checkpoint import first_weights
+from halftune.train.compile_ahead import compile_ahead, prove_kernels
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
 from halftune.train.numeric_environment import seed_everything, set_rounding
@@ -343,50 +343,6 @@ def evidence(config: RunConfig, plan: Plan, resume_from: Path | None) -> Evidenc
     if packing is not None and packing.value and teacher is not None and plan.teacher is not None:
         packing = check_packing(teacher, plan.teacher)
     return Evidence(packing, packing_asked=asked, resumed=None if resume_from is None else resumed_batch(resume_from))
-
-
-def prove_kernels(plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
-    """Compares the kernels of dense layers with their references on this GPU, side by side, unless it was done before.
-
-    What is wrong here is computed by torch, and the log says so.
-    """
-    if device.type != "cuda":
-        return
-    from halftune_kernels.dispatch import choose, prove  # imports the operators
-    from halftune_kernels.gate import DENSE
-
-    phase("compiling")
-    dtype = torch_dtype(plan.precision.compute.value)
-    dense = DENSE if plan.batch.fused_layers.value else ("linear_cross_entropy",)
-    operators = [name for name in dense if name != "float8_rows" or plan.precision.linear is not None]
-    prove(operators, device, dtype)
-    for name in operators:
-        if (backend := choose(name, device, dtype)).name != "triton":
-            log.warning("%s runs on backend %s: %s", name, backend.name, backend.reason)
-    phase("loading")
-
-
-def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
-    """Compiles the kernels of linear-attention layers, where there are any, while the device is still empty.
-
-    Every process does so for its own device: which kernels are right is found there, and Triton's cache, which they
-    share, is whole at every moment.
-
-    Raises:
-        PlanError: a kernel does not run here.
-    """
-    if plan.attention.linear.value != "halftune":
-        return
-    from halftune.model.compile_kernels import compile_kernels, kernels_to_compile  # imports the operators
-
-    if device.type != "cpu":
-        phase("compiling")
-    model_config = read_config(locate(config.model), trust_remote_code=config.model.trust_remote_code)
-    if operators := kernels_to_compile(model_config, plan, device):
-        seconds = compile_kernels(model_config, plan, device, frozen=config.adapter.type != "none")
-        log.info("kernels: %s compiled in %.1f s, or found in Triton's cache", ", ".join(operators), seconds)
-    if device.type != "cpu":
-        phase("loading")
 
 
 def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:

@@ -20,6 +20,7 @@ from halftune.core.errors import TrainingError
 
 _CHILD = Path(__file__).with_name("sandboxed.py")
 _OUTPUT = 1 << 20  # bytes
+_START = 1.0  # seconds for the start of Python
 
 
 def run_python(code: str, seconds: float, memory_mib: int) -> str:
@@ -44,7 +45,7 @@ def run_python(code: str, seconds: float, memory_mib: int) -> str:
         )
         try:
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(code.encode(errors="replace"), timeout=2 * seconds + 1)
+                process.communicate(code.encode(errors="replace"), timeout=2 * seconds + _START)
         finally:
             _end(process)
         output.seek(0)
