@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import LIMIT
 
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
@@ -45,7 +46,7 @@ BOMB = "{% if 'is 6' in messages[0].content %}%s{% endif %}" + FRAME
 def test_a_template_that_explodes_with_one_row(
     make_tokenizer, make_config, write, monkeypatch: pytest.MonkeyPatch, greed: str, said: str
 ) -> None:
-    monkeypatch.setattr(chat, "_SECONDS", 2)
+    monkeypatch.setattr(chat, "_SECONDS", 2 if said == "CPU time" else LIMIT)
     before = resource.getrlimit(resource.RLIMIT_AS)
     tokenizer = make_tokenizer(template=BOMB.replace("%s", greed))
     assert len(prepare(make_config(write(ROWS[:6])), tokenizer).train) == 6

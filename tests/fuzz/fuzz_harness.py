@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from hypothesis import HealthCheck, Phase, settings
+from patience import LIMIT
 
 from halftune.core.errors import HalftuneError
 
@@ -19,8 +20,9 @@ from halftune.core.errors import HalftuneError
 TOTAL = os.environ.get("HALFTUNE_FUZZ_INPUTS")
 Damage = Callable[[bytes], bytes]
 ANSWERS: Counter[str] = Counter()  # how many inputs ended "well", how many were "refused"
-# For one input, most of which take milliseconds: seconds of CPU, and on the clock, where it may wait for others.
-CPU_LIMIT, CLOCK_LIMIT = 10, 300
+# For one input, most of which take milliseconds: seconds of CPU, enough for a slow machine, and on the clock, where it
+# may wait for others.
+CPU_LIMIT, CLOCK_LIMIT = 60, LIMIT
 
 
 def budget(share: float, few: int) -> settings:

@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 import torch
+from patience import LIMIT, until
 from tiny_model import checkpoint, finished_run
 
 from halftune.cli import main
@@ -308,21 +310,34 @@ def test_an_answer_is_stopped_in_the_middle(adapter_run: Path) -> None:
     asked = {"id": 1, "messages": [{"role": "user", "content": "Go on"}]}
     into, out = os.pipe()
 
+    class Requests:
+        """The lines of a pipe; ``taken`` counts those that have been dealt with."""
+
+        taken = 0
+
+        def __iter__(self) -> Iterator[str]:
+            with os.fdopen(into) as lines:
+                for line in lines:
+                    yield line
+                    self.taken += 1
+
     class Events(io.StringIO):
+        sent = False
+
         def write(self, text: str) -> int:
-            if '"text"' in text:
+            if '"text"' in text and not self.sent:
+                self.sent = True
                 os.write(out, b'{"stop": true}\n')
+                until(lambda: requests.taken == 2, "the request to stop is read")
             return super().write(text)
 
-    written = Events()
+    requests, written = Requests(), Events()
     os.write(out, json.dumps(asked).encode() + b"\n")
-    with os.fdopen(into) as requests:
-        thread = threading.Thread(target=serve, args=(session, requests, written))
-        thread.start()
-        while '"end"' not in written.getvalue() and thread.is_alive():
-            time.sleep(0.01)
-        os.close(out)
-        thread.join()
+    thread = threading.Thread(target=serve, args=(session, cast(TextIO, requests), written))
+    thread.start()
+    until(lambda: '"end"' in written.getvalue() or not thread.is_alive(), "the answer ends")
+    os.close(out)
+    thread.join(LIMIT)
     end = json.loads(written.getvalue().splitlines()[-1])
     assert end["stopped"]
     pieces = [json.loads(line).get("text", "") for line in written.getvalue().splitlines()]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import until
 
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch, collate
@@ -231,11 +232,12 @@ def test_prefetching_is_one_ahead_and_stops_with_who_uses_it() -> None:
 
     items = prefetched(source())
     assert next(items) == 0
-    time.sleep(0.3)
-    assert len(made) <= 3  # in use, waiting, in the making
+    until(lambda: len(made) == 3, "one in use, one waiting, one in the making")
+    time.sleep(0.2)  # for one too many
+    assert len(made) == 3
     items.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "halftune-prefetch"]
-    assert len(made) <= 3
+    assert len(made) == 3
 
 
 def test_an_error_comes_after_what_was_made_before_it() -> None:
