@@ -23,7 +23,17 @@ print((resident() - before) // 2**20)
 """
 
 
-@pytest.mark.slow
+def test_what_is_kept_of_shapes_is_limited_before_torch_is_imported() -> None:
+    code = "import os, sys; from halftune.cli import run_verb\n"
+    code += "try: run_verb('train', ['--no-such-option'])\nexcept SystemExit: pass\n"
+    code += "limits = {name: int(text) for name, text in os.environ.items() if name.endswith('CACHE_CAPACITY')}\n"
+    code += "print(sorted(limits.items()), 'torch' in sys.modules)"
+    clean = {name: value for name, value in os.environ.items() if name not in BEFORE_TORCH}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout == "[('LRU_CACHE_CAPACITY', 64), ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 64)] False\n"
+
+
+@pytest.mark.nightly  # by the memory of a process, which depends on the instructions of the processor
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
 def test_products_of_many_shapes() -> None:
     done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halftune.core.errors import ModelError
 from halftune.data.batch import LABEL_POSITIONS
 from halftune.data.store import NO_LABEL
-from halftune.model.head import cross_entropy_sum, hidden_instead_of_logits
+from halftune.model import logprobs as logprobs_file
+from halftune.model.head import HeadRows, cross_entropy_sum, hidden_instead_of_logits
+from halftune.model.logprobs import logprobs
 from halftune.model.patch import registered_attention
 from halftune.model.policy import PolicyModel, check_router_loss
 
@@ -332,7 +335,45 @@ def test_other_threads_get_logits_meanwhile() -> None:
     assert torch.equal(found[0], head(x))
 
 
-@pytest.mark.slow
+class _Living(TorchDispatchMode):
+    """The most bytes that the results of operators had at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most, self.known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if not size or place in self.known:
+            return
+        self.known.add(place)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._ended, place, size)
+
+    def _ended(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_log_probabilities_take_a_few_chunks_at_one_time(frozen: bool) -> None:
+    head, rows = torch.randn(8000, 16), torch.randn(16 * 128, 16, requires_grad=True)
+    own = HeadRows(rows, lambda part: part @ head.t(), 8000, torch.arange(len(rows)), torch.arange(len(rows)), frozen)
+    with pytest.MonkeyPatch.context() as patch, _Living() as living:
+        patch.setattr(logprobs_file, "_KEPT_BYTES", 0)
+        logprobs(own, 1.0, 128).sum().backward()
+    assert 1 <= living.most / (128 * 8000 * 4) < 4  # of 16 chunks
+
+
+@pytest.mark.nightly  # by the memory of a process; the test above counts it
 def test_log_probabilities_take_the_memory_of_a_few_chunks() -> None:
     """Also where freed memory is kept, as in training: its holes are used again."""
     code = """
