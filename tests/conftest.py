@@ -107,15 +107,18 @@ LONG = {"webui", "launch", "test_additions", "test_quickstart", "test_sweep"}  #
 SETS = yaml.safe_load((Path(__file__).parent / "sets.yaml").read_text(encoding="utf-8"))
 
 
-def mark_sets(items: list[pytest.Item]) -> None:
-    """Marks tests as ``tests/sets.yaml`` says: the first pattern that matches counts."""
-    patterns = [(re.compile(fnmatch.translate(one)), entry["set"]) for entry in SETS for one in entry["tests"]]
+def mark_sets(items: list[pytest.Item]) -> set[str]:
+    """Marks tests as ``tests/sets.yaml`` says, the first pattern that matches; returns the patterns without tests."""
+    patterns = [(one, re.compile(fnmatch.translate(one)), entry["set"]) for entry in SETS for one in entry["tests"]]
+    unused = {one for one, _, _ in patterns}
     for item in items:
-        # patterns may be written without brackets, which fnmatch reads as sets of characters
+        # a parameter's brackets would be a set of characters to fnmatch
         name = item.nodeid.replace("[", "::").replace("]", "")
-        chosen = next((chosen for pattern, chosen in patterns if pattern.match(name)), None)
-        if chosen in ("slow", "nightly"):
-            item.add_marker(chosen)
+        found = [(one, chosen) for one, pattern, chosen in patterns if pattern.match(name)]
+        unused -= {one for one, _ in found}
+        if found and found[0][1] != "keep":
+            item.add_marker(found[0][1])
+    return unused
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,7 +127,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests marked ``gpu`` skip without a CUDA device; nothing else asks torch for one.
     """
-    mark_sets(items)
+    unused = mark_sets(items)
+    if unused and config.args in ([str(REPOSITORY)], ["tests"]):  # the whole suite
+        raise pytest.UsageError(f"tests/sets.yaml: no test matches {', '.join(sorted(unused))}")
 
     def late(item: pytest.Item) -> tuple[bool, bool]:
         return item.get_closest_marker("slow") is None, LONG.isdisjoint((item.path.parent.name, item.path.stem))
