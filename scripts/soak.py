@@ -31,8 +31,11 @@ import yaml
 from halftune.train.checkpoint_list import find_damage, folders, step_of
 
 
-def watch(folder: Path, ready: Event, stop: Event, verdict: Path) -> None:
-    """Polls the folder from ``ready`` until ``stop``; writes how often it looked, what it saw and what was wrong."""
+def watch(folder: Path, ready: Event, met: Event, stop: Event, verdict: Path) -> None:
+    """Polls the folder from ``ready`` until ``stop``; writes how often it looked, what it saw and what was wrong.
+
+    ``met`` is set once it has seen a checkpoint.
+    """
     seen: set[int] = set()
     wrong: list[str] = []
     looks, newest = 0, -1
@@ -50,12 +53,13 @@ def watch(folder: Path, ready: Event, stop: Event, verdict: Path) -> None:
                 wrong.append(f"the newest was {newest} and is {step}")
             newest = max(newest, step)
             seen.add(step)
+            met.set()
         time.sleep(0.25)
     verdict.write_text(json.dumps({"looks": looks, "seen": len(seen), "wrong": wrong}), encoding="utf-8")
 
 
-def soak(folder: Path, seconds: float, every: float) -> list[float]:
-    """Trains until the time is over; returns the resident MiB after each save."""
+def soak(folder: Path, seconds: float, every: float, met: Event) -> list[float]:
+    """Trains until the time is over and the reader has met a checkpoint; returns the resident MiB after each save."""
     from halftune.config.facts.model import read_model_facts
     from halftune.config.load import load_config
     from halftune.hardware.probe import probe
@@ -91,7 +95,7 @@ def soak(folder: Path, seconds: float, every: float) -> list[float]:
                 self._save()
                 due = time.monotonic() + every
                 memory.append(process.memory_info().rss / 2**20)
-            if time.monotonic() >= end:
+            if time.monotonic() >= end and met.is_set():
                 run.stop = "the time is over"
 
     trainer.Trainer = Timed  # type: ignore[misc]
@@ -120,11 +124,11 @@ def main() -> None:
     options = parser.parse_args()
     room = Path(tempfile.mkdtemp(prefix="soak-"))
     context = multiprocessing.get_context("spawn")
-    ready, stop, verdict = context.Event(), context.Event(), room / "verdict.json"
-    reader = context.Process(target=watch, args=(room / "run", ready, stop, verdict), daemon=True)
+    ready, met, stop, verdict = context.Event(), context.Event(), context.Event(), room / "verdict.json"
+    reader = context.Process(target=watch, args=(room / "run", ready, met, stop, verdict), daemon=True)
     reader.start()
     ready.wait()
-    memory = soak(room / "run", options.minutes * 60, options.every)
+    memory = soak(room / "run", options.minutes * 60, options.every, met)
     stop.set()
     reader.join()
     found = json.loads(verdict.read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from patience import LIMIT
 
 from halftune.cli import main
 from halftune.config.facts import config_file as config_file_module
@@ -26,6 +27,7 @@ from halftune.data.preflight import validate_data
 @pytest.fixture(autouse=True)
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config_file_module._answers.cache_clear()
+    monkeypatch.setattr(config_file_module, "_PATIENCE", LIMIT)
     monkeypatch.setattr("urllib.request._opener", None)  # which keeps the proxies of its first call
     yield
     config_file_module._answers.cache_clear()
@@ -73,7 +75,7 @@ def test_a_hub_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, silen
     with socket.create_server(("127.0.0.1", 0)) as server:  # connections are taken by the system, and nobody answers
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         if silence == "no name":
-            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(60) and [])
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(LIMIT) and [])
         with pytest.raises(ModelError) as caught:
             config_file(ModelSection(name_or_path="org/no-such-model"))
         released.set()
@@ -104,9 +106,9 @@ def test_a_hub_without_an_address_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
     ("proxies", "answers"),
     [
         ({}, False),
-        ({"https": "http://127.0.0.1:{}"}, False),  # of another protocol than the hub's
-        ({"http": "http://127.0.0.1:{}"}, True),
-        ({"http": "http://127.0.0.1:9"}, False),  # where nobody listens
+        ({"https": "http://127.0.0.1:{port}"}, False),  # of another protocol than the hub's
+        ({"http": "http://127.0.0.1:{port}"}, True),
+        ({"http": "http://127.0.0.1:{closed}"}, False),  # where nobody listens
         ({"http": "socks5://127.0.0.1:9"}, True),  # which only the hub's client can ask
         ({"all": "http://127.0.0.1:9"}, True),
     ],
@@ -115,10 +117,11 @@ def test_the_hub_is_asked_through_the_proxy(
     monkeypatch: pytest.MonkeyPatch, proxies: dict[str, str], answers: bool
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://hub.invalid")
-    with HTTPServer(("127.0.0.1", 0), Tunnel) as server:
+    with HTTPServer(("127.0.0.1", 0), Tunnel) as server, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else can
         Thread(target=server.serve_forever, daemon=True).start()
         for scheme, proxy in proxies.items():
-            monkeypatch.setenv(f"{scheme}_proxy", proxy.format(server.server_port))
+            monkeypatch.setenv(f"{scheme}_proxy", proxy.format(port=server.server_port, closed=silent.getsockname()[1]))
         assert hub_answers() == answers
         server.shutdown()
 

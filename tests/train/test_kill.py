@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 from accelerate.state import AcceleratorState
+from patience import LIMIT
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -26,7 +27,8 @@ def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
         child = multiprocessing.get_context("fork").Process(target=main_of, args=(importlib.import_module(name),))
         child.start()
-        child.join()
+        child.join(2 * LIMIT)  # several runs, one after the other
+        child.kill()
         said = "".join(capfd.readouterr())
         assert child.exitcode in codes, said
         return said
@@ -65,7 +67,7 @@ def test_kills_of_methods_end_bit_identically(
 
 @pytest.mark.slow
 def test_the_newest_checkpoint_is_valid_whenever_somebody_looks(script: Callable[..., str]) -> None:
-    """``python scripts/soak.py`` looks for a quarter of an hour."""
+    """``python scripts/soak.py`` looks for a quarter of an hour; here until it has seen something."""
     said = script("soak", "--minutes", 0.08, "--every", 0.4, codes=(0, 1))  # memory grows at first
     assert "WRONG" not in said
     assert re.search(r"saw [1-9]", said), said

@@ -167,9 +167,11 @@ def test_a_server_that_fails_ends_the_run(server: Server, tmp_path: Path) -> Non
     with pytest.raises(HalftuneError) as error:
         train(*recipe(server, tmp_path))
     assert error.value.code == "train.server_failed"
-    server.server_port = 9  # nobody is there
-    with pytest.raises(HalftuneError) as error:
-        train(*recipe(server, tmp_path))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        server.server_port = closed.getsockname()[1]  # nobody is there
+        with pytest.raises(HalftuneError) as error:
+            train(*recipe(server, tmp_path))
     assert error.value.code == "train.server_failed"
     with pytest.raises(HalftuneError) as error:
         load_config(ROOT / "configs" / "grpo.yaml", ["method.server=localhost:8000"])
