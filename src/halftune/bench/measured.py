@@ -10,23 +10,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halftune.bench.flops import training_flops
-from halftune.bench.meter import Measured, Meter, Step
-from halftune.bench.peak import peak_flops
 from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
 from halftune.core import log
 from halftune.core.errors import HalftuneError
+from halftune.core.optional import quick_imports
 from halftune.hardware.probe import probe
 from halftune.plan import resolve
-from halftune.train.folder import open_folder
-from halftune.train.interrupt import Interrupts
-from halftune.train.processes import peak_memory_bytes
-from halftune.train.setup import build
-from halftune.train.state import TrainState
-from halftune.train.trainer import Trainer
+
+with quick_imports():  # as `train` does
+    import torch
+
+    from halftune.bench.meter import Measured, Meter, Step
+    from halftune.bench.peak import peak_flops
+    from halftune.train.folder import open_folder
+    from halftune.train.interrupt import Interrupts
+    from halftune.train.processes import peak_memory_bytes
+    from halftune.train.setup import build
+    from halftune.train.state import TrainState
+    from halftune.train.trainer import Trainer
 
 
 def main(request: Path, result: Path) -> int:

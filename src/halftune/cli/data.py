@@ -13,6 +13,7 @@ from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
 from halftune.config.sections.model import ModelSection
+from halftune.core.optional import quick_imports
 from halftune.data.preflight import validate_data
 from halftune.model.preflight import check_folders
 
@@ -36,19 +37,19 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.rule import Rule
 
-    from halftune.data.pipeline import prepare
-    from halftune.data.preview import as_data, counts, listed_rows, pick, preview
-    from halftune.model.locate import media_of
-    from halftune.model.tokenizer import load_tokenizer
+    with quick_imports():
+        from halftune.data.pipeline import prepare
+        from halftune.data.preview import as_data, counts, listed_rows, pick, preview
+        from halftune.model.locate import media_of
+        from halftune.model.tokenizer import load_tokenizer
+
+        if config.data.media:  # few runs have images
+            from halftune.data.media.preview import MediaPreview
 
     tokenizer = load_tokenizer(section)
     settings = media_of(config)
     prepared = prepare(config, tokenizer, images=settings)
-    media = None
-    if settings is not None:
-        from halftune.data.media.preview import MediaPreview  # few runs have images
-
-        media = MediaPreview(settings, tokenizer)
+    media = MediaPreview(settings, tokenizer) if settings is not None else None
     shown = pick(prepared.train, tokenizer, args.samples, seed=args.shuffle, text=args.find)
     if args.json:
         samples = [

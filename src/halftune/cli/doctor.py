@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.core.errors import HalftuneError
+from halftune.core.optional import quick_imports
 from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.probe import probe
@@ -79,14 +80,16 @@ def _trace(args: argparse.Namespace, checks: list[Check]) -> TraceReport | None:
     checks += environment(here, folder=Path(loaded.run.training.output_dir) if loaded is not None else Path())
     report: TraceReport | None = None
     if loaded is not None:
-        from halftune.doctor.recipe import diagnose
+        with quick_imports():
+            from halftune.doctor.recipe import diagnose
 
         machine, said = _machine(args.hardware, here)
         report, more = diagnose(loaded, machine, here if args.hardware is None else None, real=args.real)
         report = replace(report, notes=(*report.notes, *said))
         checks += more
     if args.kernels:
-        from halftune.doctor.kernels import check_kernels
+        with quick_imports():
+            from halftune.doctor.kernels import check_kernels
 
         checks += check_kernels()
     return report

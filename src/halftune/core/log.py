@@ -28,10 +28,6 @@ def configure(process: Process = ALONE) -> None:
     root = logging.getLogger("halftune")
     if root.handlers:
         return
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(
-            logging.ERROR
-        )  # optional kernels, and old calls, are warned of at every import
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     handler.addFilter(lambda record: "file_only" not in vars(record))

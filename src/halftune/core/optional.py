@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.metadata
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,10 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from halftune.core.errors import MissingPackageError
+
+UNUSED = ("bitsandbytes", "torchao")  # which few runs need, and many packages look for
+# Loggers that warn at every import, of kernels that are not installed and of old calls.
+_TALKATIVE = (*UNUSED, "torch.utils._pytree")
 
 
 @contextmanager
@@ -27,16 +32,18 @@ def quick_imports() -> Iterator[None]:
     extension module) or leave a partial module. Nothing can be lost yet, so the process exits at once.
 
     Inside, bitsandbytes and torchao count as not installed: peft and transformers would import them for optional
-    classes. They are imported later, if a plan needs them.
+    classes. They are imported later, if a plan needs them, and then warn of no kernels that they lack.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     enabled = gc.isenabled()
     gc.disable()
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     if main and before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
-        with without("bitsandbytes"), without("torchao"):
+        with without(*UNUSED):
             yield
     finally:
         if main and before is signal.default_int_handler:
@@ -47,16 +54,15 @@ def quick_imports() -> Iterator[None]:
 
 
 @contextmanager
-def without(module: str) -> Iterator[None]:
-    """Inside, an optional module that is not imported yet counts as not installed."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]
+def without(*modules: str) -> Iterator[None]:
+    """Inside, optional modules that are not imported yet count as not installed."""
+    hidden = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
         yield
     finally:
-        del sys.modules[module]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -15,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.doctor.environment import Check
-from halftune.doctor.trace_model import TraceReport
-from halftune.precision.trace.findings import Finding
+
+if TYPE_CHECKING:  # they import torch, which a check of the environment does not
+    from halftune.doctor.trace_model import TraceReport
+    from halftune.precision.trace.findings import Finding
 
 WIDEST = 120
 _MARKS = {"ok": "ok", "note": "!", "fail": "FAIL"}

@@ -21,7 +21,7 @@ from halftune.config.facts.safetensors_headers import read_header
 from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import table
 from halftune.core.errors import ModelError
-from halftune.core.optional import without
+from halftune.core.optional import UNUSED, without
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.load_errors import LOAD_ERRORS, first_line
@@ -121,7 +121,7 @@ def attach_adapter(
 def _without_unused_formats() -> Iterator[None]:
     """Inside, peft does not import bitsandbytes (0.7 CPU-s) and torchao (0.4) for a model without layers of them."""
     try:
-        with without("bitsandbytes"), without("torchao"):
+        with without(*UNUSED):
             yield
     finally:
         for asked in (is_bnb_available, is_bnb_4bit_available, is_torchao_available):

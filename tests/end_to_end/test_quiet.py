@@ -1,0 +1,107 @@
+"""On the terminal users see halftune's lines only: other packages are not heard, and not imported without need."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_images
+from lines import foreign
+from patience import LIMIT
+
+from halftune.core.optional import UNUSED, version_of
+
+# Runs verbs one after the other; notes their exit codes, and which of the packages that few runs need were imported.
+VERBS = f"""
+import json
+import sys
+
+from halftune.cli import run_verb
+
+codes = [run_verb(words[0], words[1:]) for words in json.loads(sys.argv[1])]
+with open("noted.json", "w") as file:
+    json.dump([codes, [name for name in {UNUSED} if sys.modules.get(name) is not None]], file)
+"""
+TREE = {
+    "model": {"name_or_path": "builtin:qwen2-tiny"},
+    "adapter": {"type": "lora", "rank": 4},
+    "data": {"train": "builtin:number-formats", "max_length": 64},
+    "training": {"output_dir": "run", "max_steps": 2, "per_device_train_batch_size": 2},
+}
+TRAIN = ["train", "--config", "x.yaml"]
+# What is imported once is silent the second time: each of these has a process of its own. With the packages that it
+# needs; None: another program takes the process's place.
+ALONE: dict[str, tuple[list[list[str]], list[str] | None]] = {
+    "chat": ([["chat", "run", "--prompt", "How wide is bf16?"]], []),
+    "export": ([["export", "run", "--output", "merged"]], []),
+    "doctor": ([["doctor"], ["doctor", "--config", "x.yaml"]], []),
+    "data": ([["data", "--config", "images.yaml"]], []),
+    "bitsandbytes": (
+        [
+            [*TRAIN, "training.optim=adamw_8bit", "training.output_dir=adamw"],
+            [*TRAIN, "model.quantization=nf4", "training.output_dir=nf4"],
+        ],
+        ["bitsandbytes"],
+    ),
+    "torchao": ([[*TRAIN, "training.optim=adamw_torch_8bit", "training.output_dir=torchao"]], ["torchao"]),
+    "processes": ([[*TRAIN, "distributed.num_processes=2", "training.output_dir=two"]], None),
+}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(map(version_of, UNUSED)), reason="packages that are to be silent are not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, one with images, and a run that ``train`` has finished."""
+    folder = tmp_path_factory.mktemp("quiet")
+    (folder / "x.yaml").write_text(json.dumps(TREE))
+    model = tiny_images.image_model(folder / "model", "qwen2_5_vl")
+    data = {"train": str(tiny_images.write_rows(folder, tiny_images.ROWS)), "images": True}
+    (folder / "images.yaml").write_text(json.dumps({**TREE, "model": {"name_or_path": str(model)}, "data": data}))
+    check(folder, [["plan", "--config", "x.yaml"], TRAIN], [])
+    return folder
+
+
+def check(folder: Path, verbs: list[list[str]], needed: list[str] | None) -> None:
+    """Verbs end well, import what they need, and no other package prints a line on standard error."""
+    noted = folder / "noted.json"
+    noted.unlink(missing_ok=True)
+    words = [sys.executable, "-c", VERBS, json.dumps(verbs)]
+    done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert foreign(done.stderr) == []
+    assert noted.exists() is (needed is not None)
+    if needed is not None:
+        assert json.loads(noted.read_text()) == [[0] * len(verbs), needed]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_only_halftunes_lines_are_seen(place: Path, name: str) -> None:
+    check(place, *ALONE[name])
+
+
+def test_the_web_ui_starts_and_ends_without_a_word_of_others(place: Path) -> None:
+    pytest.importorskip("gradio", reason="the web UI's package is not installed")
+    words = [sys.executable, "-m", "halftune", "webui", "--port", "0"]
+    with (place / "stderr.txt").open("w+") as errors:
+        server = subprocess.Popen(words, cwd=place, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert server.stdout is not None
+        try:
+            ready, _, _ = select.select([server.stdout], [], [], LIMIT)
+            first = server.stdout.readline() if ready else ""
+            server.send_signal(signal.SIGINT)
+            server.wait(LIMIT)
+        finally:
+            server.kill()
+            server.wait()
+        errors.seek(0)
+        said = errors.read()
+    assert first.startswith("halftune webui: http://"), said
+    assert foreign(said) == []
